@@ -1,0 +1,1 @@
+"""Attention kernels, selectors and indexes: tensors in, tensors out."""
