@@ -1,0 +1,1 @@
+"""What a running SGLang server needs to serve Winnow policies."""

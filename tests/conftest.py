@@ -1,0 +1,73 @@
+"""Test-session rules: a run in which nothing passed is a failure, and a long run leaves a record."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+RECORDED_VERSIONS = ("sglang-winnow", "sglang", "torch", "flashinfer-python", "transformers", "fastapi", "pydantic")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, metavar="FOLDER", help="write test-full-<date>.json to FOLDER")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SessionOutcome(config.getoption("--record")), "session-outcome")
+
+
+class SessionOutcome:
+    """What became of each test of the session."""
+
+    def __init__(self, record_folder: Path | None) -> None:
+        self.record_folder = record_folder
+        self.started = time.monotonic()
+        self.outcomes: dict[str, str] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if report.when == "call" or not report.passed:
+            self.outcomes[report.nodeid] = "error" if report.failed and report.when != "call" else report.outcome
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            return
+        if session.exitstatus == pytest.ExitCode.OK and "passed" not in self.outcomes.values():
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+        if self.record_folder:
+            self.write_record(self.record_folder, int(session.exitstatus))
+
+    def write_record(self, folder: Path, exit_status: int) -> None:
+        now = datetime.now(UTC)
+        record = {
+            "finished": now.isoformat(timespec="seconds"),
+            "commit": _git("rev-parse", "HEAD"),
+            "uncommitted_changes": bool(_git("status", "--porcelain")),
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in RECORDED_VERSIONS},
+            "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
+            "exit_status": exit_status,
+            "seconds": round(time.monotonic() - self.started, 1),
+            "counts": dict(Counter(self.outcomes.values())),
+            "tests": [
+                {"id": test, "outcome": outcome, "seconds": round(self.seconds[test], 2)}
+                for test, outcome in self.outcomes.items()
+            ],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"test-full-{now:%Y-%m-%d}.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _git(*arguments: str) -> str | None:
+    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, timeout=30)
+    return result.stdout.strip() if result.returncode == 0 else None

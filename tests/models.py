@@ -1,0 +1,128 @@
+"""Models for tests: a config and a tokenizer (enough for SGLang's ``--load-format dummy``), with weights if wanted."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+BOS_TOKEN = "<|begin|>"
+EOS_TOKEN = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a ``config.json`` says of a model. The defaults are small enough to load and run within seconds."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    hidden_size: int = 256
+    layers: int = 2
+    query_heads: int = 4
+    kv_heads: int = 1
+    head_dim: int = 64
+    intermediate_size: int = 256
+    vocab_size: int = 512
+    context_length: int = 8192
+    dtype: Literal["bfloat16", "float32"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.family == "qwen2" and self.head_dim * self.query_heads != self.hidden_size:
+            raise ValueError(f"head_dim: Qwen2's is hidden_size / query_heads, it cannot be {self.head_dim}")
+
+    def config(self) -> dict[str, object]:
+        """Return the content of ``config.json``."""
+        return {
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.query_heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.context_length,
+            "rope_theta": 1_000_000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            # Wide enough that the likeliest token stands clear of the next.
+            "initializer_range": 0.1,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "torch_dtype": self.dtype,
+        }
+
+
+# The shape of the model in models/needle.
+NEEDLE = ModelShape(
+    hidden_size=512,
+    layers=12,
+    query_heads=8,
+    kv_heads=2,
+    intermediate_size=768,
+    vocab_size=4096,
+    context_length=32_768,
+    dtype="bfloat16",
+)
+
+
+def write_model(folder: Path, shape: ModelShape) -> Path:
+    """Write ``config.json`` and a byte-level BPE tokenizer of ``shape.vocab_size`` tokens to ``folder``; return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", shape.config())
+    _train_tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS_TOKEN,
+            "eos_token": EOS_TOKEN,
+            "model_max_length": shape.context_length,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    return folder
+
+
+def write_weights(folder: Path, seed: int = 0) -> None:
+    """Add random weights, the same for the same ``seed``, to a folder that ``write_model`` filled."""
+    # Slow to import, and the models that run with dummy weights do without.
+    import torch  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _train_tokenizer(vocab_size: int) -> Tokenizer:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(vocab_size)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS_TOKEN, EOS_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(words)], trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(f"vocab_size: {vocab_size} asked for, {tokenizer.get_vocab_size()} reached")
+    return tokenizer
