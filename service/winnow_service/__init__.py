@@ -1,0 +1,1 @@
+"""The HTTP service in front of SGLang, and the ``winnow`` command line."""

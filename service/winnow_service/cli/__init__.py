@@ -1,0 +1,1 @@
+"""The ``winnow`` command line: one module for each command."""

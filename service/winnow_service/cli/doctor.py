@@ -1,0 +1,176 @@
+"""``winnow doctor``: what is installed, on what device, and whether it is what Winnow supports."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+SUPPORTED_PYTHON = SpecifierSet(">=3.11")
+SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.24")
+RUNTIME_REMEDY = "install the runtime: pip install 'sglang-winnow[runtime]'"
+PROBE_TIMEOUT_SECONDS = 180
+
+# Runs in a process of its own: the service's never imports torch or sglang.
+_PROBE = """
+import json, platform, torch
+from sglang.srt.platforms import current_platform
+cuda = torch.cuda.is_available()
+device = torch.cuda.get_device_name(0) if cuda else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+print(json.dumps({"cuda": cuda, "device": device, "platform": type(current_platform).__module__}))
+"""
+_CPU_PLATFORM = "sglang_winnow.platform"
+
+
+class Status(Enum):
+    """A check's outcome; its value is the colour it is shown in."""
+
+    OK = "green"
+    OPTIONAL = "yellow"
+    FAILED = "red"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was found, what is supported, and what to do about a difference."""
+
+    name: str
+    found: str
+    supported: str
+    status: Status
+    remedy: str = ""
+
+
+class ProbeError(Exception):
+    """The process that asks torch and SGLang about the device failed; the message is its last line."""
+
+
+def doctor() -> None:
+    """Show versions, device and plugins; exit with 1 if something required is missing or not supported."""
+    console = Console()
+    with console.status("Asking torch and SGLang about the device"):
+        checks = [*package_checks(), *device_checks(), *program_checks()]
+    console.print(_table(checks))
+    failed = [check for check in checks if check.status is Status.FAILED]
+    for check in failed:
+        console.print(f"{check.name}: {check.remedy}", style=check.status.value, markup=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def package_checks() -> Iterator[Check]:
+    """Check Python, this distribution, and SGLang with those of its requirements that matter here."""
+    yield check_version("python", platform.python_version(), SUPPORTED_PYTHON, "use Python 3.11 or newer")
+    yield check_package("sglang-winnow", SpecifierSet(), "pip install sglang-winnow")
+    yield check_package("sglang", SUPPORTED_SGLANG, RUNTIME_REMEDY)
+    wanted = sglang_requirements()
+    for name in ("torch", "transformers", "flashinfer-python"):
+        yield check_package(name, wanted.get(name, SpecifierSet()), RUNTIME_REMEDY)
+
+
+def check_package(name: str, supported: SpecifierSet, remedy: str) -> Check:
+    """Check the installed version of distribution ``name``; any version is supported by an empty specifier."""
+    try:
+        return check_version(name, version(name), supported, remedy)
+    except PackageNotFoundError:
+        return Check(name, "not installed", _shown(supported), Status.FAILED, remedy)
+
+
+def check_version(name: str, found: str, supported: SpecifierSet, remedy: str) -> Check:
+    """Check one version number."""
+    if supported.contains(Version(found), prereleases=True):
+        return Check(name, found, _shown(supported), Status.OK)
+    return Check(name, found, _shown(supported), Status.FAILED, f"{found} is outside {_shown(supported)}; {remedy}")
+
+
+def sglang_requirements() -> dict[str, SpecifierSet]:
+    """Return the versions that the installed SGLang asks for, by distribution; nothing if there is no SGLang."""
+    try:
+        requirements = [Requirement(line) for line in requires("sglang") or []]
+    except PackageNotFoundError:
+        return {}
+    return {
+        canonicalize_name(each.name): each.specifier
+        for each in requirements
+        if each.marker is None or each.marker.evaluate()
+    }
+
+
+def device_checks() -> Iterator[Check]:
+    """Check the device that torch finds and the platform that SGLang would run on."""
+    try:
+        facts = probe()
+    except ProbeError as error:
+        yield Check("device", "unknown", "CUDA or CPU", Status.FAILED, f"{error}; {RUNTIME_REMEDY}")
+        return
+    yield Check("device", str(facts["device"]), "CUDA or CPU", Status.OK)
+    active = facts["platform"] == _CPU_PLATFORM
+    found = "active" if active else "inactive"
+    supported = "inactive with CUDA" if facts["cuda"] else "active without CUDA"
+    if active != facts["cuda"]:
+        yield Check("CPU platform plugin", found, supported, Status.OK)
+    else:
+        remedy = (
+            f"SGLang chose {facts['platform']}; reinstall sglang-winnow and unset SGLANG_PLATFORM and SGLANG_PLUGINS"
+        )
+        yield Check("CPU platform plugin", found, supported, Status.FAILED, remedy)
+
+
+def probe() -> dict[str, object]:
+    """Ask torch and SGLang, in a process of their own, for ``cuda``, ``device`` and ``platform``.
+
+    Raises:
+        ProbeError: the process failed, or took longer than ``PROBE_TIMEOUT_SECONDS``.
+    """
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=PROBE_TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ProbeError(f"no answer from torch and SGLang within {error.timeout:.0f} seconds") from error
+    if result.returncode != 0:
+        raise ProbeError((result.stderr.strip().splitlines() or ["no output"])[-1])
+    facts: dict[str, object] = json.loads(result.stdout.strip().splitlines()[-1])
+    return facts
+
+
+def program_checks() -> Iterator[Check]:
+    """Look for the programs that the tests start; serving needs none of them."""
+    for name in ("redis-server", "prometheus"):
+        path = shutil.which(name)
+        if path:
+            yield Check(name, path, "for the tests", Status.OK)
+        else:
+            yield Check(name, "not found", "for the tests", Status.OPTIONAL, f"apt-get install {name}")
+
+
+def _shown(supported: SpecifierSet) -> str:
+    return ", ".join(sorted(map(str, supported), reverse=True)) or "any"
+
+
+def _table(checks: list[Check]) -> Table:
+    table = Table("", "found", "supported", "")
+    for check in checks:
+        note = "ok" if check.status is Status.OK else check.remedy
+        table.add_row(*map(Text, (check.name, check.found, check.supported)), Text(note, style=check.status.value))
+    return table

@@ -1,0 +1,202 @@
+"""``winnow eval``: long-context accuracy and speed of any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from winnow_service.evaluation.client import Api, OpenAIClient, RequestError, ServedModel, ServerFacts
+from winnow_service.evaluation.environment import checkout_commit, installed_versions
+from winnow_service.evaluation.generation import SampleGenerator, builtin_tasks
+from winnow_service.evaluation.options import (
+    OptionError,
+    check_output,
+    parse_lengths,
+    parse_policy,
+    parse_tasks,
+    task_groups,
+)
+from winnow_service.evaluation.progress import ConsoleProgress
+from winnow_service.evaluation.report import CellRow, Header, Report, SampleRecord, print_results
+from winnow_service.evaluation.runner import Plan, run_plan
+
+# Wide enough for the table with all its columns, where there is no terminal to fit it to.
+_PLAIN_WIDTH = 200
+# Token counts go to the server beside the requests that are measured, never at the same time.
+_SPARE_CONNECTIONS = 8
+_INTERRUPTED = 130
+
+
+def evaluate(
+    url: Annotated[
+        str, typer.Option(help="Address of an OpenAI-compatible server, with or without /v1.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask.", show_default="the first that /v1/models lists")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WINNOW_API_KEY", show_envvar=True, help="Sent as bearer token.")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option(help="Comma-separated tasks or groups such as 'niah' or 'all'; --list prints them.")
+    ] = "all",
+    list_tasks: Annotated[bool, typer.Option("--list", help="Print the tasks and groups, and exit.")] = False,
+    lengths: Annotated[
+        str,
+        typer.Option(help="Comma-separated lengths such as 4096,16k in tokens: whole prompt and answer. k is 1,024."),
+    ] = "4096",
+    samples: Annotated[int, typer.Option(min=1, max=100_000, help="Samples for each task and length.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same prompts, whatever the policy.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests under way at once.")] = 8,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Sparse attention policy, in JSON or the name of one; sent as the request's 'attention'."),
+    ] = None,
+    api: Annotated[Api, typer.Option(help="Which OpenAI form to ask.")] = Api.CHAT,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one request.")] = 600.0,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write all results and samples to this file in JSON.")
+    ] = None,
+) -> None:
+    """Measure long-context accuracy and speed of any OpenAI-compatible server.
+
+    Accuracy is the mean fraction of the expected strings that occur in the answers, as in RULER. Exits with 1 if any
+    request failed, or if no task fits its length.
+    """
+    catalogue = builtin_tasks
+    names = tuple(catalogue())
+    if list_tasks:
+        _print_tasks()
+        return
+    try:
+        plan = Plan(
+            tasks=parse_tasks(tasks, names),
+            lengths=parse_lengths(lengths),
+            samples=samples,
+            seed=seed,
+            concurrency=concurrency,
+        )
+        attention = None if policy is None else parse_policy(policy)
+        if output is not None:
+            check_output(output)
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint=error.option) from error
+
+    options: dict[str, Any] = {
+        "tasks": list(plan.tasks),
+        "lengths": list(plan.lengths),
+        "samples": samples,
+        "concurrency": concurrency,
+        "policy": attention,
+        "api": api.value,
+        "timeout": timeout,
+    }
+    evaluation = _Evaluation(plan, options, output)
+    client = OpenAIClient(
+        url,
+        model=model,
+        api=api,
+        attention=attention,
+        api_key=api_key,
+        timeout=timeout,
+        connections=concurrency + _SPARE_CONNECTIONS,
+    )
+    failure = None
+    try:
+        with SampleGenerator(catalogue) as generator:
+            asyncio.run(evaluation.run(client, generator))
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint=error.option) from error
+    except RequestError as error:
+        failure = typer.Exit(1)
+        Console(stderr=True).print(f"Error: {error}", style="bold red", markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        failure = typer.Exit(_INTERRUPTED)
+        Console(stderr=True).print("Interrupted: the results below are those of the finished cells.", style="yellow")
+    if evaluation.report is not None and evaluation.report.rows:
+        print_results(_console(), evaluation.report)
+    if failure is not None:
+        raise failure
+    if evaluation.failed:
+        raise typer.Exit(1)
+
+
+class _Evaluation:
+    """An evaluation under way, and its report as far as it has come."""
+
+    def __init__(self, plan: Plan, options: dict[str, Any], output: Path | None) -> None:
+        self.report: Report | None = None
+        self._plan = plan
+        self._options = options
+        self._output = output
+        self._date = datetime.now(UTC).isoformat(timespec="seconds")
+        self._versions = installed_versions()
+        self._commit = checkout_commit()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a request failed, or nothing could be measured."""
+        rows = self.report.rows if self.report is not None else ()
+        return any(row.errors for row in rows) or not any(row.status == "measured" for row in rows)
+
+    async def run(self, client: OpenAIClient, generator: SampleGenerator) -> None:
+        """Run the plan, and write the report anew after every cell.
+
+        Raises:
+            OptionError: a length is longer than the model's context.
+            RequestError: the server cannot be used.
+        """
+        async with client:
+            model = await client.select_model()
+            longest = self._plan.lengths[-1]
+            if model.max_tokens is not None and longest > model.max_tokens:
+                raise OptionError(
+                    "--lengths", f"{longest} is more than the context of {model.name}, {model.max_tokens} tokens"
+                )
+            facts = await client.facts()
+            rows: list[CellRow] = []
+            records: list[SampleRecord] = []
+            with ConsoleProgress(Console(stderr=True), self._plan) as progress:
+                async for cell in run_plan(self._plan, client, generator, progress):
+                    rows.append(cell.row)
+                    records += cell.records
+                    complete = len(rows) == len(self._plan.tasks) * len(self._plan.lengths)
+                    header = self._header(client.url, model, facts, complete)
+                    self.report = Report(header=header, rows=tuple(rows), samples=tuple(records))
+                    if self._output is not None:
+                        self.report.write(self._output)
+
+    def _header(self, url: str, model: ServedModel, facts: ServerFacts, complete: bool) -> Header:
+        return Header(
+            url=url,
+            model=model.name,
+            model_max_tokens=model.max_tokens,
+            device=facts.device,
+            server_version=facts.version,
+            versions=self._versions,
+            commit=self._commit,
+            date=self._date,
+            seed=self._plan.seed,
+            options=self._options,
+            complete=complete,
+        )
+
+
+def _print_tasks() -> None:
+    tasks = builtin_tasks()
+    width = max(map(len, tasks))
+    for name, task in tasks.items():
+        typer.echo(f"{name:{width}}  {task.summary}")
+    typer.echo("\nGroups:")
+    for name, members in task_groups(tuple(tasks)).items():
+        typer.echo(f"{name:{width}}  {', '.join(members)}")
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)

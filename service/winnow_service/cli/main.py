@@ -1,0 +1,20 @@
+"""The ``winnow`` program: its commands, each in a module of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from winnow_service.cli import doctor, down, evaluate, serve, up
+
+app = typer.Typer(
+    name="winnow",
+    help="Per-request adaptive sparse attention for SGLang.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command("up")(up.up)
+app.command("down")(down.down)
+app.command("serve")(serve.serve)
+app.command("eval")(evaluate.evaluate)
+app.command("doctor")(doctor.doctor)

@@ -1,0 +1,87 @@
+"""``winnow up``: the runtime and the service together, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+import winnow_service
+from winnow_service.supervisor import preflight, state
+from winnow_service.supervisor.display import ConsoleDisplay
+from winnow_service.supervisor.programs import (
+    RUNTIME_HOST,
+    Device,
+    client_address,
+    resolve,
+    runtime_program,
+    service_program,
+)
+from winnow_service.supervisor.supervisor import Supervisor
+
+_REPOSITORY = Path(winnow_service.__file__).resolve().parents[2]
+SHIPPED_MODEL = _REPOSITORY / "models" / "needle"
+STATE_DIRECTORY = Path(".winnow")
+
+
+def up(
+    runtime_arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- SGLANG_OPTION...]", help="Passed on to SGLang.")
+    ] = None,
+    model: Annotated[Path, typer.Option(help="Folder of the model to serve.", show_default="models/needle")] = (
+        SHIPPED_MODEL
+    ),
+    host: Annotated[str, typer.Option(help="Address that the service listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port that the service listens on.")] = 8000,
+    runtime_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the runtime, on loopback.")] = 30000,
+    device: Annotated[Device, typer.Option(help="Where the runtime computes.")] = Device.auto,
+    state_dir: Annotated[Path, typer.Option(help="Where `winnow down` finds this process.")] = STATE_DIRECTORY,
+) -> None:
+    """Start SGLang and the service in front of it, and run both until Ctrl-C."""
+    arguments = runtime_arguments or []
+    model = model.absolute()
+    try:
+        preflight.check_runtime_installed()
+        preflight.check_runtime_arguments(arguments)
+        preflight.check_model(model)
+        preflight.check_ports(host, port, runtime_port)
+        preflight.check_device(device)
+        device = resolve(device)
+        preflight.check_memory(model, device)
+    except preflight.PreflightError as error:
+        _refuse(str(error))
+
+    address = client_address(host, port)
+    display = ConsoleDisplay(Console(), _ready_message(address))
+    supervisor = Supervisor(
+        runtime_program(model, device, runtime_port, arguments), service_program(host, port, runtime_port), display
+    )
+    own_state = state.State(
+        pid=os.getpid(), address=address, runtime_address=client_address(RUNTIME_HOST, runtime_port)
+    )
+    try:
+        with state.held(state_dir, own_state):
+            status = asyncio.run(supervisor.run())
+    except state.AlreadyRunning as error:
+        where = f" at {error.state.address}, process {error.state.pid}" if error.state else ""
+        _refuse(f"winnow up already runs here{where}; stop it with winnow down, or use another --state-dir")
+    raise typer.Exit(status)
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _ready_message(address: str) -> list[str]:
+    return [
+        f"ready at {address}",
+        (
+            f"curl -s {address}/v1/chat/completions -H 'content-type: application/json' "
+            "-d @examples/buried-answer-16k.json"
+        ),
+    ]

@@ -1,0 +1,43 @@
+"""What the results were made with: versions and commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from winnow_service.evaluation.report import Commit
+
+_DISTRIBUTIONS = ("sglang-winnow", "httpx", "sglang")
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the distributions that matter and are installed here."""
+    versions = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def checkout_commit() -> Commit | None:
+    """The commit of the checkout that this very file belongs to; None outside of one, and without git."""
+    here = Path(__file__).resolve()
+    # A virtual environment may lie in somebody else's checkout: only a tracked file tells the commit.
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None
+    commit = _git(here.parent, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return Commit(id=commit, modified=bool(_git(here.parent, "status", "--porcelain", "--untracked-files=no")))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,94 @@
+"""Server-sent events: passing them on whole, and ending a broken stream with an event that says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from winnow_service.errors import RuntimeDied, RuntimeFailure, ServiceError
+from winnow_service.runtime.client import RuntimeAnswer
+
+_END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LONGEST_END = 4
+_DONE = b"data: [DONE]"
+
+
+class EventSplitter:
+    """Cuts a byte stream at the ends of its events, so that a client never has half of one.
+
+    An event is passed on with the chunk that ends it; only the unfinished rest waits. ``done`` becomes true with the
+    event that ends an OpenAI or SGLang stream.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self.done = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Add ``chunk`` and return all events that are now complete, possibly none."""
+        searched = max(0, len(self._rest) - _LONGEST_END + 1)
+        self._rest += chunk
+        end = 0
+        for match in _END_OF_EVENT.finditer(self._rest, searched):
+            end = match.end()
+        events = bytes(self._rest[:end])
+        del self._rest[:end]
+        last_event = events.rstrip()
+        self.done = self.done or last_event == _DONE or last_event.endswith((b"\n" + _DONE, b"\r" + _DONE))
+        return events
+
+
+def error_event(error: ServiceError) -> bytes:
+    """``error`` as an event, in the form that OpenAI clients and SGLang's native clients know."""
+    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+
+
+class EventStreamResponse(StreamingResponse):
+    """The runtime's event stream, passed on event by event.
+
+    If it does not end as a complete stream does, an error event follows. If the client leaves, the runtime's connection
+    is closed, which aborts the generation.
+    """
+
+    def __init__(
+        self,
+        answer: RuntimeAnswer,
+        headers: list[tuple[str, str]],
+        on_failure: Callable[[RuntimeFailure], None],
+        on_disconnect: Callable[[], None],
+    ) -> None:
+        super().__init__(self._events(), status_code=answer.status)
+        self.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        self._answer = answer
+        self._on_failure = on_failure
+        self._on_disconnect = on_disconnect
+        self._complete = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if not self._complete:
+                self._on_disconnect()
+            with anyio.CancelScope(shield=True):
+                await self._answer.close()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        splitter = EventSplitter()
+        try:
+            async for chunk in self._answer.chunks():
+                if events := splitter.feed(chunk):
+                    yield events
+            if not splitter.done:
+                raise RuntimeDied("the stream ended without [DONE]")
+        except RuntimeFailure as failure:
+            # After [DONE] the client has everything; how the connection ends then is of no interest.
+            if not splitter.done:
+                self._on_failure(failure)
+                yield error_event(failure)
+        self._complete = True

@@ -1,0 +1,105 @@
+"""Starting and stopping real servers on free ports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.service.processes import WINNOW, alive, descendants
+from tests.service.servers import free_port
+
+START_SECONDS = 240
+STOP_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A service, its runtime, and the process that runs what answers at ``address``."""
+
+    address: str
+    runtime_address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def running_requests(self) -> int:
+        """How many requests the runtime computes or has queued, by its own account."""
+        loads = httpx.get(f"{self.runtime_address}/v1/loads", timeout=30).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    def wait_for_requests(self, number: int, timeout_seconds: float) -> None:
+        """Wait until the runtime has so many requests."""
+        deadline = time.monotonic() + timeout_seconds
+        while (running := self.running_requests()) != number:
+            assert time.monotonic() < deadline, f"{running} requests run after {timeout_seconds} s, not {number}"
+            time.sleep(0.05)
+
+
+def start_up(folder: Path) -> Deployment:
+    """``winnow up`` with the shipped model, ready."""
+    port, runtime_port = free_port(), free_port()
+    log = folder / "log"
+    process = start([*WINNOW, "up", "--device", "cpu", "--port", str(port), "--runtime-port", str(runtime_port)], log)
+    deployment = Deployment(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{runtime_port}", process, log)
+    wait_ready(deployment)
+    return deployment
+
+
+def start(command: list[str], log: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            cwd=log.parent,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def wait_ready(deployment: Deployment) -> None:
+    wait_readiness(deployment, 200, START_SECONDS)
+
+
+def wait_readiness(deployment: Deployment, status: int, timeout_seconds: float) -> str:
+    """Wait until ``/readyz`` answers with ``status``; returns the reason that it gives."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        assert deployment.process.poll() is None, deployment.log.read_text()[-3000:]
+        assert time.monotonic() < deadline, deployment.log.read_text()[-3000:]
+        try:
+            answer = httpx.get(f"{deployment.address}/readyz", timeout=10)
+        except httpx.TransportError:
+            pass
+        else:
+            if answer.status_code == status:
+                reason: str = answer.json()["reason"]
+                return reason
+        time.sleep(0.1)
+
+
+def stop(process: subprocess.Popen[bytes]) -> int:
+    """Stop ``process`` as Ctrl-C does and return its status. Nothing of it may be left."""
+    below = descendants(process.pid)
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    status = process.wait(STOP_SECONDS)
+    left = [pid for pid in below if alive(pid)]
+    assert not left, f"processes {left} were left behind"
+    return status
+
+
+def runtime_pid(process: subprocess.Popen[bytes]) -> int:
+    """The process of SGLang's HTTP server below ``winnow up``: the parent of SGLang's other processes."""
+    [pid] = [
+        pid
+        for pid in descendants(process.pid)
+        if (command := Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))[1:3] == [b"-m", b"sglang.launch_server"]
+        and command
+    ]
+    return pid

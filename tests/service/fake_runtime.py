@@ -1,0 +1,127 @@
+"""A runtime that answers as SGLang does, streams when told to, breaks off, hangs, and records what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request as the fake runtime got it."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class FakeRuntime:
+    """What a request's ``"fake"`` object may hold:
+
+    - ``chunks``: how many events (3);
+    - ``die_after``, ``end_after``: break off, or end without [DONE], after so many events;
+    - ``half``: break off in the middle of that event;
+    - ``gated``: wait for ``gate`` before each event;
+    - ``hang``: never answer;
+    - ``status``: answer with that status;
+    - ``die``: break off in the middle of a JSON answer;
+    - ``together``: answer when so many requests are there at once.
+    """
+
+    healthy: bool = True
+    asked: list[Asked] = field(default_factory=list)
+    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    events_sent: int = 0
+    answering: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    together: asyncio.Event = field(default_factory=asyncio.Event)
+    concurrent: int = 0
+    most_concurrent: int = 0
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/{path:path}", self.answer, methods=["GET", "POST"])
+        return app
+
+    async def health(self) -> Response:
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.body()
+        self.asked.append(
+            Asked(
+                request.method,
+                request.scope["raw_path"].decode(),
+                request.url.query,
+                dict(request.headers.items()),
+                body,
+            )
+        )
+        asked: dict[str, Any] = json.loads(body) if body else {}
+        fake: dict[str, Any] = asked.get("fake", {})
+        self.answering.set()
+        self.concurrent += 1
+        self.most_concurrent = max(self.most_concurrent, self.concurrent)
+        try:
+            if fake.get("hang"):
+                await self._hang(request)
+            if "status" in fake:
+                return JSONResponse({"error": {"message": "no"}}, fake["status"], headers={"x-from-runtime": "1"})
+            if asked.get("stream"):
+                return StreamingResponse(self._events(fake), media_type="text/event-stream")
+            if fake.get("die"):
+                return StreamingResponse(_broken_json(), media_type="application/json")
+            if "together" in fake:
+                await self._gather(fake["together"])
+            return JSONResponse({"path": request.url.path, "text": "an answer"}, headers={"x-from-runtime": "1"})
+        finally:
+            self.concurrent -= 1
+
+    async def _gather(self, number: int) -> None:
+        if self.concurrent == number:
+            self.together.set()
+        await self.together.wait()
+
+    async def _hang(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.aborted.set()
+
+    async def _events(self, fake: dict[str, Any]) -> AsyncIterator[bytes]:
+        try:
+            for index in range(fake.get("chunks", 3)):
+                if fake.get("gated"):
+                    await self.gate.acquire()
+                if fake.get("die_after") == index:
+                    raise BreakOff
+                if fake.get("end_after") == index:
+                    return
+                event = b"data: " + json.dumps({"text": "word " * (index + 1), "index": index}).encode() + b"\n\n"
+                if fake.get("half") == index:
+                    yield event[: len(event) // 2]
+                    raise BreakOff
+                self.events_sent += 1
+                yield event
+            yield b"data: [DONE]\n\n"
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.set()
+            raise
+
+
+class BreakOff(Exception):
+    """Ends a connection in the middle of its answer: the server closes it without the final chunk."""
+
+
+async def _broken_json() -> AsyncIterator[bytes]:
+    yield b'{"text": "an ans'
+    raise BreakOff

@@ -1,0 +1,1 @@
+"""Stands in for SGLang where a test is of ``winnow up`` and not of SGLang."""

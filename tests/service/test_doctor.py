@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import typer
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner, Result
+
+from winnow_service.cli import doctor
+
+SUPPORTED = {
+    "sglang-winnow": "0.1.0",
+    "sglang": "0.5.16",
+    "torch": "2.11.0",
+    "transformers": "5.12.1",
+    "flashinfer-python": "0.6.14",
+}
+CPU = {"cuda": False, "device": "CPU (x86_64, 2 threads)", "platform": "sglang_winnow.platform"}
+CUDA = {"cuda": True, "device": "NVIDIA H100", "platform": "sglang.srt.platforms.cuda"}
+
+
+class Machine:
+    """A machine whose facts the tests decide."""
+
+    def __init__(self) -> None:
+        self.packages = dict(SUPPORTED)
+        self.programs = {"redis-server": "/usr/bin/redis-server", "prometheus": "/usr/bin/prometheus"}
+        self.facts: dict[str, object] | doctor.ProbeError = dict(CPU)
+
+    def version(self, name: str) -> str:
+        if name not in self.packages:
+            raise PackageNotFoundError(name)
+        return self.packages[name]
+
+    def requires(self, name: str) -> list[str]:
+        self.version(name)
+        return ["torch==2.11.0", "transformers==5.12.1", "flashinfer_python==0.6.14", "other; python_version < '3'"]
+
+    def probe(self) -> dict[str, object]:
+        if isinstance(self.facts, doctor.ProbeError):
+            raise self.facts
+        return self.facts
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(doctor, "version", machine.version)
+    monkeypatch.setattr(doctor, "requires", machine.requires)
+    monkeypatch.setattr(doctor, "probe", machine.probe)
+    monkeypatch.setattr(shutil, "which", machine.programs.get)
+    monkeypatch.setenv("COLUMNS", "250")
+    return machine
+
+
+def run() -> Result:
+    app = typer.Typer()
+    app.command()(doctor.doctor)
+    return CliRunner().invoke(app)
+
+
+@pytest.mark.parametrize("facts", [CPU, CUDA])
+def test_supported_machine_passes(machine: Machine, facts: dict[str, object]) -> None:
+    machine.facts = facts
+    result = run()
+    assert result.exit_code == 0, result.output
+    for shown in (*SUPPORTED.values(), str(facts["device"]), "/usr/bin/prometheus"):
+        assert shown in result.output
+
+
+@pytest.mark.parametrize("newest", ["0.5.23", "0.5.23.post1"])
+def test_window_reaches_to_its_last_version(machine: Machine, newest: str) -> None:
+    machine.packages["sglang"] = newest
+    assert run().exit_code == 0
+
+
+@pytest.mark.parametrize("outside", ["0.5.15", "0.5.15.post1", "0.5.24", "0.6.0"])
+def test_sglang_outside_the_window_fails(machine: Machine, outside: str) -> None:
+    machine.packages["sglang"] = outside
+    result = run()
+    assert result.exit_code == 1
+    remedy = result.output.splitlines()[-1]
+    assert remedy.startswith("sglang: ")
+    assert outside in remedy
+    assert "pip install 'sglang-winnow[runtime]'" in remedy
+
+
+@pytest.mark.parametrize("package", ["sglang", "torch", "transformers", "flashinfer-python"])
+def test_missing_package_fails(machine: Machine, package: str) -> None:
+    del machine.packages[package]
+    result = run()
+    assert result.exit_code == 1
+    assert "not installed" in result.output
+    assert result.output.splitlines()[-1].startswith(f"{package}: install the runtime")
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "flashinfer-python"])
+def test_package_that_sglang_does_not_accept_fails(machine: Machine, package: str) -> None:
+    machine.packages[package] = "1.0"
+    result = run()
+    assert result.exit_code == 1
+    assert f"{package}: 1.0 is outside ==" in result.output
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [CPU | {"platform": "sglang.srt.platforms.interface"}, CUDA | {"platform": "sglang_winnow.platform"}],
+    ids=["no plugin on the CPU", "plugin in CUDA's place"],
+)
+def test_wrong_platform_fails(machine: Machine, facts: dict[str, object]) -> None:
+    machine.facts = facts
+    result = run()
+    assert result.exit_code == 1
+    assert f"CPU platform plugin: SGLang chose {facts['platform']}" in result.output
+
+
+def test_failed_probe_is_reported(machine: Machine) -> None:
+    machine.facts = doctor.ProbeError("ModuleNotFoundError: No module named 'torch'")
+    result = run()
+    assert result.exit_code == 1
+    assert "device: ModuleNotFoundError: No module named 'torch'; install the runtime" in result.output
+
+
+def test_programs_of_the_tests_are_not_required(machine: Machine) -> None:
+    machine.programs.clear()
+    result = run()
+    assert result.exit_code == 0
+    assert result.output.count("not found") == 2
+
+
+def test_old_python_is_refused() -> None:
+    check = doctor.check_version("python", "3.10.4", doctor.SUPPORTED_PYTHON, "use Python 3.11 or newer")
+    assert check.status is doctor.Status.FAILED
+    assert "3.10.4 is outside >=3.11; use Python 3.11 or newer" in check.remedy
+
+
+def test_release_candidate_counts_as_its_number() -> None:
+    assert doctor.check_version("sglang", "0.5.17rc1", SpecifierSet(">=0.5.16"), "").status is doctor.Status.OK
+
+
+def test_probe_reports_the_childs_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PROBE", "raise SystemExit('no such device')")
+    with pytest.raises(doctor.ProbeError, match=r"^no such device$"):
+        doctor.probe()
+
+
+def test_probe_reads_past_what_libraries_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PROBE", f"print('noise'); print({json.dumps(json.dumps(CPU))})")
+    assert doctor.probe() == CPU
+
+
+def test_probe_finds_this_machines_platform() -> None:
+    facts = doctor.probe()
+    assert facts["platform"] == ("sglang.srt.platforms.cuda" if facts["cuda"] else "sglang_winnow.platform")
+
+
+def test_doctor_imports_neither_torch_nor_sglang() -> None:
+    code = "import sys, winnow_service.cli.doctor; print({'torch', 'sglang'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "set()"
