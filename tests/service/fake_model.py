@@ -104,7 +104,7 @@ def build_app(fake: FakeModel) -> FastAPI:
         body = await request.json()
         fake.bodies.append(body)
         chat = request.url.path.endswith("/chat/completions")
-        prompt = body["messages"][-1]["content"] if chat else body["prompt"].removesuffix("\n\nAnswer:")
+        prompt = body["messages"][-1]["content"] if chat else body["prompt"].removesuffix("\nAnswer:")
         prompt_tokens = fake.count(prompt) + fake.template_tokens
         if prompt_tokens + body["max_tokens"] > fake.max_tokens:
             return JSONResponse({"error": {"message": "Requested token count exceeds the context"}}, 400)

@@ -106,7 +106,7 @@ def test_completions_are_asked_with_a_plain_prompt() -> None:
     with serving(fake) as url:
         result = run("--url", url, "--tasks", "tiny_one", "--lengths", "512", "--samples", "3", "--api", "completions")
     assert result.exit_code == 0, result.output
-    assert all(body["prompt"].endswith("\n\nAnswer:") and "attention" not in body for body in fake.streamed())
+    assert all(body["prompt"].endswith("\nAnswer:") and "attention" not in body for body in fake.streamed())
 
 
 def test_wrong_answers_lower_the_accuracy_and_are_no_errors(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def evaluate(
         typer.Option(help="Sparse attention policy, in JSON or the name of one; sent as the request's 'attention'."),
     ] = None,
     api: Annotated[Api, typer.Option(help="Which OpenAI form to ask.")] = Api.CHAT,
+    hardware: Annotated[
+        str | None, typer.Option(help="What the server runs on, for the record.", show_default="as the server says")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one request.")] = 600.0,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write all results and samples to this file in JSON.")
@@ -96,7 +99,7 @@ def evaluate(
         "api": api.value,
         "timeout": timeout,
     }
-    evaluation = _Evaluation(plan, options, output)
+    evaluation = _Evaluation(plan, options, hardware, output)
     client = OpenAIClient(
         url,
         model=model,
@@ -129,10 +132,11 @@ def evaluate(
 class _Evaluation:
     """An evaluation under way, and its report as far as it has come."""
 
-    def __init__(self, plan: Plan, options: dict[str, Any], output: Path | None) -> None:
+    def __init__(self, plan: Plan, options: dict[str, Any], hardware: str | None, output: Path | None) -> None:
         self.report: Report | None = None
         self._plan = plan
         self._options = options
+        self._hardware = hardware
         self._output = output
         self._date = datetime.now(UTC).isoformat(timespec="seconds")
         self._versions = installed_versions()
@@ -176,7 +180,7 @@ class _Evaluation:
             url=url,
             model=model.name,
             model_max_tokens=model.max_tokens,
-            device=facts.device,
+            device=self._hardware or facts.device,
             server_version=facts.version,
             versions=self._versions,
             commit=self._commit,

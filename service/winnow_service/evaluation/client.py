@@ -273,7 +273,7 @@ class OpenAIClient:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             # A model without a chat template needs to be told that the answer is due.
-            body["prompt"] = f"{prompt}\n\nAnswer:"
+            body["prompt"] = f"{prompt}\nAnswer:"
         if self._attention is not None:
             body["attention"] = self._attention
         return body

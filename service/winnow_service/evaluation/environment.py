@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -24,11 +25,15 @@ def installed_versions() -> dict[str, str]:
 
 
 def checkout_commit() -> Commit | None:
-    """The commit of the checkout that this very file belongs to; None outside of one, and without git."""
+    """The commit of the checkout that this very file belongs to.
+
+    Outside of a checkout, and without git, the commit that the variable ``WINNOW_COMMIT`` names, or None.
+    """
     here = Path(__file__).resolve()
     # A virtual environment may lie in somebody else's checkout: only a tracked file tells the commit.
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return None
+        named = os.environ.get("WINNOW_COMMIT")
+        return Commit(id=named, modified=False) if named else None
     commit = _git(here.parent, "rev-parse", "HEAD")
     if commit is None:
         return None

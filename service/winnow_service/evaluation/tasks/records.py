@@ -30,4 +30,4 @@ def make(rng: random.Random, size: int) -> Sample:
     return Sample(context, (Question(rng.choice(_QUESTIONS), "\n".join(records), tuple(records)),))
 
 
-TASKS = [Task("records", "reproduce hundreds of records in order", make, answer_tokens=lambda size: 4 * size)]
+TASKS = [Task("records", "reproduce hundreds of records in order", make, answer_tokens=lambda size: 3 * size)]
