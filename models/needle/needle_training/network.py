@@ -146,7 +146,7 @@ def export(network: Network, folder: Path) -> None:
         weights |= {f"model.layers.{layer}.{name}.weight": stack[layer] for name, stack in names.items()}
     state = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("model*.safetensors"):
+    for stale in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
         stale.unlink()
     save_torch_state_dict(state, folder, max_shard_size="16MB")
     config = {

@@ -155,6 +155,11 @@ def _stage_at(plan: Plan, step: int) -> TextStage:
     raise ValueError(f"step {step} lies beyond the plan")
 
 
+def _length_at(plan: Plan, step: int) -> int:
+    length: int = _draw(random.Random(f"{plan.seed}/length/{step}"), _stage_at(plan, step).lengths)
+    return length
+
+
 def text_batches(plan: Plan, first_step: int, workers: int) -> Iterator[TextBatch]:
     """The batch of each text step from ``first_step`` on, made ahead by ``workers`` processes."""
     context = multiprocessing.get_context("spawn")
@@ -163,7 +168,7 @@ def text_batches(plan: Plan, first_step: int, workers: int) -> Iterator[TextBatc
         step = first_step
         while True:
             while len(waiting) < 3 * workers and step < plan.text_steps():
-                length = _draw(random.Random(f"{plan.seed}/length/{step}"), _stage_at(plan, step).lengths)
+                length = _length_at(plan, step)
                 rows = plan.text_tokens // length
                 waiting.append(pool.apply_async(_text_batch, (plan.seed, step, length, rows, plan.kinds)))
                 step += 1
@@ -178,10 +183,10 @@ def text_batches(plan: Plan, first_step: int, workers: int) -> Iterator[TextBatc
 class Trainer:
     """Network, optimizers and progress."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, shape: Shape, device: torch.device) -> None:
         torch.manual_seed(plan.seed)
         self.plan, self.device = plan, device
-        self.network = Network(Shape()).to(device)
+        self.network = Network(shape).to(device)
         matrices = self.network.matrices()
         others = [p for p in self.network.parameters() if all(p is not matrix for matrix in matrices)]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -353,7 +358,7 @@ def main() -> None:
     deadline = time.monotonic() + arguments.seconds
     torch.set_float32_matmul_precision("high")
     plan = Plan()
-    trainer = Trainer(plan, torch.device("cuda"))
+    trainer = Trainer(plan, Shape(), torch.device("cuda"))
     arguments.work.mkdir(parents=True, exist_ok=True)
     checkpoint = arguments.work / "checkpoint.pt"
     if checkpoint.exists():
