@@ -63,6 +63,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """Fill in what the command line left open; what it says is kept."""
         server_args.device = "cpu"
+        # A scheduler that polls takes a core from the requests.
+        server_args.sleep_on_idle = True
         # SGLang has by now chosen its AMX backend where none was asked for; a plain installation does not have it.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND

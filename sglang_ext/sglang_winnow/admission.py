@@ -1,0 +1,261 @@
+"""What a request must satisfy before SGLang's scheduler sees it.
+
+The scheduler trusts what reaches it: an error there ends the server. These checks run in the process that takes
+requests, where a ``ValueError`` becomes an answer with status 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+# One body may ask for so many sequences: prompts times samples of each.
+MAX_SEQUENCES = 4096
+MAX_TOP_LOGPROBS = 128
+MAX_TOKEN_IDS_LOGPROB = 1024
+# The largest 16-bit float: its square is finite in 32 bits, where norms are computed.
+MAX_EMBEDDING = 65_504.0
+
+PROMPTS: Final = ("text", "input_ids", "input_embeds")
+MEDIA: Final = ("image_data", "video_data", "audio_data", "modalities")
+# Set by SGLang's own processes. It accepts them in a body too.
+INTERNAL: Final = (
+    "http_worker_ipc",
+    "lora_id",
+    "positional_embed_overrides",
+    "need_wait_for_mm_inputs",
+    "num_items_assigned",
+    "mm_data_mooncake",
+    "encoder_urls",
+)
+
+_STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False)
+_Int64 = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the server's command line allow. Lengths are in tokens."""
+
+    vocab_size: int
+    context_length: int
+    hidden_size: int
+    metric_labels: frozenset[str] = frozenset()
+    multi_item_scoring: bool = False
+    multimodal: bool = False
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocab_size)
+
+
+class _PerSequence(BaseModel):
+    """What each prompt of a body may have of its own, in a list as long as the prompts."""
+
+    model_config = _STRICT
+
+    rid: str | None
+    sampling_params: SamplingParameters | None
+    return_logprob: bool | None
+    logprob_start_len: int | None = Field(ge=-1)
+    top_logprobs_num: int | None = Field(ge=0, le=MAX_TOP_LOGPROBS)
+    token_ids_logprob: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS_LOGPROB)] | None
+    return_sampling_mask: bool | None
+    return_hidden_states: bool | None
+    lora_path: str | None
+    custom_logit_processor: str | None
+    extra_key: str | None
+    bootstrap_host: str | None
+    bootstrap_port: _Int64 | None
+    bootstrap_room: _Int64 | None
+    bootstrap_pair_key: str | None
+    decode_tp_size: _Int64 | None
+
+
+class _SessionParameters(BaseModel):
+    model_config = _STRICT | ConfigDict(extra="forbid")
+
+    id: str | None = None
+    rid: str | None = None
+    offset: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
+class _Shared(BaseModel):
+    """What all prompts of a body share."""
+
+    model_config = _STRICT
+
+    session_id: str | None
+    session_params: _SessionParameters | None
+    stream: bool | None
+    priority: _Int64 | None
+    routed_dp_rank: _Int64 | None
+    disagg_prefill_dp_rank: _Int64 | None
+    routing_key: str | None
+    routed_experts_start_len: int = Field(ge=0, le=INT64_MAX)
+    return_routed_experts: bool | None
+    return_indexer_topk: bool | None
+    return_text_in_logprobs: bool | None
+    return_prompt_token_ids: bool | None
+    return_entropy: bool | None
+    return_bytes: bool | None
+    require_reasoning: bool | None
+    log_metrics: bool | None
+    no_logs: bool | None
+    background: bool | None
+    received_time: float | None
+    custom_labels: dict[str, str] | None
+
+
+_TEXT: Final = TypeAdapter(str)
+# The vocabulary's bound is checked at once: a prompt has many thousands of ids.
+_IDS: Final = TypeAdapter(Annotated[list[int], Field(min_length=1)])
+_EMBEDDING = Annotated[float, Field(ge=-MAX_EMBEDDING, le=MAX_EMBEDDING, allow_inf_nan=False)]
+_EMBEDS: Final = TypeAdapter(Annotated[list[list[_EMBEDDING]], Field(min_length=1)])
+
+
+def check_request(request: GenerateReqInput, limits: Limits) -> None:
+    """Check a request before SGLang has touched it.
+
+    Raises:
+        ValueError: a field is wrong; the message names it and the bound.
+    """
+    _check_unsupported(request, limits)
+    prompts, batched = _prompts(request)
+    _check_prompts(request, prompts, limits)
+    _validate("", _Shared, {name: getattr(request, name) for name in _Shared.model_fields}, limits)
+    _check_labels(request, limits)
+    samples = _check_sequences(request, len(prompts), batched, limits)
+    if len(prompts) * samples > MAX_SEQUENCES:
+        raise ValueError(
+            f"sampling_params.n: at most {MAX_SEQUENCES} sequences for each request,"
+            f" not {samples} for each of {len(prompts)} prompts"
+        )
+
+
+def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Check a prompt as the model will read it, whether it came as text or as ids; ValueError if it is wrong."""
+    if not token_ids:
+        raise ValueError("the prompt has no tokens; it must have at least 1")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise ValueError(f"the prompt has a token outside the vocabulary; token ids must be from 0 to {vocab_size - 1}")
+
+
+def _check_unsupported(request: GenerateReqInput, limits: Limits) -> None:
+    for name in INTERNAL:
+        if getattr(request, name) is not None:
+            raise ValueError(f"{name}: set by the server, not by clients")
+    for name in MEDIA:
+        if getattr(request, name) and not limits.multimodal:
+            raise ValueError(f"{name}: this model reads text only")
+    if request.multi_item_delimiter_indices is not None and not limits.multi_item_scoring:
+        raise ValueError("multi_item_delimiter_indices: the server was started without --enable-mis")
+
+
+def _check_labels(request: GenerateReqInput, limits: Limits) -> None:
+    # A label that the server's metrics lack is an error when the first token is counted.
+    if unknown := set(request.custom_labels or ()) - limits.metric_labels:
+        allowed = ", ".join(sorted(limits.metric_labels)) or "none"
+        raise ValueError(f"custom_labels: {_plain(min(unknown))} is not among the server's labels ({allowed})")
+
+
+def _prompts(request: GenerateReqInput) -> tuple[Sequence[Any], bool]:
+    """Return the prompts, and whether the body had a list of them."""
+    given = [name for name in PROMPTS if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"give exactly one of {', '.join(PROMPTS)}; given: {', '.join(given) or 'none'}")
+    (name,) = given
+    prompt = getattr(request, name)
+    if name == "text" and isinstance(prompt, str):
+        return [prompt], False
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"{name}: must be a list that is not empty{' or a string' if name == 'text' else ''}")
+    if name == "text" or (name == "input_ids" and isinstance(prompt[0], list)) or _depth(prompt) == 3:
+        return prompt, True
+    return [prompt], False
+
+
+def _depth(value: object) -> int:
+    """Return how many lists open before the first number; 3 and more are 3."""
+    depth = 0
+    while depth < 3 and isinstance(value, list):
+        depth += 1
+        value = value[0] if value else None
+    return depth
+
+
+def _check_prompts(request: GenerateReqInput, prompts: Sequence[Any], limits: Limits) -> None:
+    for prompt in prompts:
+        if request.text is not None:
+            _validate("text", _TEXT, prompt, limits)
+            if not prompt and not limits.multimodal:
+                raise ValueError("text: must have at least 1 character")
+        elif request.input_ids is not None:
+            _validate("input_ids", _IDS, prompt, limits)
+            if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+                raise ValueError(f"input_ids: token ids must be from 0 to {limits.vocab_size - 1}")
+        else:
+            _validate("input_embeds", _EMBEDS, prompt, limits)
+            if {len(row) for row in prompt} != {limits.hidden_size}:
+                raise ValueError(f"input_embeds: each token must have {limits.hidden_size} numbers")
+
+
+def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limits: Limits) -> int:
+    """Check what may differ between prompts; return how many samples each has."""
+    columns = {name: getattr(request, name) for name in _PerSequence.model_fields}
+    # SGLang makes the other ids of a batch from one.
+    lists = {name: values for name, values in columns.items() if _is_per_prompt(name, values)}
+    lists |= {
+        name: values for name in MEDIA if batched and isinstance(values := getattr(request, name), list) and values
+    }
+    for name, values in lists.items():
+        if not batched:
+            raise ValueError(f"{name}: a list is for a list of prompts")
+        if len(values) != count:
+            raise ValueError(f"{name}: {len(values)} values for {count} prompts")
+    samples = set()
+    for index in range(count if lists else 1):
+        row = {name: lists[name][index] if name in lists else value for name, value in columns.items()}
+        checked = _validate("", _PerSequence, row, limits)
+        if (checked.logprob_start_len or -1) > limits.context_length:
+            raise ValueError(f"logprob_start_len: at most {limits.context_length}, the model's context length")
+        samples.add((checked.sampling_params and checked.sampling_params.n) or 1)
+    if len(samples) > 1:
+        raise ValueError("sampling_params.n: must be the same for all prompts")
+    (number,) = samples
+    if number > 1 and "return_hidden_states" in lists:
+        raise ValueError("return_hidden_states: cannot be a list when sampling_params.n is more than 1")
+    return number
+
+
+def _is_per_prompt(name: str, value: object) -> bool:
+    if name == "token_ids_logprob":
+        return isinstance(value, list) and any(isinstance(item, list) or item is None for item in value)
+    return isinstance(value, list)
+
+
+def _validate(field: str, kind: type[BaseModel] | TypeAdapter[Any], value: object, limits: Limits) -> Any:
+    """Validate ``value``; the ValueError says which part of ``field`` is wrong, in ASCII and without what was sent."""
+    validate = kind.validate_python if isinstance(kind, TypeAdapter) else kind.model_validate
+    try:
+        return validate(value, strict=True, context=limits.vocabulary)
+    except ValidationError as error:
+        # What else is wrong shows when this is put right.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        path = ".".join(_plain(str(part)) for part in (field, *first["loc"]) if part != "")
+        raise ValueError(f"{path}: {_plain(first['msg'].removeprefix('Value error, '))}") from None
+
+
+def _plain(text: str) -> str:
+    return text[:200].encode("ascii", "backslashreplace").decode()

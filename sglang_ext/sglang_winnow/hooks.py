@@ -1,0 +1,71 @@
+"""Hooks on SGLang that are known to be in force.
+
+SGLang's registry fails open: a hook that cannot be applied is logged and the server starts without it. Here a hook
+whose target is gone, or that was not applied, ends the process instead.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function to run before or after the SGLang function with the dotted name ``target``."""
+
+    target: str
+    function: Callable[..., Any]
+    kind: HookType
+
+
+def install(hooks: Sequence[Hook]) -> None:
+    """Register ``hooks``, and a check that they are in force, which runs before SGLang starts its processes.
+
+    Raises:
+        SystemExit: a target does not exist. SGLang only logs an ``Exception`` from a plugin.
+    """
+
+    def check_before_launch(_engine: type, server_args: ServerArgs, *_: object, **__: object) -> None:
+        require_in_force(hooks)
+        require_one_tokenizer(server_args)
+
+    for hook in [*hooks, Hook(LAUNCH, check_before_launch, HookType.BEFORE)]:
+        _require_target(hook.target)
+        HookRegistry.register(hook.target, hook.function, hook.kind)
+
+
+def require_in_force(hooks: Sequence[Hook]) -> None:
+    """Raise SystemExit if one of ``hooks`` was not applied to its target."""
+    for hook in hooks:
+        if hook.target not in HookRegistry._patched:  # noqa: SLF001
+            raise SystemExit(
+                f"Winnow: the server does not start, because SGLang did not apply a hook to {hook.target}."
+            )
+
+
+def require_one_tokenizer(server_args: ServerArgs) -> None:
+    """Raise SystemExit if the command line asks for tokenizer workers: SGLang loads no plugins in them."""
+    if server_args.tokenizer_worker_num > 1:
+        raise SystemExit(
+            "Winnow: the server does not start, because --tokenizer-worker-num must be 1:"
+            f" with {server_args.tokenizer_worker_num}, requests would not be checked."
+        )
+
+
+def _require_target(target: str) -> None:
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(
+            f"Winnow: the server does not start, because this version of SGLang has no {target} to hook ({error})."
+        ) from error

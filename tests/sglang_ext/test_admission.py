@@ -1,0 +1,191 @@
+"""The checks on a request, without a server."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_winnow import admission, plugin
+from sglang_winnow.admission import Limits, check_request, check_tokens
+from sglang_winnow.sampling_parameters import SamplingParameters
+
+LIMITS = Limits(vocab_size=512, context_length=1024, hidden_size=4)
+FIELDS = [field.name for field in fields(GenerateReqInput)]
+PARAMETERS = list(SamplingParameters.model_fields)
+
+
+def check(**body: Any) -> None:
+    check_request(GenerateReqInput(**body), LIMITS)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters())
+json_values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters()), inner, max_size=3)
+)
+sampling = st.dictionaries(st.sampled_from(PARAMETERS) | st.text(st.characters()), json_values, max_size=4)
+prompts = st.sampled_from([{"text": "a"}, {"text": ["a", "b"]}, {"input_ids": [5]}, {"input_ids": [[5], [6, 7]]}, {}])
+
+
+@given(prompts, st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4), st.none() | sampling)
+def test_any_body_passes_or_is_a_value_error(
+    prompt: dict[str, Any], body: dict[str, Any], parameters: dict[str, Any] | None
+) -> None:
+    message = ""
+    try:
+        check(**{"sampling_params": parameters} | body | prompt)
+    except ValueError as error:
+        message = str(error)
+    assert message.isascii()
+
+
+@given(st.lists(st.integers()))
+def test_tokens_pass_only_inside_the_vocabulary(tokens: list[int]) -> None:
+    if tokens and all(0 <= token < 512 for token in tokens):
+        check_tokens(tokens, 512)
+    else:
+        with pytest.raises(ValueError, match="token"):
+            check_tokens(tokens, 512)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": "a"},
+        {"text": ["a", "b"], "sampling_params": [{"temperature": 0}, {"temperature": 1}], "rid": ["x", "y"]},
+        {"input_ids": [0, 511]},
+        {"input_ids": [[0], [511]], "token_ids_logprob": [[1], None]},
+        {"input_ids": [[0], [511]], "token_ids_logprob": [1, 2], "return_logprob": [True, False]},
+        {"input_embeds": [[0.0, 1.0, 2.0, 3.0]]},
+        {"input_embeds": [[[0.0, 1.0, 2.0, 3.0]], [[0.0, 1.0, 2.0, 3.0]]]},
+        {"text": "a", "rid": "x", "image_data": [], "session_params": {"id": "s", "offset": 3}},
+        {"text": "a", "sampling_params": {"n": 128, "top_k": -1, "stop": ["x"], "logit_bias": {"0": -100, "511": 5}}},
+        {"text": "a", "sampling_params": {"temperature": None, "stop_token_ids": [3, None], "stop_regex": []}},
+        {"text": "a", "sampling_params": {"custom_params": {"policy": "{}", "list": [1, "a"], "map": {"a": None}}}},
+        {"text": "a", "sampling_params": {"sampling_seed": -(2**63), "min_new_tokens": 4, "max_new_tokens": 4}},
+    ],
+)
+def test_good_requests_pass(body: dict[str, Any]) -> None:
+    check(**body)
+
+
+# Bodies, and what the message must say of them: the field and, where there is one, the bound.
+BAD_BODIES: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one of text, input_ids, input_embeds; given: none"),
+    ({"text": "a", "input_ids": [1]}, "given: text, input_ids"),
+    ({"text": ""}, "text: must have at least 1 character"),
+    ({"text": []}, "text: must be a list that is not empty or a string"),
+    ({"text": ["a", 5]}, "text: Input should be a valid string"),
+    ({"input_ids": []}, "input_ids: must be a list that is not empty"),
+    ({"input_ids": [[]]}, "input_ids: List should have at least 1 item"),
+    ({"input_ids": [512]}, "input_ids: token ids must be from 0 to 511"),
+    ({"input_ids": [1, -1]}, "input_ids: token ids must be from 0 to 511"),
+    ({"input_ids": [[1], [2**70]]}, "input_ids: token ids must be from 0 to 511"),
+    ({"input_ids": [True]}, "input_ids.0: Input should be a valid integer"),
+    ({"input_ids": [1.0]}, "input_ids.0: Input should be a valid integer"),
+    ({"input_ids": ["1"]}, "input_ids.0: Input should be a valid integer"),
+    ({"input_ids": [[[1]]]}, "input_ids.0: Input should be a valid integer"),
+    ({"input_embeds": [[1.0]]}, "input_embeds: each token must have 4 numbers"),
+    ({"input_embeds": [[1.0, 2.0, 3.0, float("nan")]]}, "input_embeds.0.3: Input should be a finite number"),
+    ({"input_embeds": [[1e6, 2.0, 3.0, 4.0]]}, "input_embeds.0.0: Input should be less than or equal to 65504"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid: 1 values for 2 prompts"),
+    ({"text": "a", "rid": ["x"]}, "rid: a list is for a list of prompts"),
+    ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n: must be the same"),
+    ({"text": ["a"] * 100, "sampling_params": {"n": 100}}, "at most 4096 sequences"),
+    ({"text": "a", "token_ids_logprob": [512]}, "token_ids_logprob.0: token ids must be from 0 to 511"),
+    ({"text": "a", "top_logprobs_num": 129}, "top_logprobs_num: Input should be less than or equal to 128"),
+    ({"text": "a", "logprob_start_len": -2}, "logprob_start_len: Input should be greater than or equal to -1"),
+    ({"text": "a", "logprob_start_len": 1025}, "logprob_start_len: at most 1024"),
+    ({"text": "a", "session_params": {"offset": -1}}, "session_params.offset: "),
+    ({"text": "a", "session_params": {"when": 1}}, "session_params.when: Extra inputs are not permitted"),
+    ({"text": "a", "custom_labels": {"who": "me"}}, "custom_labels: who is not among the server's labels"),
+    ({"text": "a", "image_data": "x.png"}, "image_data: this model reads text only"),
+    ({"text": "a", "lora_path": 5}, "lora_path: Input should be a valid string"),
+    *(({"text": "a", name: "x"}, f"{name}: set by the server") for name in admission.INTERNAL),
+]
+BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+    ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+    ({"temperature": float("inf")}, "temperature: Input should be a finite number"),
+    ({"temperature": 1e300}, "temperature: Input should be less than or equal to 1000000"),
+    ({"max_new_tokens": -1}, "max_new_tokens: Input should be greater than or equal to 0"),
+    ({"max_new_tokens": "4"}, "max_new_tokens: Input should be a valid integer"),
+    ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens: at most max_new_tokens, which is 4"),
+    ({"n": 0}, "n: Input should be greater than or equal to 1"),
+    ({"n": 10**9}, "n: Input should be less than or equal to 128"),
+    ({"n": True}, "n: Input should be a valid integer"),
+    ({"top_k": 2**31}, "top_k: Input should be less than or equal to 1073741824"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty: Input should be greater than or equal to"),
+    ({"stop_token_ids": [512]}, "stop_token_ids"),
+    ({"stop_regex": "(a+)+$"}, "stop_regex: not supported"),
+    ({"logit_bias": {"512": 1}}, "token ids must be from 0 to 511"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+    ({"logit_bias": {"1": 1e300}}, "logit_bias.1: Input should be less than or equal to"),
+    ({"stream_interval": 0}, "stream_interval: Input should be greater than or equal to 1"),
+    ({"sampling_seed": 2**63}, "sampling_seed: "),
+    ({"json_schema": {}}, "json_schema: Input should be a valid string"),
+    ({"custom_params": {"a": {"b": {"c": 1}}}}, "custom_params.a"),
+    ({"is_normalized": True}, "is_normalized: Extra inputs are not permitted"),
+    ({"unheard_of": 1}, "unheard_of: Extra inputs are not permitted"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_BODIES)
+def test_bad_bodies_are_refused_by_name(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is compared below, as it is
+        check(**body)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(("parameters", "message"), BAD_PARAMETERS)
+def test_bad_sampling_parameters_are_refused_by_name(parameters: dict[str, Any], message: str) -> None:
+    for value in (parameters, [parameters]):
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is compared below, as it is
+            check(text="a" if value is parameters else ["a"], sampling_params=value)
+        assert str(refusal.value).startswith("sampling_params.")
+        assert message in str(refusal.value)
+
+
+def test_every_parameter_of_sglang_is_known() -> None:
+    internal = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+    assert set(PARAMETERS) == set(SamplingParams.__struct_fields__) - internal
+
+
+def test_every_field_of_sglang_is_known() -> None:
+    # Checked by type alone, on the way in, or read only for models that are not served by it.
+    unchecked = {"conversation_id", "external_trace_header", "images_config", "mm_hashes", "use_audio_in_video"}
+    unchecked |= {f"{part}_dynamic_patch" for part in ("max", "min", "image_max", "video_max")}
+    checked = {*admission._PerSequence.model_fields, *admission._Shared.model_fields}
+    checked |= {*admission.PROMPTS, *admission.MEDIA, *admission.INTERNAL, "multi_item_delimiter_indices"}
+    assert checked | unchecked == set(FIELDS)
+
+
+def test_states_that_sglang_does_not_use_are_forgotten() -> None:
+    request = GenerateReqInput(text=["a", "b"], sampling_params={"n": 2}, rid=None)
+    request.normalize_batch_and_arguments()
+    manager: Any = SimpleNamespace(rid_to_state=dict.fromkeys(request.rid))
+    plugin._forget_unused_states(None, manager, request)
+    assert list(manager.rid_to_state) == request.rid[:2]
+    single = GenerateReqInput(text="a", rid="mine")
+    single.normalize_batch_and_arguments()
+    manager.rid_to_state["mine"] = None
+    plugin._forget_unused_states(None, manager, single)
+    assert "mine" in manager.rid_to_state
+
+
+def test_a_refused_request_can_be_aborted_without_touching_another() -> None:
+    # SGLang's clean-up of a native stream reads is_single and rid.
+    config = SimpleNamespace(vocab_size=512, hidden_size=4, is_multimodal=False)
+    arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None, enable_mis=False)
+    manager: Any = SimpleNamespace(model_config=config, server_args=arguments, context_len=1024)
+    request = GenerateReqInput(input_ids=[-1], rid="of-another", stream=True)
+    with pytest.raises(ValueError, match="input_ids: token ids must be from 0 to 511"):
+        plugin._check_before_anything_else(manager, request)
+    assert request.is_single
+    assert request.rid not in {"", None, "of-another"}

@@ -1,0 +1,45 @@
+"""A server whose requests would not be checked does not start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+NO_SUCH_TARGET = """
+from sglang_winnow import plugin
+from sglang_winnow.hooks import Hook
+plugin.HOOKS = (*plugin.HOOKS, Hook("sglang.srt.utils.no_such_function", print, plugin.HookType.BEFORE))
+from sglang.srt.plugins import load_plugins
+load_plugins()
+"""
+NOT_APPLIED = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+HookRegistry._patched -= {name for name in HookRegistry._patched if "TokenizerManager" in name}
+from sglang.srt.entrypoints.engine import Engine
+Engine._launch_subprocesses(None)
+"""
+TOKENIZER_WORKERS = """
+from types import SimpleNamespace
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.entrypoints.engine import Engine
+Engine._launch_subprocesses(server_args=SimpleNamespace(tokenizer_worker_num=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (NO_SUCH_TARGET, "this version of SGLang has no sglang.srt.utils.no_such_function to hook"),
+        (NOT_APPLIED, "SGLang did not apply a hook to sglang.srt.managers.tokenizer_manager.TokenizerManager."),
+        (TOKENIZER_WORKERS, "--tokenizer-worker-num must be 1"),
+    ],
+)
+def test_the_server_does_not_start_unchecked(program: str, reason: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("Winnow: the server does not start, because " + reason)
