@@ -195,5 +195,6 @@ def test_what_would_end_the_runtime_is_refused_by_name(
 ) -> None:
     answer = post(deployment, path, body)
     assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    # The native form wraps the message in {"error": ...}, the OpenAI forms do not.
+    assert message in answer.text
     assert post(deployment, "/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}}).status_code == 200

@@ -42,6 +42,7 @@ def test_open_arguments_get_defaults() -> None:
     platform.CpuPlatform().apply_server_args_defaults(arguments)
     assert vars(arguments) == platform.DEFAULTS | {
         "device": "cpu",
+        "sleep_on_idle": True,
         "dtype": "float32",
         "attention_backend": "torch_native",
     }
