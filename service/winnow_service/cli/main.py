@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from winnow_service.cli import doctor, down, evaluate, serve, up
+from winnow_service.cli import doctor, down, evaluate, sample, serve, up
 
 app = typer.Typer(
     name="winnow",
@@ -17,4 +17,5 @@ app.command("up")(up.up)
 app.command("down")(down.down)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
+app.command("sample")(sample.sample)
 app.command("doctor")(doctor.doctor)
