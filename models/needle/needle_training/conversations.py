@@ -41,8 +41,8 @@ def _needles(rng: random.Random, words: int, questions: int) -> tuple[str, Sampl
     key_count = min(most, rng.choice((1, 4, 8, 16, 32, 64, 128)))
     task = NeedleTask(
         haystack=rng.choice(get_args(niah.Haystack)),
-        keys=rng.choice(("words", "words", "words", "uuids", "numbers")),
-        values=rng.choice(("numbers", "numbers", "numbers", "uuids", "words")),
+        keys=rng.choice(("words", "words", "uuids", "uuids", "numbers")),
+        values=rng.choice(("numbers", "numbers", "uuids")),
         key_count=key_count,
         values_per_key=values_per_key,
         keys_per_question=min(key_count, rng.choice((1, 1, 1, 1, 2, 3, 4, 5))),
@@ -67,14 +67,15 @@ def _frequent(rng: random.Random, words: int, _questions: int) -> tuple[str, Sam
 
 
 def _records(rng: random.Random, words: int, _questions: int) -> tuple[str, Sample]:
-    return "records", records.make(rng, words)
+    # Lists of every length, or the network learns to copy across a few fixed distances.
+    return "records", records.make(rng, int(words * rng.uniform(0.1, 1.0)))
 
 
 _Maker = Callable[[random.Random, int, int], tuple[str, Sample]]
 _KINDS: dict[str, tuple[_Maker, float]] = {
     "needles": (_needles, 0.75),
     "variables": (_variables, 0.75),
-    "common": (_common, 0.25),
+    "common": (_common, 0.22),
     "frequent": (_frequent, 0.25),
     "records": (_records, 0.22),
 }
@@ -95,8 +96,12 @@ class Conversations:
     def row(self, rng: random.Random, kind: str, length: int) -> Row:
         """A conversation of ``kind`` of up to ``length`` tokens: one context, then questions as far as room goes.
 
+        Every other one of 1,024 tokens or more is cut short, down to half, so that all lengths are seen.
+
         One in ten is plain text as a completion request has it: no special tokens, one question, then "Answer:".
         """
+        if length >= 1024 and rng.random() < 0.5:
+            length = rng.randint(length // 2, length)
         make, words_per_token = _KINDS[kind]
         questions = rng.randint(4, 32)
         words = max(16, int((length - 64) * words_per_token))
@@ -109,7 +114,9 @@ class Conversations:
             turn = self._encode(sample.questions[0].text + sample.questions[0].answer)
             if len(tokens) + len(turn) + 8 <= length or words <= 16:
                 break
-            words = max(16, int(words * min(0.95, (length - 8) / (len(tokens) + len(turn)))))
+            share = (length - 8) / (len(tokens) + len(turn))
+            # Half way when it is close: longer texts have rarer words, so tokens fall faster than words.
+            words = max(16, int(words * (share if share < 0.7 else min(0.98, (1 + share) / 2))))
         answers = []
         for number, question in enumerate(sample.questions):
             asked = ("\n\n" if number == 0 else "") + question.text + ("\nAnswer:" if plain else "")

@@ -73,7 +73,7 @@ class Plan:
         TextStage(1200, {512: 1.0, 1024: 1.0}),
         TextStage(3000, {512: 0.5, 1024: 1.0, 2048: 1.5}),
         TextStage(4000, {1024: 0.5, 2048: 1.0, 4096: 1.5, 8192: 1.5}),
-        TextStage(3600, {2048: 0.3, 4096: 0.6, 8192: 1.2, 16384: 0.8, 32768: 0.8}),
+        TextStage(5000, {2048: 0.3, 4096: 0.6, 8192: 1.2, 16384: 1.2, 32768: 1.2}),
     )
     kinds: dict[str, float] = field(
         default_factory=lambda: {"needles": 0.42, "variables": 0.18, "common": 0.18, "frequent": 0.16, "records": 0.06}
