@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from winnow_service.evaluation.tasks import TASKS
+
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
@@ -29,7 +31,8 @@ def _table(device: str, reports: list[dict[str, Any]]) -> str:
         f"| task | {' | '.join(f'{length:,}' for length in lengths)} |",
         f"| --- |{' ---: |' * len(lengths)}",
     ]
-    for task in dict.fromkeys(task for task, _ in cells):
+    measured = {task for task, _ in cells}
+    for task in (name for name in TASKS if name in measured):
         accuracies = [_accuracy(cells.get((task, length))) for length in lengths]
         lines.append(f"| `{task}` | {' | '.join(accuracies)} |")
     return "\n".join(lines)
