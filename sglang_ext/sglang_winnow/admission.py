@@ -44,7 +44,11 @@ _Int64 = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the server's command line allow. Lengths are in tokens."""
+    """What the model and the server's command line allow. Lengths are in tokens.
+
+    Attributes:
+        later_parameters: sampling parameters of the running SGLang that ``SamplingParameters`` does not know.
+    """
 
     vocab_size: int
     context_length: int
@@ -52,6 +56,7 @@ class Limits:
     metric_labels: frozenset[str] = frozenset()
     multi_item_scoring: bool = False
     multimodal: bool = False
+    later_parameters: frozenset[str] = frozenset()
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -154,7 +159,8 @@ def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
 
 def _check_unsupported(request: GenerateReqInput, limits: Limits) -> None:
     for name in INTERNAL:
-        if getattr(request, name) is not None:
+        # Later versions lack some.
+        if getattr(request, name, None) is not None:
             raise ValueError(f"{name}: set by the server, not by clients")
     for name in MEDIA:
         if getattr(request, name) and not limits.multimodal:
@@ -227,6 +233,7 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
     samples = set()
     for index in range(count if lists else 1):
         row = {name: lists[name][index] if name in lists else value for name, value in columns.items()}
+        row["sampling_params"] = _without_unset(row["sampling_params"], limits.later_parameters)
         checked = _validate("", _PerSequence, row, limits)
         if (checked.logprob_start_len or -1) > limits.context_length:
             raise ValueError(f"logprob_start_len: at most {limits.context_length}, the model's context length")
@@ -237,6 +244,13 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
     if number > 1 and "return_hidden_states" in lists:
         raise ValueError("return_hidden_states: cannot be a list when sampling_params.n is more than 1")
     return number
+
+
+def _without_unset(parameters: object, later: frozenset[str]) -> object:
+    # SGLang's OpenAI forms fill in every parameter, those that are not known here with None.
+    if not isinstance(parameters, dict):
+        return parameters
+    return {name: value for name, value in parameters.items() if value is not None or name not in later}
 
 
 def _is_per_prompt(name: str, value: object) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.admission import Limits, check_request, check_tokens
 from sglang_winnow.hooks import Hook, install
+from sglang_winnow.sampling_parameters import SamplingParameters
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -61,6 +63,13 @@ def _forget_unused_states(
         manager.rid_to_state.pop(rid, None)
 
 
+@cache
+def _later_parameters() -> frozenset[str]:
+    from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: PLC0415
+
+    return frozenset(SamplingParams.__struct_fields__) - SamplingParameters.model_fields.keys()
+
+
 def _limits(manager: TokenizerManager) -> Limits:
     arguments = manager.server_args
     return Limits(
@@ -70,6 +79,7 @@ def _limits(manager: TokenizerManager) -> Limits:
         metric_labels=frozenset(arguments.tokenizer_metrics_allowed_custom_labels or ()),
         multi_item_scoring=bool(arguments.enable_mis),
         multimodal=bool(manager.model_config.is_multimodal),
+        later_parameters=_later_parameters(),
     )
 
 

@@ -50,7 +50,10 @@ def test_native(deployment: Deployment, sample: Sample) -> None:
 
 
 def test_the_example_of_the_readme(deployment: Deployment) -> None:
-    answer = httpx.post(f"{deployment.address}/v1/chat/completions", content=EXAMPLE.read_bytes(), timeout=240).json()
+    body = json.loads(EXAMPLE.read_text())
+    response = httpx.post(f"{deployment.address}/v1/chat/completions", json=body, timeout=240)
+    assert response.status_code == 200, response.text
+    answer = response.json()
     assert answer["choices"][0]["message"]["content"] == EXAMPLE_ANSWER
     assert 15_500 < answer["usage"]["prompt_tokens"] < 16_384
 

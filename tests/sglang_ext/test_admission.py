@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +155,14 @@ def test_bad_sampling_parameters_are_refused_by_name(parameters: dict[str, Any],
 def test_every_parameter_of_sglang_is_known() -> None:
     internal = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
     assert set(PARAMETERS) == set(SamplingParams.__struct_fields__) - internal
+
+
+def test_parameters_of_a_later_sglang_must_be_unset() -> None:
+    later = replace(LIMITS, later_parameters=frozenset({"beam_width"}))
+    check_request(GenerateReqInput(text="a", sampling_params={"beam_width": None}), later)
+    for name, value in (("beam_width", 2), ("unheard_of", None)):
+        with pytest.raises(ValueError, match=f"{name}: Extra inputs are not permitted"):
+            check_request(GenerateReqInput(text="a", sampling_params={name: value}), later)
 
 
 def test_every_field_of_sglang_is_known() -> None:
