@@ -64,19 +64,6 @@ class ModelShape:
         }
 
 
-# The shape of the model in models/needle.
-NEEDLE = ModelShape(
-    hidden_size=512,
-    layers=12,
-    query_heads=8,
-    kv_heads=2,
-    intermediate_size=768,
-    vocab_size=4096,
-    context_length=32_768,
-    dtype="bfloat16",
-)
-
-
 def write_model(folder: Path, shape: ModelShape) -> Path:
     """Write ``config.json`` and a byte-level BPE tokenizer of ``shape.vocab_size`` tokens to ``folder``; return it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -264,34 +265,28 @@ class Log:
 
     def __init__(self, path: Path, every: int) -> None:
         self._file, self._every = path.open("a"), every
-        self._sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        self._values: dict[str, list[float]] = collections.defaultdict(list)
 
-    def add(self, name: str, value: float, count: float = 1.0) -> None:
-        """Count ``value``, a sum over ``count`` things, towards the mean called ``name``."""
-        self._sums[name][0] += value
-        self._sums[name][1] += count
-
-    def mean(self, name: str) -> float:
-        """The mean since the last line was written; 0 before anything was counted."""
-        total, count = self._sums[name]
-        return total / count if count else 0.0
+    def add(self, name: str, value: float) -> None:
+        """Count ``value`` towards the mean called ``name``."""
+        self._values[name].append(value)
 
     def write(self, progress: Progress) -> None:
         """Every so many steps: one line, then forget."""
         if progress.step % self._every:
             return
-        means = {name: round(total / count, 4) for name, (total, count) in sorted(self._sums.items()) if count}
+        means = {name: round(fmean(values), 4) for name, values in sorted(self._values.items())}
         line = {**asdict(progress), "seconds": round(progress.seconds, 1), **means}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         print(" ".join(f"{name}={value}" for name, value in line.items()), flush=True)
-        self._sums.clear()
+        self._values.clear()
 
 
 def train_synthetic(trainer: Trainer, log: Log, deadline: float) -> None:
     """The synthetic stages, as far as time goes."""
     plan, progress = trainer.plan, trainer.progress
-    recent: dict[bool, collections.deque[float]] = {copy: collections.deque(maxlen=20) for copy in (False, True)}
+    recent: dict[bool, collections.deque[float]] = {copy: collections.deque(maxlen=3) for copy in (False, True)}
     while progress.stage < len(plan.synthetic) and time.monotonic() < deadline:
         stage = plan.synthetic[progress.stage]
         started = time.monotonic()
@@ -305,7 +300,7 @@ def train_synthetic(trainer: Trainer, log: Log, deadline: float) -> None:
             log.add("copying" if copy else "recall", accuracy)
             log.add("loss", loss.item())
         progress.seconds += time.monotonic() - started
-        learned = all(len(window) >= 3 and sum(list(window)[-3:]) / 3 > 0.9 for window in recent.values())
+        learned = all(len(window) == 3 and fmean(window) > 0.9 for window in recent.values())
         if learned or progress.stage_step >= stage.most_steps:
             print(f"stage {progress.stage} ({stage.length} tokens) {'learned' if learned else 'given up'}: {progress}")
             progress.stage += 1
@@ -334,8 +329,6 @@ def train_text(trainer: Trainer, log: Log, deadline: float, workers: int) -> Non
                 log.add("loss", loss.item())
                 _count_answers(log, made, right.cpu())
         progress.text_step += 1
-        if progress.text_step % 16 == 0:
-            torch.cuda.synchronize()
         progress.seconds += time.monotonic() - started
         log.write(progress)
 

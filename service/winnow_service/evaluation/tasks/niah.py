@@ -25,7 +25,6 @@ _NEEDLES = (
     "For {key}, somebody wrote down the {kind} {value}.",
     "The {kind} that belongs to {key} reads {value}.",
 )
-_NEEDLE_WORDS = 9
 _INTRODUCTIONS = (
     "Some secret {kind} are hidden in the text below. Read it with care: there will be questions about the {kind}.",
     "The following text hides secret {kind}. Keep them in mind, you will be asked for them.",
