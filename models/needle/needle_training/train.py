@@ -229,7 +229,7 @@ class Trainer:
         targets = batch.tokens[rows, places + 1]
         weights = batch.weights[rows, places + 1]
         loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum() / weights.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()

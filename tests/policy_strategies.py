@@ -1,0 +1,107 @@
+"""Policies for property tests: valid ones as JSON objects, and what a careless or hostile client makes of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import strategies as st
+
+from sglang_winnow.policy import MAX_DELTA_LAYERS, MAX_KERNEL_SIZE, MAX_LAYERS, MAX_PATIENCE, MAX_TOKENS, MAX_WINDOW
+
+Json = dict[str, Any]
+
+_tokens = st.integers(16, MAX_TOKENS)
+_ratio = st.floats(0, 1, exclude_min=True)
+
+
+def _fields(optional: dict[str, st.SearchStrategy[Any]], **required: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+@st.composite
+def _budgeted(draw: st.DrawFn, /, name: str, smallest: int, **optional: st.SearchStrategy[Any]) -> Json:
+    """A policy with a budget of at least ``smallest`` tokens, a ratio, or (if that is enough) neither."""
+    policy: Json = {"policy": name, **draw(_fields(optional))}
+    kind = draw(st.sampled_from(["budget", "ratio"] + ["default"] * (smallest <= 1024)))
+    if kind == "budget":
+        policy["budget"] = draw(st.integers(max(16, smallest), MAX_TOKENS))
+    elif kind == "ratio":
+        policy["budget_ratio"] = draw(_ratio)
+    return policy
+
+
+@st.composite
+def _voted(draw: st.DrawFn, name: str) -> Json:
+    window = draw(st.integers(1, MAX_WINDOW))
+    odd = st.integers(0, MAX_KERNEL_SIZE // 2).map(lambda half: 2 * half + 1)
+    return {**draw(_budgeted(name, window + 1, kernel_size=odd)), "observation_window": window}
+
+
+@st.composite
+def _delta(draw: st.DrawFn) -> Json:
+    full_layers = draw(st.integers(0, 40))
+    layers = draw(st.sets(st.integers(full_layers, MAX_LAYERS - 1), min_size=1, max_size=MAX_DELTA_LAYERS))
+    recency = draw(_tokens)
+    return {
+        "policy": "delta",
+        "budget": draw(st.integers(recency, MAX_TOKENS)),
+        "recency": recency,
+        "full_layers": full_layers,
+        "delta_layers": draw(st.just(sorted(layers)) | st.none()),
+    }
+
+
+@st.composite
+def _quoka_prefill(draw: st.DrawFn) -> Json:
+    block = 16 * draw(st.integers(4, 32))
+    optional = {"queries": st.integers(1, block), "dense_prefix": st.integers(0, MAX_TOKENS)}
+    return {**draw(_budgeted("quoka", 16, **optional)), "block": block}
+
+
+decode_policies = st.one_of(
+    st.just({"policy": "dense"}),
+    _fields({"sinks": st.integers(0, MAX_WINDOW), "window": _tokens}, policy=st.just("streaming_llm")),
+    _fields({"budget": _tokens, "full_layers": st.integers(0, MAX_LAYERS)}, policy=st.just("quest")),
+    _voted("snapkv"),
+    _voted("pyramidkv"),
+    _delta(),
+    _fields({"p": _ratio, "max_tokens": _tokens | st.none()}, policy=st.just("tactic")),
+    _budgeted("quoka", 16),
+)
+prefill_policies = st.just({"policy": "dense"}) | _quoka_prefill()
+terminations = _fields(
+    {
+        "scale": _ratio,
+        "direction": st.floats(0, 2, exclude_min=True),
+        "patience": st.integers(1, MAX_PATIENCE),
+    }
+)
+valid_policies: st.SearchStrategy[Json] = _fields(
+    {"decode": decode_policies, "prefill": prefill_policies, "early_termination": terminations | st.none()}
+)
+
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@st.composite
+def mutated_policies(draw: st.DrawFn) -> Any:
+    """A valid policy in which one member, at any depth, is replaced, renamed, removed or added."""
+    policy = copy.deepcopy(draw(valid_policies))
+    holders = [policy, *(value for value in policy.values() if isinstance(value, dict))]
+    holder = draw(st.sampled_from(holders))
+    name = draw(st.sampled_from(sorted(holder)) if holder else st.text(max_size=12))
+    match draw(st.sampled_from(["replace", "rename", "remove", "add", "nothing"])):
+        case "replace":
+            holder[name] = draw(json_values)
+        case "rename":
+            holder[draw(st.text(max_size=60))] = holder.pop(name, None)
+        case "remove":
+            holder.pop(name, None)
+        case "add":
+            holder[draw(st.text(max_size=60))] = draw(json_values)
+    return policy
