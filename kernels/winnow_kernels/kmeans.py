@@ -1,0 +1,69 @@
+"""K-means over many small sets of keys at once (Tactic, section 3.2 and appendix C.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CLUSTER_SIZE = 16
+"""Average number of keys in a cluster (section 3.2)."""
+ITERATIONS = 10
+_SEED = 0
+
+
+def kmeans(keys: Tensor, clusters: int, iterations: int = ITERATIONS, seed: int = _SEED) -> tuple[Tensor, Tensor]:
+    """Cluster each problem's keys by Euclidean distance, by Lloyd's algorithm.
+
+    The first centroids are ``clusters`` distinct members, drawn at random: at the same places in every problem, so that
+    the same keys give the same clusters whatever they are batched with.
+
+    Args:
+        keys: float [problems, keys, head dim].
+        clusters: at most the number of keys.
+        iterations: at most so many; a problem whose labels have settled no longer changes.
+        seed: of the draw.
+
+    Returns:
+        Labels, int64 [problems, keys], and centroids, float32 [problems, clusters, head dim]: the means of their
+        members; a cluster that has lost all its members stays where it last was.
+
+    Raises:
+        ValueError: ``clusters`` or ``iterations`` is out of bounds.
+    """
+    count = keys.shape[1]
+    if not 1 <= clusters <= count:
+        raise ValueError(f"clusters must lie between 1 and the number of keys, {count}, not {clusters}")
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, not {iterations}")
+    keys = keys.float()
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:clusters].sort().values
+    centroids = keys[:, drawn.to(keys.device)]
+    labels = _nearest(keys, centroids)
+    for iteration in range(1, iterations + 1):
+        sums, sizes = _sums(keys, labels, clusters)
+        centroids = torch.where(sizes > 0, sums / sizes.clamp_min(1), centroids)
+        if iteration == iterations:
+            break
+        moved = _nearest(keys, centroids)
+        if torch.equal(moved, labels):
+            break
+        labels = moved
+    return labels, centroids
+
+
+def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
+    half_norms = centroids.square().sum(-1)[:, None] / 2
+    return torch.baddbmm(half_norms, keys, centroids.mT, alpha=-1).min(-1).indices
+
+
+def _sums(keys: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Return clusters' sums of members, [problems, clusters, head dim], and their numbers, [problems, clusters, 1]."""
+    problems, _, head_dim = keys.shape
+    rows = (labels + torch.arange(problems, device=keys.device)[:, None] * clusters).flatten()
+    sizes = torch.bincount(rows, minlength=problems * clusters).view(problems, clusters, 1)
+    if keys.is_cuda:
+        # Atomic additions come in any order, and a rounding error may move a label: the same keys, other clusters.
+        members = labels[:, None] == torch.arange(clusters, device=keys.device)[:, None]
+        return members.to(keys.dtype) @ keys, sizes
+    sums = keys.new_zeros(problems * clusters, head_dim).index_add_(0, rows, keys.flatten(0, 1))
+    return sums.view(problems, clusters, head_dim), sizes

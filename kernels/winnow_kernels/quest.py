@@ -1,0 +1,113 @@
+"""Quest (Tang et al., "Query-Aware Sparsity for Efficient Long-Context LLM Inference", arXiv 2406.10774, section 3.2).
+
+A page is as promising as the highest score that a key within its bounds could have. Each KV head attends to its most
+promising pages and to the page of the newest token. Quest ranks pages for each query head; here a page's rank is that
+of the query head of the group that scores it highest, so that a KV head never reads more than the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.attend import group
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode_step import DecodeStep
+from winnow_kernels.dense import attend_all
+from winnow_kernels.early_termination import Termination
+from winnow_kernels.gather import Meter
+from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.page_selection import pages_of, select_pages
+from winnow_kernels.row_groups import attend_rows, termination_of
+from winnow_kernels.selection import Selection
+
+
+@dataclass(frozen=True)
+class QuestParameters:
+    """One request's parameters.
+
+    Attributes:
+        budget: tokens for each KV head and step, rounded up to pages; at least 1.
+        full_layers: how many of the first layers attend to everything, 0 or more.
+    """
+
+    budget: int
+    full_layers: int
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"budget: must be at least 1; it is {self.budget}")
+        if self.full_layers < 0:
+            raise ValueError(f"full_layers: must be at least 0; it is {self.full_layers}")
+
+
+class QuestStep(DecodeStep):
+    """Attend to the newest page, then to the others in the order of their upper scores.
+
+    Early termination leaves the full layers alone.
+
+    Attributes:
+        index_built_tokens: for each request, the tokens of the pages whose bounds this step had to compute.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        scale: float,
+        termination: Termination | None,
+        parameters: Sequence[QuestParameters],
+        bounds: PageBounds,
+    ) -> None:
+        super().__init__(context, scale, termination)
+        self._parameters = parameters
+        self._bounds = bounds
+        self._page_size = bounds.generations.page_size
+        self._newest_page = (context.lengths - 1) // self._page_size
+        earlier = (context.longest - 1) // self._page_size
+        self._is_earlier = torch.arange(earlier, device=context.device) < self._newest_page[:, None]
+        first_slots = context.slots[:, : earlier * self._page_size : self._page_size]
+        self._pages = (first_slots // self._page_size).where(self._is_earlier, 0)
+        most = [pages_of(p.budget, self._page_size) for p in parameters]
+        self._others = min(max(most) - 1, earlier)
+        self._counts = torch.minimum(torch.tensor(most, device=context.device), self._newest_page + 1)
+        self.index_built_tokens = [
+            self._page_size * bounds.ensure(pages[is_earlier])
+            for pages, is_earlier in zip(self._pages, self._is_earlier, strict=True)
+        ]
+        self._steps_of_rows: dict[tuple[int, ...], QuestStep] = {}
+
+    def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
+        grouped = group(queries, cache.kv_heads)
+        upper = self._bounds.upper_scores(layer, grouped, self._pages, self._newest_page, meter)
+        promise = upper.amax(2).masked_fill_(~self._is_earlier[:, None], -torch.inf)
+        others = promise.topk(self._others, dim=-1).indices
+        newest = self._newest_page[:, None, None].expand(-1, cache.kv_heads, 1)
+        return select_pages(self.context, torch.cat((newest, others), dim=2), self._counts, self._page_size)
+
+    def attend(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Tensor:
+        full = [row for row, p in enumerate(self._parameters) if layer < p.full_layers]
+        sparse = [row for row, p in enumerate(self._parameters) if layer >= p.full_layers]
+        if not full:
+            return super().attend(layer, queries, cache, meter)
+        if not sparse:
+            return attend_all(queries, self.context, cache, self.scale, meter)
+        output = torch.empty_like(queries)
+        of_full, of_sparse = self._step_of(full), self._step_of(sparse)
+        attend_rows(full, lambda q, m: of_full.attend(layer, q, cache, m), queries, meter, output)
+        attend_rows(sparse, lambda q, m: of_sparse.attend(layer, q, cache, m), queries, meter, output)
+        return output
+
+    def _step_of(self, rows: list[int]) -> QuestStep:
+        key = tuple(rows)
+        if key not in self._steps_of_rows:
+            self._steps_of_rows[key] = QuestStep(
+                self.context.rows(rows),
+                self.scale,
+                termination_of(self.termination, rows),
+                [self._parameters[row] for row in rows],
+                self._bounds,
+            )
+        return self._steps_of_rows[key]

@@ -1,0 +1,61 @@
+"""What a selector picked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.cache import Context
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The tokens that each request and KV head attends to, in the order in which they are read.
+
+    What is always kept (sinks, newest tokens) comes first, then descending priority.
+
+    Attributes:
+        slots: int64 [requests, KV heads, width]; from ``counts`` on their content means nothing.
+        counts: int64 [requests, KV heads], at least 1 each.
+    """
+
+    slots: Tensor
+    counts: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.slots.shape[2]
+
+    @property
+    def filled(self) -> Tensor:
+        """Bool [requests, KV heads, width]: which entries count."""
+        return torch.arange(self.width, device=self.slots.device) < self.counts[..., None]
+
+    def padded_to(self, multiple: int) -> Selection:
+        """Return the same selection with a width that is a multiple of ``multiple``."""
+        return Selection(torch.nn.functional.pad(self.slots, (0, -self.width % multiple)), self.counts)
+
+
+def select_positions(context: Context, positions: Tensor, counts: Tensor) -> Selection:
+    """Return the selection of the first ``counts``, int64 [requests, KV heads], of ``positions``.
+
+    These are int64 [requests, KV heads, width], and beyond the counts any number.
+    """
+    filled = torch.arange(positions.shape[2], device=positions.device) < counts[..., None]
+    return Selection(context.slots_at(positions.where(filled, 0)), counts)
+
+
+def select_masked(context: Context, priority: Tensor, selected: Tensor) -> Selection:
+    """Return the selection of all positions that ``selected`` marks, by descending ``priority``.
+
+    Args:
+        context: the requests' contexts.
+        priority: float [requests, KV heads, longest]; +inf for what is always kept.
+        selected: bool, same shape; at least one position of each row.
+    """
+    counts = selected.sum(-1)
+    width = int(counts.max())
+    order = priority.masked_fill(~selected, -torch.inf).topk(width, dim=-1, sorted=True).indices
+    return select_positions(context, order, counts)

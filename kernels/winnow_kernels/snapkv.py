@@ -1,0 +1,127 @@
+"""SnapKV (Li et al., "LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4).
+
+The last queries of the prompt vote, in each layer, for the tokens before them. A KV head attends to the tokens with
+the most votes, to the window of those queries, and to all that is generated. The budget covers the prompt's tokens:
+SnapKV compresses the prompt and leaves generated tokens alone. Nothing is evicted here; the other tokens are only not
+read.
+
+Votes are averaged over the query heads of a group, so that a KV head keeps one set, and smoothed with a maximum over
+neighbouring tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode_step import DecodeStep
+from winnow_kernels.early_termination import Termination
+from winnow_kernels.gather import Meter
+from winnow_kernels.observation import ObservationBuffer
+from winnow_kernels.selection import Selection, select_positions
+
+
+@dataclass(frozen=True)
+class SnapKVParameters:
+    """One request's parameters.
+
+    Attributes:
+        budget: prompt tokens for each KV head, the observation window among them; at least 1. A ratio is of the prompt.
+        kernel_size: width of the maximum over neighbouring votes, in tokens; odd.
+    """
+
+    budget: int
+    kernel_size: int
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"budget: must be at least 1; it is {self.budget}")
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: must be odd and at least 1; it is {self.kernel_size}")
+
+    def layer_budget(self, layer: int, prompt_length: int, window: int) -> int:
+        """Return the prompt tokens that a KV head keeps in ``layer``, the window's ``window`` tokens included."""
+        del layer, prompt_length, window
+        return self.budget
+
+
+class SnapKVState:
+    """What one request keeps of its prompt: positions, which stay true when its tokens move to other slots.
+
+    Attributes:
+        parameters: of the request.
+        observation: the queries that vote; a layer's are dropped once they have.
+        kept: for each layer that has voted, int64 [KV heads, kept], the window from its newest token back, then
+            positions by descending votes, equal votes in the prompt's order.
+    """
+
+    def __init__(self, parameters: SnapKVParameters, observation: ObservationBuffer) -> None:
+        self.parameters = parameters
+        self.observation = observation
+        self.kept: dict[int, Tensor] = {}
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens in the prompt."""
+        return self.observation.prompt_length
+
+    def vote(self, layer: int, cache: LayerCache, slots: Tensor, scale: float, meter: Meter) -> None:
+        """Decide once and for all what the request keeps in ``layer``.
+
+        Args:
+            layer: the layer's number.
+            cache: the layer's KV cache.
+            slots: int64 [prompt length]; where the prompt's tokens lie.
+            scale: what scores are multiplied by before the softmax.
+            meter: counts the keys that are read; of one row.
+        """
+        window = self.observation.window
+        votes = self.observation.votes(layer, cache, slots, scale, meter)
+        size = self.parameters.kernel_size
+        pooled = F.max_pool1d(votes, size, stride=1, padding=size // 2) if votes.shape[1] else votes
+        budget = self.parameters.layer_budget(layer, self.prompt_length, window)
+        # Neighbours have equal votes after the maximum: a stable order makes every device keep the same ones.
+        chosen = pooled.sort(dim=-1, descending=True, stable=True).indices[:, : max(0, budget - window)]
+        newest_first = torch.arange(
+            self.prompt_length - 1, self.observation.first_position - 1, -1, device=slots.device
+        )
+        always = newest_first[:budget].expand(len(votes), -1)
+        self.kept[layer] = torch.cat((always, chosen), dim=1)
+        self.observation.forget(layer)
+
+
+class SnapKVStep(DecodeStep):
+    """Attend to what was generated, newest first, then to what the requests keep of their prompts."""
+
+    def __init__(
+        self, context: Context, scale: float, termination: Termination | None, states: Sequence[SnapKVState]
+    ) -> None:
+        super().__init__(context, scale, termination)
+        self._states = states
+        prompts = torch.tensor([state.prompt_length for state in states], device=context.device)
+        self._generated = context.lengths - prompts
+
+    def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
+        self._vote(layer, cache, meter)
+        kept = [state.kept[layer] for state in self._states]
+        counts = self._generated + torch.tensor([each.shape[1] for each in kept], device=self.context.device)
+        most_kept = max(each.shape[1] for each in kept)
+        table = torch.stack([F.pad(each, (0, most_kept - each.shape[1])) for each in kept])
+        index = torch.arange(int(counts.max()), device=self.context.device)
+        behind = index - self._generated[:, None]
+        of_prompt = table.take_along_dim(behind.clamp(0, most_kept - 1)[:, None], 2)
+        newest_first = self.context.lengths[:, None] - 1 - index
+        positions = torch.where((behind < 0)[:, None], newest_first[:, None], of_prompt)
+        return select_positions(self.context, positions, counts[:, None].expand(-1, cache.kv_heads))
+
+    def _vote(self, layer: int, cache: LayerCache, meter: Meter) -> None:
+        for row, state in enumerate(self._states):
+            if layer not in state.kept:
+                own = Meter(1, self.context.device)
+                state.vote(layer, cache, self.context.slots[row, : state.prompt_length], self.scale, own)
+                meter.read_bytes[row] += own.read_bytes[0]

@@ -1,0 +1,416 @@
+"""Tactic (Zhu et al., "Tactic: Adaptive Sparse Attention with Clustering and Distribution Fitting", sections 3.3 ff.).
+
+Each query head ranks the clusters of keys by query · centroid and takes tokens from the front of that list until they
+hold a share p of its attention mass; the mass of the tail is read off a fitted curve. A KV head attends to the union
+over its group. Tokens in no usable cluster (the newest, the end of the prompt) are always attended, and their mass is
+exact.
+
+What the paper leaves open:
+
+- Exact weights: the first 2 % of the clustered tokens (the paper says 1 to 2 %).
+- Windows: four clusters, 64 tokens on average, around the clusters of rank 10 % and 60 %; a window's place in the list
+  of tokens is counted exactly. Both windows together with the exact weights are about 2.5 % of a context of 25,000
+  tokens, the paper's figure, and no list need be sorted further than its first quarter to find them. Of a cluster of
+  more than 16 members the first 16 are sampled, and stand for all.
+- A fit that does not fall is flat.
+- p = 1 takes everything, whatever the curve says.
+- Order: tokens in no cluster, newest first; then clusters by the best place that a query head of the group that needs
+  them gives them, then by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.attend import group
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode_step import DecodeStep
+from winnow_kernels.distribution_fit import Curve, RankedMass
+from winnow_kernels.early_termination import Termination
+from winnow_kernels.gather import Meter, gather_keys, peek_keys
+from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
+from winnow_kernels.kmeans import CLUSTER_SIZE
+from winnow_kernels.selection import Selection
+
+EXACT_SHARE = 0.02
+WINDOW_CLUSTERS = 4
+WINDOW_CENTRES = (0.1, 0.6)
+LISTED_SHARE = 0.25
+"""Share of the clusters that are ranked at first; all of them where a query head needs more."""
+
+
+@dataclass(frozen=True)
+class TacticParameters:
+    """One request's parameters.
+
+    Attributes:
+        p: share of the attention mass that each query head's tokens are to hold; above 0, at most 1.
+        max_tokens: cap on the union of each KV head, at least 1; None for none.
+    """
+
+    p: float
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 1:
+            raise ValueError(f"p: must be above 0 and at most 1; it is {self.p}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens: must be at least 1; it is {self.max_tokens}")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The first clusters of each query head's list, by descending query · centroid.
+
+    Attributes:
+        clusters: int64 [requests, KV heads, group, listed]; their numbers.
+        sizes: int64, same shape.
+        ends: int64, same shape; tokens in the list up to and with the cluster.
+    """
+
+    clusters: Tensor
+    sizes: Tensor
+    ends: Tensor
+
+    @cached_property
+    def starts(self) -> Tensor:
+        return self.ends - self.sizes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What each query head takes, and why. float64 [requests, KV heads, group].
+
+    Attributes:
+        ranking: of the clusters, at least as many as are taken.
+        mass: what is known of the attention mass.
+        tokens: how many of the clustered tokens are taken, from the front of the list.
+    """
+
+    ranking: Ranking
+    mass: RankedMass
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What a KV head needs of its clusters, in the order in which they are read.
+
+    Attributes:
+        clusters: int64 [requests, KV heads, most]; numbers of clusters.
+        starts: int64, same shape; the best place of the cluster's first token in a list of the group.
+        ends: int64, same shape; tokens needed up to and with the cluster.
+    """
+
+    clusters: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
+class TacticStep(DecodeStep):
+    """Attend to what is in no cluster, then to each query head's share of the clustered tokens.
+
+    Attributes:
+        estimated_share: float64 [requests]; the share of attention mass that the fit believes to be attended, a mean
+            over query heads, summed over the layers so far.
+        capped: bool [requests]; where ``max_tokens`` has cut a selection in some layer so far.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        scale: float,
+        termination: Termination | None,
+        index: ClusterIndex,
+        parameters: Sequence[TacticParameters],
+        clustered: Tensor,
+    ) -> None:
+        """Find the spans that each request can use.
+
+        Args:
+            context: as in DecodeStep.
+            scale: as in DecodeStep.
+            termination: as in DecodeStep.
+            index: the server's clusters.
+            parameters: of each request.
+            clustered: int64 [requests]; leading tokens of each request that may be taken from clusters, less than its
+                length (``clustered_until``). Those among them that are in no usable span are attended in full.
+
+        Raises:
+            ValueError: not one set of parameters for each request, or a newest token said to be clustered.
+        """
+        super().__init__(context, scale, termination)
+        if len(parameters) != context.requests:
+            raise ValueError(f"parameters: {context.requests} requests, but {len(parameters)} sets of parameters")
+        if bool((clustered >= context.lengths).any()):
+            raise ValueError(
+                f"clustered: must be less than the lengths, {context.lengths.tolist()}; it is {clustered.tolist()}"
+            )
+        self.index = index
+        self.spans = index.lookup(context, clustered)
+        device = context.device
+        self.estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=device)
+        self.capped = torch.zeros(context.requests, dtype=torch.bool, device=device)
+        self._share = torch.tensor([p.p for p in parameters], dtype=torch.float64, device=device).view(-1, 1, 1)
+        caps = [p.max_tokens for p in parameters]
+        longest = context.longest
+        self._cap = (
+            torch.tensor([longest if c is None else c for c in caps], device=device).view(-1, 1) if any(caps) else None
+        )
+        self._keep_unclustered()
+        self._plan_lists()
+
+    def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
+        grouped = group(queries, cache.kv_heads)
+        kept = self._kept(cache)
+        kept_scores = self._kept_scores(grouped, kept, cache, meter)
+        if self.spans.most == 0:
+            return self._select_kept(kept, kept_scores)
+        estimate = self._estimate(layer, grouped, kept_scores, cache, meter)
+        return self._select(layer, kept, estimate, kept_scores, meter)
+
+    def estimate(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Estimate:
+        """Return what each query head takes of the clustered tokens; some request has some."""
+        grouped = group(queries, cache.kv_heads)
+        kept_scores = self._kept_scores(grouped, self._kept(cache), cache, meter)
+        return self._estimate(layer, grouped, kept_scores, cache, meter)
+
+    def _kept(self, cache: LayerCache) -> Selection:
+        return Selection(
+            self._kept_slots[:, None].expand(-1, cache.kv_heads, -1),
+            self._kept_counts[:, None].expand(-1, cache.kv_heads),
+        )
+
+    def _kept_scores(self, grouped: Tensor, kept: Selection, cache: LayerCache, meter: Meter) -> Tensor:
+        scores = grouped @ gather_keys(cache, kept, meter).to(grouped.dtype).mT * self.scale
+        return scores.masked_fill_(~kept.filled[:, :, None], -torch.inf)
+
+    def _estimate(self, layer: int, grouped: Tensor, kept_scores: Tensor, cache: LayerCache, meter: Meter) -> Estimate:
+        clusters = self.index.read(layer, self.spans)
+        meter.count_bytes(self.spans.counts * self.index.read_bytes(layer))
+        sizes = clusters.sizes.transpose(0, 1).long()
+        if self._unused is not None:
+            sizes = sizes.masked_fill(self._unused[:, None], 0)
+        cluster_scores = _cluster_scores(grouped, clusters)
+        ranking = self._rank(cluster_scores, sizes, self._listed)
+        mass = self._weigh(layer, grouped, cache, meter, cluster_scores, sizes, ranking, kept_scores)
+        tokens = mass.tokens_for(self._share)
+        if bool((tokens > ranking.ends[..., -1]).any()):
+            ranking = self._rank(cluster_scores, sizes, sizes.shape[-1])
+        return Estimate(ranking, mass, tokens)
+
+    def _keep_unclustered(self) -> None:
+        """Find the tokens in no usable span, newest first."""
+        context, spans = self.context, self.spans
+        clustered = torch.zeros(context.requests, context.longest // self.index.span + 1, device=context.device)
+        used = torch.arange(spans.most, device=context.device) < spans.counts[:, None]
+        clustered.scatter_add_(1, spans.starts // self.index.span, used.to(clustered.dtype))
+        in_span = clustered.bool().repeat_interleave(self.index.span, dim=1)[:, : context.longest]
+        rows, positions = (context.inside & ~in_span).flip(1).nonzero(as_tuple=True)
+        counts = context.lengths - spans.counts * self.index.span
+        before = counts.cumsum(0) - counts
+        kept = torch.zeros(context.requests, int(counts.max()), dtype=torch.int64, device=context.device)
+        kept[rows, torch.arange(len(rows), device=context.device) - before[rows]] = context.longest - 1 - positions
+        self._kept_slots = context.slots_at(kept)
+        self._kept_counts = counts
+
+    def _plan_lists(self) -> None:
+        """Work out which ranks are looked at: in clusters, [requests] each."""
+        device = self.context.device
+        counts = self.spans.counts * self.index.clusters
+        most = self.spans.most * self.index.clusters
+        self._tokens = (self.spans.counts * self.index.span).double().view(-1, 1, 1)
+        self._known = (self._tokens * EXACT_SHARE).ceil()
+        self._window = min(WINDOW_CLUSTERS, most)
+        self._listed = min(most, max(self._window, ceil(LISTED_SHARE * most)))
+        self._listed_of_each = (LISTED_SHARE * counts).ceil().long().clamp_min(1)
+        near, far = (centre * counts.double() - self._window / 2 for centre in WINDOW_CENTRES)
+        self._near_start = near.ceil().long().clamp_min(0)
+        far_end = torch.minimum(far.ceil().long() + self._window, counts)
+        self._far_end = int(far_end.max())
+        # A list's unused places at its end; for the far window as many of them as makes all windows end at one rank
+        # are moved to the front, so that one top-k finds it in every list.
+        places = torch.arange(most, device=device)
+        unused = places >= counts[:, None]
+        ragged = most * len(counts) > int(counts.sum())
+        self._unused = unused if ragged else None
+        self._in_front = unused & (places < (counts + self._far_end - far_end)[:, None])
+
+    def _rank(self, cluster_scores: Tensor, sizes: Tensor, listed: int) -> Ranking:
+        if self._unused is not None:
+            cluster_scores = cluster_scores.masked_fill(self._unused[:, None, None], -torch.inf)
+        order = cluster_scores.topk(listed, dim=-1, sorted=True).indices
+        of_listed = _of_group(sizes, order)
+        return Ranking(order, of_listed, of_listed.cumsum(-1))
+
+    def _weigh(
+        self,
+        layer: int,
+        grouped: Tensor,
+        cache: LayerCache,
+        meter: Meter,
+        cluster_scores: Tensor,
+        sizes: Tensor,
+        ranking: Ranking,
+        kept_scores: Tensor,
+    ) -> RankedMass:
+        """Compute the weights that are exact, and fit the curve."""
+        shape = ranking.ends.shape[:3]
+        last_listed = (self._listed_of_each - 1).view(-1, 1, 1, 1).expand(*shape, 1)
+        known = torch.minimum(self._known, ranking.ends.gather(-1, last_listed)[..., 0].double())
+        places = torch.arange(int(self._known.max()), device=known.device)
+        at = torch.searchsorted(ranking.ends, places.expand(*shape, -1).contiguous(), right=True)
+        at.clamp_max_(ranking.ends.shape[-1] - 1)
+        first_clusters, first_ranks = ranking.clusters.gather(-1, at), places - ranking.starts.gather(-1, at)
+        first_valid = places < known[..., None]
+
+        window_clusters, window_starts = self._windows(cluster_scores, sizes, ranking)
+        window_sizes = _of_group(sizes, window_clusters)
+        ranks = torch.arange(CLUSTER_SIZE, device=known.device)
+        window_valid = ranks < window_sizes[..., None]
+
+        sampled = torch.cat([first_clusters, window_clusters.repeat_interleave(CLUSTER_SIZE, dim=-1)], -1)
+        member = torch.cat([first_ranks, ranks.repeat(window_clusters.shape[-1]).expand(*shape, -1)], -1)
+        valid = torch.cat([first_valid, window_valid.flatten(3)], -1)
+        scores = self._member_scores(layer, grouped, cache, meter, sampled, member, valid)
+
+        reference = torch.maximum(kept_scores.amax(-1), scores.amax(-1))[..., None]
+        weights = (scores - reference).exp_()
+        first, in_windows = weights.split([len(places), weights.shape[-1] - len(places)], dim=-1)
+        in_windows = in_windows.unflatten(-1, (-1, CLUSTER_SIZE)).sum(-1) / window_sizes.clamp(1, CLUSTER_SIZE)
+        of_window = (2, self._window)
+        tokens = window_sizes.unflatten(-1, of_window).sum(-1)
+        means = (in_windows * window_sizes).unflatten(-1, of_window).sum(-1) / tokens.clamp_min(1)
+        # Places count from 1: a window of t tokens after s others is centred at s + (t + 1) / 2.
+        centres = window_starts + (tokens + 1) / 2
+        return RankedMass(
+            outside=(kept_scores - reference).exp_().sum(-1, dtype=torch.float64),
+            first=first.cumsum(-1, dtype=torch.float64),
+            known=known,
+            tokens=self._tokens.expand(shape),
+            curve=Curve.through(centres[..., 0], means[..., 0], centres[..., 1], means[..., 1]),
+        )
+
+    def _windows(self, cluster_scores: Tensor, sizes: Tensor, ranking: Ranking) -> tuple[Tensor, Tensor]:
+        """Return the clusters of both windows, [..., 2 × window], and the tokens before each window, [..., 2]."""
+        shape = ranking.ends.shape[:3]
+        near = self._near_start[:, None] + torch.arange(self._window, device=sizes.device)
+        near = near[:, None, None].expand(*shape, -1)
+        if self._unused is not None:
+            cluster_scores = cluster_scores.masked_fill(self._unused[:, None, None], -torch.inf)
+            cluster_scores = cluster_scores.masked_fill(self._in_front[:, None, None], torch.inf)
+        # The far window's clusters are the last of as many as rank before its end; their order does not matter.
+        upper = cluster_scores.topk(self._far_end, dim=-1, sorted=False)
+        last = upper.values.topk(self._window, dim=-1, largest=False, sorted=False).indices
+        far = upper.indices.gather(-1, last)
+        before_far = _of_group(sizes, upper.indices).sum(-1) - _of_group(sizes, far).sum(-1)
+        before_near = ranking.starts.gather(-1, near[..., :1])[..., 0]
+        return torch.cat([ranking.clusters.gather(-1, near), far], -1), torch.stack([before_near, before_far], -1)
+
+    def _member_scores(
+        self,
+        layer: int,
+        grouped: Tensor,
+        cache: LayerCache,
+        meter: Meter,
+        clusters: Tensor,
+        ranks: Tensor,
+        valid: Tensor,
+    ) -> Tensor:
+        """Return query heads' scores of members of clusters, float32 [..., n]; -inf where not ``valid``."""
+        positions = self.index.members(layer, self.spans, clusters.flatten(2), ranks.flatten(2))
+        slots = self.context.slots_at(positions.masked_fill_(~valid.flatten(2), 0))
+        counts = torch.full(slots.shape[:2], slots.shape[2], device=slots.device)
+        # What is not valid reads the first token's key, to no effect, and is not counted.
+        keys = peek_keys(cache, Selection(slots, counts))
+        meter.count_bytes(valid.flatten(1).sum(1) * (cache.vector_bytes + self.index.member_bytes(layer)))
+        keys = keys.to(grouped.dtype).view(*clusters.shape, -1)
+        scores = (grouped[..., None, :] @ keys.mT)[..., 0, :] * self.scale
+        return scores.masked_fill(~valid, -torch.inf)
+
+    def _select_kept(self, kept: Selection, kept_scores: Tensor) -> Selection:
+        counts = kept.counts if self._cap is None else self._capped_kept(kept)
+        self.estimated_share += _share_of_first(kept_scores, counts).mean((1, 2))
+        return Selection(kept.slots, counts)
+
+    def _capped_kept(self, kept: Selection) -> Tensor:
+        assert self._cap is not None
+        self.capped |= (kept.counts > self._cap).any(1)
+        return torch.minimum(kept.counts, self._cap)
+
+    def _select(self, layer: int, kept: Selection, estimate: Estimate, kept_scores: Tensor, meter: Meter) -> Selection:
+        mass, tokens = estimate.mass, estimate.tokens
+        needs = _union(estimate.ranking, tokens.long(), self.spans.most * self.index.clusters)
+        taken = needs.ends[..., -1]
+        kept_counts = kept.counts
+        outside = mass.outside
+        if self._cap is not None:
+            self.capped |= (kept_counts + taken > self._cap).any(1)
+            kept_counts = self._capped_kept(kept)
+            room = self._cap - kept_counts
+            # No query head's list is cut before the best place of the first cluster that is not taken whole.
+            cut = (needs.ends <= room[..., None]).sum(-1, keepdim=True)
+            at_cut = needs.starts.gather(-1, cut.clamp_max(needs.starts.shape[-1] - 1))
+            within = room - torch.where(cut > 0, needs.ends.gather(-1, (cut - 1).clamp_min(0)), 0)[..., 0]
+            first_lost = torch.where(taken > room, at_cut[..., 0] + within, taken + 1)
+            tokens = torch.minimum(tokens, first_lost[..., None].double())
+            taken = torch.minimum(taken, room)
+            outside = mass.outside * _share_of_first(kept_scores, kept_counts)
+        self.estimated_share += ((outside + mass.held_by(tokens)) / mass.total).mean((1, 2))
+
+        places = torch.arange(int(taken.max()), device=taken.device).expand(*taken.shape, -1).contiguous()
+        at = torch.searchsorted(needs.ends, places, right=True).clamp_max_(needs.ends.shape[-1] - 1)
+        before = torch.nn.functional.pad(needs.ends, (1, 0)).gather(-1, at)
+        positions = self.index.members(layer, self.spans, needs.clusters.gather(-1, at), places - before)
+        meter.count_bytes(taken.sum(1) * self.index.member_bytes(layer))
+        return _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
+
+
+def _cluster_scores(grouped: Tensor, clusters: Clusters) -> Tensor:
+    """Return query · centroid, float32 [requests, KV heads, group, clusters]."""
+    scores = grouped.transpose(0, 1) @ clusters.centroids.to(grouped.dtype).mT
+    return scores.transpose(0, 1)
+
+
+def _share_of_first(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return the share of all mass that the first ``counts``, [requests, KV heads], of ``scores``, [..., n], have."""
+    first = torch.arange(scores.shape[-1], device=scores.device) < counts[..., None]
+    return scores.softmax(-1).masked_fill(~first[:, :, None], 0).sum(-1, dtype=torch.float64)
+
+
+def _of_group(of_clusters: Tensor, clusters: Tensor) -> Tensor:
+    """Return ``of_clusters``, [requests, KV heads, clusters], at ``clusters``, [requests, KV heads, group, n]."""
+    return of_clusters.gather(-1, clusters.flatten(2)).view_as(clusters)
+
+
+def _union(ranking: Ranking, tokens: Tensor, clusters: int) -> _Needs:
+    """Return what any query head of a group needs that takes ``tokens``, int64 [..., group], of its list."""
+    needed = (tokens[..., None] - ranking.starts).clamp_min(0).minimum(ranking.sizes)
+    last = int((ranking.starts < tokens[..., None]).sum(-1).max())
+    numbers = ranking.clusters[..., :last].flatten(2)
+    needed = needed[..., :last].flatten(2)
+    starts = ranking.starts[..., :last].flatten(2)
+    shape = (*tokens.shape[:2], clusters)
+    never = ranking.ends.new_tensor(torch.iinfo(torch.int64).max // (2 * clusters))
+    best = never.expand(shape).clone().scatter_reduce_(2, numbers, torch.where(needed > 0, starts, never), "amin")
+    most = ranking.ends.new_zeros(shape).scatter_reduce_(2, numbers, needed, "amax")
+    width = max(1, int((most > 0).sum(-1).max()))
+    key = best * clusters + torch.arange(clusters, device=best.device)
+    order = key.topk(width, dim=-1, largest=False, sorted=True).indices
+    return _Needs(order, best.gather(-1, order), most.gather(-1, order).cumsum(-1))
+
+
+def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Selection:
+    """Return a selection of the first ``kept_counts`` of ``kept``, then the first ``taken_counts`` of ``taken``."""
+    counts = kept_counts + taken_counts
+    places = torch.arange(int(counts.max()), device=counts.device)
+    from_taken = places - kept_counts[..., None]
+    at = torch.where(from_taken >= 0, from_taken + kept.shape[2], places)
+    both = torch.cat([kept, taken], -1)
+    return Selection(both.gather(-1, at.clamp_max(both.shape[2] - 1)), counts)

@@ -1,0 +1,63 @@
+"""Attention over lists of tokens, one request and head at a time, in float64: what the references are compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.early_termination import EarlyTermination
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    outputs: Tensor  # [group, head dim]
+    log_sum_exp: Tensor  # [group]
+    read: int
+    tiles: int
+    tiles_read: int
+
+
+def attend_head(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return outputs [group, head dim] and log-sum-exps [group]."""
+    scores = queries.double() @ keys.double().T * scale
+    return scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
+
+
+def attend_head_until_settled(
+    queries: Tensor, cache: LayerCache, head: int, slots: list[int], scale: float, thresholds: EarlyTermination | None
+) -> HeadOutput:
+    """Read ``slots`` tile by tile in the splits that the definition names, each until its output has settled."""
+    tiles = [slots[i : i + 64] for i in range(0, len(slots), 64)]
+    splits = min(16, max(1, math.ceil(len(tiles) / 16)))
+    parts, read, tiles_read = [], 0, 0
+    for split in range(splits):
+        seen: list[int] = []
+        calm, before = 0, None
+        for tile in tiles[split::splits]:
+            seen += tile
+            tiles_read += 1
+            output, mass = attend_head(queries, cache.keys[seen, head], cache.values[seen, head], scale)
+            probe = output[:, :: max(1, output.shape[1] // 32)][:, :32]
+            if thresholds and before is not None:
+                is_calm = all(_calm(b, a, thresholds) for b, a in zip(before, probe, strict=True))
+                calm = calm + 1 if is_calm else 0
+                if calm >= thresholds.patience:
+                    break
+            before = probe
+        if seen:
+            parts.append((output, mass))
+        read += len(seen)
+    masses = torch.stack([mass for _, mass in parts])
+    total = masses.logsumexp(0)
+    outputs = torch.stack([(mass - total).exp()[:, None] * output for output, mass in parts]).sum(0)
+    return HeadOutput(outputs, total, read, len(tiles), tiles_read)
+
+
+def _calm(before: Tensor, after: Tensor, thresholds: EarlyTermination) -> bool:
+    norms = before.norm(), after.norm()
+    cosine = float(before @ after) / float(norms[0] * norms[1])
+    return bool(abs(norms[1] - norms[0]) <= thresholds.scale * norms[0]) and 1 - cosine <= thresholds.direction

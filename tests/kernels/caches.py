@@ -1,0 +1,34 @@
+"""Random KV caches and contexts whose slots are scattered over the pool, for tests of the torch references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from winnow_kernels.cache import Context, LayerCache
+
+
+def random_cache(
+    slots: int, kv_heads: int, head_dim: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> LayerCache:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (slots, kv_heads, head_dim)
+    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    return LayerCache(keys, values)
+
+
+def scattered_context(lengths: Sequence[int], slots: int, page_size: int = 16, seed: int = 0) -> Context:
+    """Contexts whose pages are distinct and in random order; page 0 stays unused, as SGLang leaves it."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = (1 + torch.randperm(slots // page_size - 1, generator=generator)).tolist()
+    table = torch.full((len(lengths), max(lengths)), slots, dtype=torch.int64)
+    for request, length in enumerate(lengths):
+        own = [pages.pop() for _ in range(-(-length // page_size))]
+        of_request = torch.tensor(own)[:, None] * page_size + torch.arange(page_size)
+        table[request, :length] = of_request.flatten()[:length]
+    return Context(table, torch.tensor(lengths))
+
+
+def random_queries(requests: int, heads: int, head_dim: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(requests, heads, head_dim, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,109 @@
+"""Tactic's selection, one request and KV head at a time, in float64 and loops: what the reference is compared with.
+
+It takes the clusters as given: for each, its centroid and the positions of its members.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Expected:
+    positions: list[int]
+    tokens: list[int]  # of each query head's list
+    share: float
+    capped: bool
+
+
+def fit(place1: float, weight1: float, place2: float, weight2: float) -> tuple[float, float]:
+    if place1 >= place2 or weight1 <= weight2:
+        return 0.0, (weight1 + weight2) / 2
+    a = (weight1 - weight2) / (1 / place1 - 1 / place2)
+    return a, weight1 - a / place1
+
+
+def fitted_weights(exact: list[float], total: int, a: float, b: float) -> Array:
+    """The weight of each token of a list, exact or from the curve."""
+    return np.array([*exact, *(max(0.0, a / x + b) for x in range(len(exact) + 1, total + 1))])
+
+
+def smallest_count(weights: Array, outside: float, p: float) -> int:
+    """The smallest number of leading tokens that holds ``p`` of all mass together with ``outside``."""
+    if p >= 1:
+        return len(weights)
+    sums = np.concatenate([[0.0], np.cumsum(weights)])
+    return int(np.argmax(outside + sums >= p * (outside + sums[-1])))
+
+
+def select(
+    queries: Array,
+    keys: Array,
+    length: int,
+    clusters: list[tuple[Array, list[int]]],
+    scale: float,
+    p: float,
+    max_tokens: int | None,
+) -> Expected:
+    """``queries`` [group, head dim]; ``keys`` [length, head dim]; ``clusters`` in the order of their numbers."""
+    clustered = {position for _, members in clusters for position in members}
+    kept = [position for position in reversed(range(length)) if position not in clustered]
+    total = len(clustered)
+    best: dict[int, int] = {}
+    needed: dict[int, int] = {}
+    per_head = []
+    for query in queries:
+        order = sorted(range(len(clusters)), key=lambda c: -float(query @ clusters[c][0]))
+        scores = keys @ query * scale
+        reference = scores.max()
+        weights = np.exp(scores - reference)
+        outside = float(sum(weights[kept]))
+        unwrapped = [position for c in order for position in clusters[c][1]]
+        quarter = order[: math.ceil(len(clusters) / 4)]
+        known = min(math.ceil(total * 0.02), sum(len(clusters[c][1]) for c in quarter))
+        window = min(4, len(clusters))
+        points = []
+        for start in _window_starts(len(clusters), window):
+            before = sum(len(clusters[c][1]) for c in order[:start])
+            of_window = [clusters[c][1] for c in order[start : start + window]]
+            tokens = sum(len(members) for members in of_window)
+            mass = sum(len(m) * float(np.mean(weights[m[:16]])) for m in of_window if m)
+            points += [before + (tokens + 1) / 2, mass / max(1, tokens)]
+        curve = fit(*points)
+        fitted = fitted_weights([float(weights[i]) for i in unwrapped[:known]], total, *curve)
+        count = smallest_count(fitted, outside, p)
+        per_head.append((count, fitted, outside, [float(weights[i]) for i in kept], unwrapped))
+        start = 0
+        for c in order:
+            members = clusters[c][1]
+            taken = min(len(members), count - start)
+            if taken > 0:
+                best[c] = min(best.get(c, start), start)
+                needed[c] = max(needed.get(c, 0), taken)
+            start += len(members)
+    union = [
+        (position, best[c] + rank)
+        for c in sorted(needed, key=lambda c: (best[c], c))
+        for rank, position in enumerate(clusters[c][1][: needed[c]])
+    ]
+    positions = kept + [position for position, _ in union]
+    capped = max_tokens is not None and len(positions) > max_tokens
+    limit = max_tokens if max_tokens is not None else len(positions)
+    lost = 0 if limit <= len(kept) else union[limit - len(kept)][1] if capped else total
+    shares = []
+    for count, fitted, outside, kept_weights, _ in per_head:
+        held = sum(kept_weights[:limit]) + fitted[: min(count, lost)].sum()
+        shares.append(held / (outside + fitted.sum()))
+    return Expected(positions[:limit], [count for count, *_ in per_head], float(np.mean(shares)), capped)
+
+
+def _window_starts(clusters: int, window: int) -> tuple[int, int]:
+    near = max(0, math.ceil(0.1 * clusters - window / 2))
+    far_end = min(clusters, math.ceil(0.6 * clusters - window / 2) + window)
+    return near, max(0, far_end - window)

@@ -1,0 +1,60 @@
+"""PyramidKV's budgets: the paper's formula, the mean, the bounds."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from winnow_kernels.pyramidkv import PyramidKVParameters, pyramid
+
+
+def _exact(layers: int, mean: int, most: int) -> list[Fraction]:
+    """Arithmetic progression with the paper's ends, or, where the first would exceed ``most``, from ``most`` down."""
+    last = Fraction(mean, 20)
+    first = 2 * mean - last
+    if first > most:
+        first, last = Fraction(most), 2 * Fraction(mean) - most
+    return [first - (first - last) * layer / (layers - 1) for layer in range(layers)]
+
+
+@given(layers=st.integers(2, 100), mean=st.integers(0, 100_000), most=st.integers(0, 1_000_000))
+def test_budgets_follow_the_progression_and_their_mean_is_exact(layers: int, mean: int, most: int) -> None:
+    assume(mean <= most)
+    budgets = pyramid(layers, mean, most)
+    assert len(budgets) == layers
+    assert sum(budgets) == layers * mean
+    assert all(0 <= budget <= most for budget in budgets)
+    for budget, exact in zip(budgets, _exact(layers, mean, most), strict=True):
+        assert abs(budget - exact) <= 1
+    assert budgets[0] >= budgets[-1]
+
+
+def test_one_layer_has_it_all() -> None:
+    assert pyramid(1, 100, 1000) == [100]
+
+
+def test_the_papers_numbers() -> None:
+    budgets = pyramid(32, 2000, 100_000)
+    assert (budgets[0], budgets[-1]) == (3900, 100)
+
+
+@given(
+    layers=st.integers(1, 64), budget=st.integers(1, 5000), prompt=st.integers(1, 20_000), window=st.integers(1, 256)
+)
+def test_each_layer_keeps_the_window_and_the_mean_is_the_budget(
+    layers: int, budget: int, prompt: int, window: int
+) -> None:
+    window = min(window, prompt)
+    parameters = PyramidKVParameters(budget, 5, layers)
+    budgets = [parameters.layer_budget(layer, prompt, window) for layer in range(layers)]
+    assert sum(budgets) == layers * budget
+    if window < budget < prompt:
+        assert all(window <= each <= prompt for each in budgets)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^layers: "):
+        PyramidKVParameters(100, 5, 0)

@@ -1,0 +1,183 @@
+"""SnapKV against a plain float64 version: what is kept, the order, output, counts, retraction."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.selected_tokens import dense_output, output_over, positions_of
+from tests.kernels.window_votes import pooled, window_votes
+from winnow_kernels.gather import Meter
+from winnow_kernels.observation import ObservationBuffer
+from winnow_kernels.pyramidkv import PyramidKVParameters
+from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
+
+SLOTS, DIM = 2048, 32
+SCALE = DIM**-0.5
+CPU = torch.device("cpu")
+
+
+def _prompt_queries(prompt: int, heads: int, layer: int = 0) -> Tensor:
+    return random_queries(prompt, heads, DIM, seed=100 * prompt + layer)
+
+
+def _state(
+    prompt: int, heads: int, window: int, parameters: SnapKVParameters, layers: Sequence[int] = (0,)
+) -> SnapKVState:
+    buffer = ObservationBuffer(window, prompt)
+    for layer in layers:
+        buffer.record(layer, _prompt_queries(prompt, heads, layer), 0)
+    return SnapKVState(parameters, buffer)
+
+
+def _check(
+    positions: list[int],
+    votes: Tensor,
+    length: int,
+    prompt: int,
+    window: int,
+    budget: int,
+) -> None:
+    """The generated tokens, the window, then the most votes, in that order."""
+    window = min(window, prompt)
+    recent = list(range(length - 1, prompt - window - 1, -1))
+    always = recent[: length - prompt + min(window, budget)]
+    assert positions[: len(always)] == always
+    chosen = positions[len(always) :]
+    assert len(chosen) == min(prompt - window, max(0, budget - window))
+    if chosen:
+        own = votes[chosen]
+        assert (own[:-1] >= own[1:] - 1e-6).all()
+        left = torch.ones(len(votes), dtype=torch.bool)
+        left[chosen] = False
+        assert not left.any() or float(own[-1]) >= float(votes[left].max()) - 1e-6
+        equal = [(a, b) for a, b in itertools.pairwise(chosen) if votes[a] == votes[b]]
+        assert all(a < b for a, b in equal)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 4), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype) -> None:
+    cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
+    prompts, generated, budgets, windows, kernels = (
+        [300, 40, 64, 9],
+        [5, 1, 0, 30],
+        [64, 20, 200, 4],
+        [16, 32, 8, 6],
+        [5, 1, 7, 3],
+    )
+    context = scattered_context([p + g for p, g in zip(prompts, generated, strict=True)], SLOTS)
+    heads = kv_heads * group
+    states = [
+        _state(prompt, heads, window, SnapKVParameters(budget, kernel))
+        for prompt, window, budget, kernel in zip(prompts, windows, budgets, kernels, strict=True)
+    ]
+    queries = random_queries(4, heads, DIM)
+    step = SnapKVStep(context, SCALE, None, states)
+    meter = Meter(4, CPU)
+
+    selection = step.select(0, queries, cache, meter)
+    voting = meter.read_bytes.tolist()
+    output = step.attend(0, queries, cache, meter)
+
+    positions = [[positions_of(selection, context, r, h) for h in range(kv_heads)] for r in range(4)]
+    for r, prompt in enumerate(prompts):
+        plain = window_votes(_prompt_queries(prompt, heads), context.slots[r, :prompt], cache, windows[r], SCALE)
+        votes = pooled(plain, kernels[r])
+        for h in range(kv_heads):
+            _check(positions[r][h], votes[h], prompt + generated[r], prompt, windows[r], budgets[r])
+    torch.testing.assert_close(
+        output.double(), output_over(queries, context, cache, SCALE, positions), atol=1e-5, rtol=0
+    )
+    assert voting == [prompt * kv_heads * cache.vector_bytes for prompt in prompts]
+    attended = [sum(map(len, of_heads)) for of_heads in positions]
+    assert meter.attended.tolist() == attended
+    assert meter.read_bytes.tolist() == [v + 2 * a * cache.vector_bytes for v, a in zip(voting, attended, strict=True)]
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(1, 200), st.integers(0, 40), st.integers(1, 250), st.integers(1, 60), st.sampled_from([1, 3, 5])
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=30, deadline=None)
+def test_keeps_budget_and_window_and_is_dense_when_the_budget_covers_the_prompt(
+    rows: list[tuple[int, int, int, int, int]],
+) -> None:
+    cache = random_cache(SLOTS, 2, DIM)
+    context = scattered_context([prompt + generated for prompt, generated, *_ in rows], SLOTS)
+    states = [_state(prompt, 4, window, SnapKVParameters(budget, kernel)) for prompt, _, budget, window, kernel in rows]
+    queries = random_queries(len(rows), 4, DIM)
+    step = SnapKVStep(context, SCALE, None, states)
+    selection = step.select(0, queries, cache, Meter(len(rows), CPU))
+    output = step.attend(0, queries, cache, Meter(len(rows), CPU))
+    dense = dense_output(queries, context, cache, SCALE)
+    for request, (prompt, generated, budget, window, _) in enumerate(rows):
+        for head in range(2):
+            positions = positions_of(selection, context, request, head)
+            assert len(positions) == generated + min(budget, prompt)
+            always = range(prompt - min(window, budget, prompt), prompt + generated)
+            assert set(always) <= set(positions)
+        if budget >= prompt:
+            torch.testing.assert_close(output[request].double(), dense[request], atol=1e-5, rtol=0)
+
+
+def test_votes_are_cast_once_and_outlive_a_move_to_other_slots() -> None:
+    cache, prompt = random_cache(SLOTS, 2, DIM), 200
+    state = _state(prompt, 4, 16, SnapKVParameters(48, 5))
+    queries = random_queries(1, 4, DIM)
+    before = scattered_context([prompt + 1], SLOTS, seed=1)
+    first = SnapKVStep(before, SCALE, None, [state]).select(0, queries, cache, Meter(1, CPU))
+    after = scattered_context([prompt + 3], SLOTS, seed=2)
+    meter = Meter(1, CPU)
+    later = SnapKVStep(after, SCALE, None, [state]).select(0, queries, cache, meter)
+    assert meter.read_bytes.tolist() == [0]
+    for head in range(2):
+        kept = positions_of(first, before, 0, head)
+        assert positions_of(later, after, 0, head) == [prompt + 2, prompt + 1, *kept]
+
+
+def test_a_batch_may_mix_snapkv_and_pyramidkv() -> None:
+    cache, layers = random_cache(SLOTS, 2, DIM), range(4)
+    context = scattered_context([301, 251], SLOTS)
+    queries = random_queries(2, 4, DIM)
+
+    def states() -> list[SnapKVState]:
+        return [
+            _state(300, 4, 16, SnapKVParameters(64, 5), layers),
+            _state(250, 4, 16, PyramidKVParameters(64, 5, len(layers)), layers),
+        ]
+
+    together = SnapKVStep(context, SCALE, None, states())
+    widths = []
+    for layer in layers:
+        output = together.attend(layer, queries, cache, Meter(2, CPU))
+        widths.append(together.select(layer, queries, cache, Meter(2, CPU)).counts[:, 0].tolist())
+        for row, state in enumerate(states()):
+            alone = SnapKVStep(context.rows([row]), SCALE, None, [state])
+            own = alone.attend(layer, queries[row : row + 1], cache, Meter(1, CPU))
+            torch.testing.assert_close(output[row], own[0], atol=1e-6, rtol=1e-6)
+    assert [snap for snap, _ in widths] == [65] * 4
+    pyramid = [width for _, width in widths]
+    assert pyramid == sorted(pyramid, reverse=True)
+    assert pyramid[0] > pyramid[-1]
+    assert sum(pyramid) == 4 * 65
+
+
+@pytest.mark.parametrize(
+    ("budget", "kernel_size", "field"), [(0, 5, "budget"), (16, 4, "kernel_size"), (16, -1, "kernel_size")]
+)
+def test_bad_parameters_are_refused_by_name(budget: int, kernel_size: int, field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        SnapKVParameters(budget, kernel_size)

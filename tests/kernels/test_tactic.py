@@ -1,0 +1,245 @@
+"""Tactic's selection against a plain float64 version, and what always holds of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels import tactic_float64
+from tests.kernels.attention_float64 import attend_head
+from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.test_clusters import members_of
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.early_termination import EarlyTermination, Termination
+from winnow_kernels.gather import Meter
+from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.selection import Selection
+from winnow_kernels.tactic import TacticParameters, TacticStep
+
+SLOTS, DIM, SPAN = 8192, 16, 128
+SCALE = DIM**-0.5
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Case:
+    cache: LayerCache
+    context: Context
+    index: ClusterIndex
+    clustered: Tensor
+
+    def step(self, parameters: list[TacticParameters], termination: Termination | None = None) -> TacticStep:
+        return TacticStep(self.context, SCALE, termination, self.index, parameters, self.clustered)
+
+    def queries(self, group: int, sharpness: float = 1.0, seed: int = 0) -> Tensor:
+        """Queries in float64's reach: rank and cut must not hang on the last bit, so they are made of few bits."""
+        heads = self.cache.kv_heads * group
+        return sharpness * random_queries(self.context.requests, heads, DIM, seed)
+
+
+def case(
+    lengths: list[int], clustered: list[int], kv_heads: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Case:
+    cache = random_cache(SLOTS, kv_heads, DIM, seed, dtype)
+    index = ClusterIndex([cache], PageGenerations(SLOTS, 16, CPU), SPAN)
+    context = scattered_context(lengths, SLOTS, seed=seed)
+    for row, tokens in enumerate(clustered):
+        index.ensure(context, row, tokens)
+    return Case(cache, context, index, torch.tensor(clustered))
+
+
+def expected_of(
+    a_case: Case, step: TacticStep, queries: Tensor, request: int, head: int, parameters: TacticParameters
+) -> tactic_float64.Expected:
+    centroids = a_case.index.read(0, step.spans).centroids[head, request].double().numpy()
+    members = members_of(a_case.index, 0, step.spans, request, head)
+    length = int(a_case.context.lengths[request])
+    keys = a_case.cache.keys[a_case.context.slots[request, :length], head].double().numpy()
+    grouped = queries.double().unflatten(1, (a_case.cache.kv_heads, -1))[request, head].numpy()
+    clusters = list(zip(centroids, members, strict=False))
+    return tactic_float64.select(grouped, keys, length, clusters, SCALE, parameters.p, parameters.max_tokens)
+
+
+def slots_of(selection: Selection, request: int, head: int) -> list[int]:
+    return selection.slots[request, head, : selection.counts[request, head]].tolist()
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 4), (1, 4), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype) -> None:
+    a_case = case([1500, 200, 900, 100], [1408, 128, 640, 0], kv_heads, dtype)
+    parameters = [TacticParameters(0.9), TacticParameters(0.5), TacticParameters(0.8, 400), TacticParameters(0.3, 60)]
+    step = a_case.step(parameters)
+    queries = a_case.queries(group, sharpness=2.0).to(dtype)
+    selection = step.select(0, queries, a_case.cache, Meter(4, CPU))
+    for request, of_request in enumerate(parameters):
+        expected = [expected_of(a_case, step, queries, request, head, of_request) for head in range(kv_heads)]
+        for head in range(kv_heads):
+            slots = a_case.context.slots[request, expected[head].positions].tolist()
+            assert slots_of(selection, request, head) == slots
+        share = sum(e.share for e in expected) / kv_heads
+        assert float(step.estimated_share[request]) == pytest.approx(share, rel=1e-4)
+        assert bool(step.capped[request]) == any(e.capped for e in expected)
+    assert step.capped.tolist()[:2] == [False, False]
+    assert bool(step.capped[3])
+
+
+@given(
+    lengths=st.lists(st.integers(2, 1200), min_size=1, max_size=3),
+    unclustered=st.integers(1, 400),
+    p=st.floats(0.05, 0.99),
+    cap=st.one_of(st.none(), st.integers(1, 900)),
+    sharpness=st.floats(0.1, 10.0),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None)
+def test_what_always_holds(
+    lengths: list[int], unclustered: int, p: float, cap: int | None, sharpness: float, seed: int
+) -> None:
+    clustered = [max(0, length - unclustered) // SPAN * SPAN for length in lengths]
+    a_case = case(lengths, clustered, seed=seed)
+    queries = a_case.queries(2, sharpness, seed)
+    counts = []
+    for share in (p, min(1.0, p + 0.1)):
+        of_each = [TacticParameters(share, cap) for _ in lengths]
+        step = a_case.step(of_each)
+        selection = step.select(0, queries, a_case.cache, Meter(len(lengths), CPU))
+        counts.append(selection.counts)
+        for request, length in enumerate(lengths):
+            context = a_case.context.slots[request, :length].tolist()
+            kept = context[clustered[request] :][::-1]
+            for head in range(2):
+                slots = slots_of(selection, request, head)
+                assert len(set(slots)) == len(slots)
+                assert set(slots) <= set(context)
+                assert slots[: len(kept)] == kept[: cap or None]
+                assert cap is None or len(slots) <= cap
+            if not step.capped[request]:
+                assert float(step.estimated_share[request]) >= min(share, 0.999) - 1e-6
+            assert 0 < float(step.estimated_share[request]) <= 1 + 1e-6
+    assert (counts[0] <= counts[1]).all()
+
+
+def test_neighbours_do_not_matter() -> None:
+    lengths, clustered = [1500, 300, 2000, 50], [1408, 256, 1152, 0]
+    a_case = case(lengths, clustered)
+    parameters = [TacticParameters(p, cap) for p, cap in [(0.9, None), (0.6, 200), (0.8, None), (0.7, 20)]]
+    queries = a_case.queries(4, sharpness=3.0)
+    step = a_case.step(parameters)
+    together = step.select(0, queries, a_case.cache, Meter(4, CPU))
+    for row in range(4):
+        single = replace(a_case, context=a_case.context.rows([row]), clustered=a_case.clustered[[row]])
+        alone_step = single.step([parameters[row]])
+        alone = alone_step.select(0, queries[[row]], a_case.cache, Meter(1, CPU))
+        for head in range(2):
+            assert slots_of(together, row, head) == slots_of(alone, 0, head)
+        torch.testing.assert_close(step.estimated_share[row], alone_step.estimated_share[0])
+
+
+@pytest.mark.parametrize("clustered", [[0, 0], [640, 128]])
+def test_all_of_the_mass_is_dense_attention(clustered: list[int]) -> None:
+    a_case = case([700, 150], clustered)
+    queries = a_case.queries(3, sharpness=4.0)
+    meter = Meter(2, CPU)
+    output = a_case.step([TacticParameters(1.0)] * 2).attend(0, queries, a_case.cache, meter)
+    for request, length in enumerate([700, 150]):
+        slots = a_case.context.slots[request, :length]
+        for head in range(2):
+            of_group = slice(head * 3, head * 3 + 3)
+            keys, values = a_case.cache.keys[slots, head], a_case.cache.values[slots, head]
+            expected, _ = attend_head(queries[request, of_group], keys, values, SCALE)
+            torch.testing.assert_close(output[request, of_group].double(), expected, atol=1e-5, rtol=1e-5)
+    assert meter.attended.tolist() == [1400, 300]
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 1e4, 1e-6])
+def test_any_scale_of_scores(sharpness: float) -> None:
+    a_case = case([1000], [896])
+    queries = a_case.queries(4, sharpness)
+    for sign in (1, -1):
+        step = a_case.step([TacticParameters(0.9)])
+        selection = step.select(0, sign * queries, a_case.cache, Meter(1, CPU))
+        assert step.estimated_share.isfinite().all()
+        assert (selection.counts >= 104).all()
+    if sharpness < 1:
+        # All weights alike: nine tenths of the tokens.
+        assert (selection.counts >= 900).all()
+
+
+def test_all_keys_the_same() -> None:
+    a_case = case([1000], [896])
+    a_case.cache.keys.fill_(1.0)
+    index = ClusterIndex([a_case.cache], PageGenerations(SLOTS, 16, CPU), SPAN)
+    index.ensure(a_case.context, 0, 896)
+    step = replace(a_case, index=index).step([TacticParameters(0.8995)])
+    selection = step.select(0, a_case.queries(2), a_case.cache, Meter(1, CPU))
+    assert selection.counts.tolist() == [[900, 900]]
+
+
+def test_a_span_that_is_gone_is_attended_in_full() -> None:
+    a_case = case([1000], [896])
+    page = a_case.context.slots[0, 3 * SPAN] // 16
+    a_case.index.generations.written(page[None] * 16)
+    step = a_case.step([TacticParameters(0.5)])
+    selection = step.select(0, a_case.queries(2, sharpness=8.0), a_case.cache, Meter(1, CPU))
+    kept = [*range(999, 895, -1), *range(4 * SPAN - 1, 3 * SPAN - 1, -1)]
+    assert slots_of(selection, 0, 0)[: len(kept)] == a_case.context.slots[0, kept].tolist()
+
+
+def test_counts_what_it_reads() -> None:
+    a_case = case([1000, 60], [896, 0])
+    step = a_case.step([TacticParameters(0.6)] * 2)
+    queries = a_case.queries(2, sharpness=5.0)
+    meter = Meter(2, CPU)
+    selection = step.select(0, queries, a_case.cache, meter)
+    sizes = a_case.index.read(0, step.spans).sizes[:, 0].long()
+    vector, clusters = DIM * 4, 7 * 8
+    index = 2 * clusters * (vector + 2)
+    centroids = a_case.index.read(0, step.spans).centroids[:, 0]
+    grouped = queries.unflatten(1, (2, 2))[0]
+    sampled = 0
+    for head in range(2):
+        for query in grouped[head]:
+            of_list = sizes[head][(centroids[head] @ query).argsort(descending=True)]
+            far_end = 32 + 4  # rank 33.6, less half a window, rounded up
+            windows = [*of_list[4:8].tolist(), *of_list[far_end - 4 : far_end].tolist()]
+            sampled += 18 + sum(min(16, size) for size in windows)
+    selected = int(selection.counts[0].sum()) - 2 * 104
+    expected = index + sampled * (vector + 6) + 2 * 104 * vector + selected * 6
+    assert meter.read_bytes.tolist() == [expected, 2 * 60 * vector]
+    step.attend(0, queries, a_case.cache, meter)
+    assert meter.attended.tolist() == [int(selection.counts[0].sum()), 120]
+
+
+def test_early_termination_reads_less() -> None:
+    a_case = case([3000], [2944])
+    a_case.cache.values.fill_(1.0)
+    termination = Termination.of([EarlyTermination(0.01, 0.01, 4)], CPU)
+    meter = Meter(1, CPU)
+    step = a_case.step([TacticParameters(0.95)], termination)
+    output = step.attend(0, a_case.queries(4), a_case.cache, meter)
+    torch.testing.assert_close(output, torch.ones_like(output))
+    assert int(meter.skipped_tiles) > 0
+
+
+@pytest.mark.parametrize(("p", "cap", "field"), [(0.0, None, "p"), (1.1, None, "p"), (0.5, 0, "max_tokens")])
+def test_bounds(p: float, cap: int | None, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        TacticParameters(p, cap)
+
+
+def test_parameters_for_each_request() -> None:
+    with pytest.raises(ValueError, match="parameters"):
+        case([100], [0]).step([])
+
+
+def test_the_newest_token_is_in_no_cluster() -> None:
+    a_case = case([128], [128])
+    with pytest.raises(ValueError, match="clustered"):
+        a_case.step([TacticParameters(0.5)])
