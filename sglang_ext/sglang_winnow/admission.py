@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from sglang_winnow.policy import AttentionPolicy, PolicyError
+from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
+from sglang_winnow.server_information import PARAMETER, ServedModel
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
 
 # One body may ask for so many sequences: prompts times samples of each.
 MAX_SEQUENCES = 4096
@@ -47,12 +51,13 @@ class Limits:
     """What the model and the server's command line allow. Lengths are in tokens.
 
     Attributes:
+        model: what a policy is checked against.
         later_parameters: sampling parameters of the running SGLang that ``SamplingParameters`` does not know.
     """
 
     vocab_size: int
-    context_length: int
     hidden_size: int
+    model: ServedModel
     metric_labels: frozenset[str] = frozenset()
     multi_item_scoring: bool = False
     multimodal: bool = False
@@ -61,6 +66,12 @@ class Limits:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.vocab_size)
+
+
+def _refuse_namespace(extra_key: str) -> str:
+    if extra_key.startswith(NAMESPACE_PREFIX):
+        raise ValueError(f"must not begin with {NAMESPACE_PREFIX}, which is for prefixes of sparse prefill")
+    return extra_key
 
 
 class _PerSequence(BaseModel):
@@ -78,7 +89,7 @@ class _PerSequence(BaseModel):
     return_hidden_states: bool | None
     lora_path: str | None
     custom_logit_processor: str | None
-    extra_key: str | None
+    extra_key: Annotated[str, AfterValidator(_refuse_namespace)] | None
     bootstrap_host: str | None
     bootstrap_port: _Int64 | None
     bootstrap_room: _Int64 | None
@@ -155,6 +166,28 @@ def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError("the prompt has no tokens; it must have at least 1")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise ValueError(f"the prompt has a token outside the vocabulary; token ids must be from 0 to {vocab_size - 1}")
+
+
+def attach_policy(req: Req, model: ServedModel) -> None:
+    """Give a request that reached the scheduler its policy, as ``winnow_state``, and its part of the radix cache.
+
+    A policy that cannot be served gets the request an answer with status 400: an error would end the server.
+    """
+    # Kernels are imported where they are used, not where requests are taken.
+    from sglang_winnow.request_state import RequestState  # noqa: PLC0415
+
+    parameters = req.sampling_params.custom_params
+    try:
+        policy = model.policy_of(parameters)
+    except PolicyError as error:
+        req.set_finish_with_abort(str(error))
+        policy = AttentionPolicy()
+    if parameters is not None and parameters.keys() <= {PARAMETER, "__req__"}:
+        # SGLang's reference from the parameters to the request would keep a finished one in memory.
+        req.sampling_params.custom_params = None
+    if model.has_policies:
+        req.winnow_state = RequestState(policy, len(req.origin_input_ids))
+        req.extra_key = namespace_of(policy, req.extra_key, model.page_size)
 
 
 def _check_unsupported(request: GenerateReqInput, limits: Limits) -> None:
@@ -235,9 +268,11 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
         row = {name: lists[name][index] if name in lists else value for name, value in columns.items()}
         row["sampling_params"] = _without_unset(row["sampling_params"], limits.later_parameters)
         checked = _validate("", _PerSequence, row, limits)
-        if (checked.logprob_start_len or -1) > limits.context_length:
-            raise ValueError(f"logprob_start_len: at most {limits.context_length}, the model's context length")
-        samples.add((checked.sampling_params and checked.sampling_params.n) or 1)
+        if (checked.logprob_start_len or -1) > limits.model.context_length:
+            raise ValueError(f"logprob_start_len: at most {limits.model.context_length}, the model's context length")
+        parameters = checked.sampling_params
+        limits.model.policy_of(parameters and parameters.custom_params)
+        samples.add((parameters and parameters.n) or 1)
     if len(samples) > 1:
         raise ValueError("sampling_params.n: must be the same for all prompts")
     (number,) = samples

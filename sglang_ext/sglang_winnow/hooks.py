@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+# Runs in a process of its own, where hooks are applied anew.
+SCHEDULER_START = "sglang.srt.managers.scheduler.Scheduler.__init__"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Hook:
 
 
 def install(hooks: Sequence[Hook]) -> None:
-    """Register ``hooks``, and a check that they are in force, which runs before SGLang starts its processes.
+    """Register ``hooks``, and checks that they are in force where SGLang starts its processes and in each scheduler.
 
     Raises:
         SystemExit: a target does not exist. SGLang only logs an ``Exception`` from a plugin.
@@ -39,7 +41,14 @@ def install(hooks: Sequence[Hook]) -> None:
         require_in_force(hooks)
         require_one_tokenizer(server_args)
 
-    for hook in [*hooks, Hook(LAUNCH, check_before_launch, HookType.BEFORE)]:
+    def check_in_scheduler(*_: object, **__: object) -> None:
+        require_in_force(hooks)
+
+    checks = [
+        Hook(LAUNCH, check_before_launch, HookType.BEFORE),
+        Hook(SCHEDULER_START, check_in_scheduler, HookType.BEFORE),
+    ]
+    for hook in [*hooks, *checks]:
         _require_target(hook.target)
         HookRegistry.register(hook.target, hook.function, hook.kind)
 

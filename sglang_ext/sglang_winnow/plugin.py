@@ -1,4 +1,7 @@
-"""The general SGLang plugin, for every platform: no request stops the server or stays in it."""
+"""The general SGLang plugin, for every platform: the attention backend, and requests that have policies.
+
+No request stops the server or stays in it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.admission import Limits, check_request, check_tokens
+from sglang_winnow import attention_registration, metrics, openai_forms, radix, reporting, server_information
+from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
+from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.hooks import Hook, install
 from sglang_winnow.sampling_parameters import SamplingParameters
+from sglang_winnow.server_information import ServedModel, served_model
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -18,13 +24,16 @@ if TYPE_CHECKING:
         TokenizedEmbeddingReqInput,
         TokenizedGenerateReqInput,
     )
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register() -> None:
-    """Install the hooks; SGLang calls this, by its entry point, in each of its processes."""
+    """Offer the attention backend and install the hooks; SGLang calls this in each of its processes."""
+    register_backend()
     install(HOOKS)
 
 
@@ -63,6 +72,21 @@ def _forget_unused_states(
         manager.rid_to_state.pop(rid, None)
 
 
+def _attach_before_queueing(scheduler: Scheduler, req: Req, *_: object, **__: object) -> None:
+    # A retracted request comes here again.
+    if not req.retraction_count:
+        attach_policy(req, _served_model(scheduler))
+
+
+def _served_model(part: TokenizerManager | Scheduler) -> ServedModel:
+    """Return the model that a part of SGLang serves; looked up once."""
+    try:
+        return part.winnow_model
+    except AttributeError:
+        part.winnow_model = served_model(part.server_args, part.model_config)
+        return part.winnow_model
+
+
 @cache
 def _later_parameters() -> frozenset[str]:
     from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: PLC0415
@@ -74,8 +98,8 @@ def _limits(manager: TokenizerManager) -> Limits:
     arguments = manager.server_args
     return Limits(
         vocab_size=manager.model_config.vocab_size,
-        context_length=manager.context_len,
         hidden_size=manager.model_config.hidden_size,
+        model=_served_model(manager),
         metric_labels=frozenset(arguments.tokenizer_metrics_allowed_custom_labels or ()),
         multi_item_scoring=bool(arguments.enable_mis),
         multimodal=bool(manager.model_config.is_multimodal),
@@ -84,6 +108,13 @@ def _limits(manager: TokenizerManager) -> Limits:
 
 
 HOOKS: Final = (
+    *attention_registration.HOOKS,
+    *metrics.HOOKS,
+    *server_information.HOOKS,
+    *radix.HOOKS,
+    *reporting.HOOKS,
+    *openai_forms.HOOKS,
+    Hook("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", _attach_before_queueing, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", _check_before_anything_else, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_after_tokenizing, HookType.AFTER),
     Hook(f"{_TOKENIZER_MANAGER}._init_req_state", _forget_unused_states, HookType.AFTER),

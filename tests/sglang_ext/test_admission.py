@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import fields, replace
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_winnow import admission, plugin
-from sglang_winnow.admission import Limits, check_request, check_tokens
+from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
+from sglang_winnow.policy import parse_policy
 from sglang_winnow.sampling_parameters import SamplingParameters
+from sglang_winnow.server_information import ServedModel
 
-LIMITS = Limits(vocab_size=512, context_length=1024, hidden_size=4)
+QUOKA = parse_policy('{"prefill": {"policy": "quoka"}}')
+MODEL = ServedModel(layers=8, context_length=1024, chunk=256)
+LIMITS = Limits(vocab_size=512, hidden_size=4, model=MODEL)
 FIELDS = [field.name for field in fields(GenerateReqInput)]
 PARAMETERS = list(SamplingParameters.model_fields)
 
@@ -143,6 +151,95 @@ def test_bad_bodies_are_refused_by_name(body: dict[str, Any], message: str) -> N
     assert message in str(refusal.value)
 
 
+# What a client that does not ask the service may put where a policy belongs, and what the message must say.
+BAD_POLICIES: list[tuple[Any, str]] = [
+    (5, "attention: must be a string of JSON"),
+    ({"decode": "dense"}, "attention: must be a string of JSON"),
+    ("{", "attention: must be a JSON object"),
+    ("[]", "attention: must be an object"),
+    ('{"decode": {"policy": "none"}}', "attention.decode.policy: must be one of dense, "),
+    ('{"decode": {"policy": "quest", "budget": 1}}', "attention.decode.budget: must be greater than or equal to 16"),
+    ('{"decode": {"policy": "delta", "delta_layers": [2, 8]}}', "attention.decode.delta_layers: must be at most 7"),
+    ('{"decode": {"policy": "delta"}}', "attention.decode.delta_layers: must be given"),
+    (
+        '{"prefill": {"policy": "quoka", "dense_prefix": 1025}}',
+        "attention.prefill.dense_prefix: must be at most 1024",
+    ),
+    (
+        '{"prefill": {"policy": "quoka", "block": 272}}',
+        "attention.prefill.block: must fit --chunked-prefill-size (256) in whole pages of 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
+def test_bad_policies_are_refused_by_name(policy: Any, message: str) -> None:
+    parameters = {"custom_params": {"attention": policy}}
+    for value in (parameters, [{}, parameters]):
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is compared below, as it is
+            check(text="a" if value is parameters else ["a", "b"], sampling_params=value)
+        assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize("policy", ['{"decode": {"policy": "quest"}}', '{"early_termination": {}}'])
+def test_without_the_attention_backend_every_policy_must_be_dense(policy: str) -> None:
+    dense_only = replace(LIMITS, model=replace(MODEL, has_policies=False))
+    body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}
+    check_request(GenerateReqInput(**body), LIMITS)
+    with pytest.raises(ValueError, match=r"attention: must be dense: .* without --attention-backend winnow"):
+        check_request(GenerateReqInput(**body), dense_only)
+    body["sampling_params"]["custom_params"]["attention"] = '{"decode": {"policy": "dense"}}'
+    check_request(GenerateReqInput(**body), dense_only)
+
+
+@pytest.mark.parametrize("extra_key", ["winnow-", QUOKA.prefill_namespace()])
+def test_no_client_names_the_namespace_of_a_prefill_policy(extra_key: str) -> None:
+    with pytest.raises(ValueError, match="extra_key: must not begin with winnow-"):
+        check(text="a", extra_key=extra_key)
+    check(text="a", extra_key="mine-" + extra_key)
+
+
+@pytest.fixture
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_batch, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+
+
+def queued(custom_params: Any, model: ServedModel = MODEL) -> Req:
+    parameters = SamplingParams(custom_params=custom_params)
+    req = Req("r", "", array("q", range(9)), parameters, extra_key="mine")
+    attach_policy(req, model)
+    return req
+
+
+def test_the_scheduler_gives_a_request_its_policy() -> None:
+    req = queued({"attention": QUOKA.canonical()})
+    assert req.winnow_state.policy == QUOKA
+    assert req.winnow_state.prompt_length == 9
+    assert req.extra_key == f"{QUOKA.prefill_namespace()}|mine"
+    assert req.to_finish is None
+    # Nothing keeps it in memory when it has ended.
+    assert req.sampling_params.custom_params is None
+    assert queued(None).winnow_state.policy.is_dense
+    assert queued({"thinking_budget": 3}).sampling_params.custom_params["thinking_budget"] == 3
+
+
+@pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
+@pytest.mark.usefixtures("_one_rank")
+def test_the_scheduler_ends_a_request_whose_policy_is_bad(policy: Any, message: str) -> None:
+    req = queued({"attention": policy})
+    assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
+    assert req.to_finish.message.startswith(message)
+    assert req.winnow_state.policy.is_dense
+    assert req.winnow_state.prompt_length == len(req.origin_input_ids)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_without_the_attention_backend_a_request_has_no_state() -> None:
+    req = queued({"attention": '{"decode": {"policy": "quest"}}'}, replace(MODEL, has_policies=False))
+    assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
+    assert not hasattr(req, "winnow_state")
+
+
 @pytest.mark.parametrize(("parameters", "message"), BAD_PARAMETERS)
 def test_bad_sampling_parameters_are_refused_by_name(parameters: dict[str, Any], message: str) -> None:
     for value in (parameters, [parameters]):
@@ -191,7 +288,7 @@ def test_a_refused_request_can_be_aborted_without_touching_another() -> None:
     # SGLang's clean-up of a native stream reads is_single and rid.
     config = SimpleNamespace(vocab_size=512, hidden_size=4, is_multimodal=False)
     arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None, enable_mis=False)
-    manager: Any = SimpleNamespace(model_config=config, server_args=arguments, context_len=1024)
+    manager: Any = SimpleNamespace(model_config=config, server_args=arguments, winnow_model=MODEL)
     request = GenerateReqInput(input_ids=[-1], rid="of-another", stream=True)
     with pytest.raises(ValueError, match="input_ids: token ids must be from 0 to 511"):
         plugin._check_before_anything_else(manager, request)

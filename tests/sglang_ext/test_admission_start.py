@@ -22,6 +22,14 @@ HookRegistry._patched -= {name for name in HookRegistry._patched if "TokenizerMa
 from sglang.srt.entrypoints.engine import Engine
 Engine._launch_subprocesses(None)
 """
+NOT_APPLIED_IN_SCHEDULER = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+HookRegistry._patched -= {name for name in HookRegistry._patched if "RadixKey.match" in name}
+from sglang.srt.managers.scheduler import Scheduler
+Scheduler.__init__(None)
+"""
 TOKENIZER_WORKERS = """
 from types import SimpleNamespace
 from sglang.srt.plugins import load_plugins
@@ -36,6 +44,7 @@ Engine._launch_subprocesses(server_args=SimpleNamespace(tokenizer_worker_num=2))
     [
         (NO_SUCH_TARGET, "this version of SGLang has no sglang.srt.utils.no_such_function to hook"),
         (NOT_APPLIED, "SGLang did not apply a hook to sglang.srt.managers.tokenizer_manager.TokenizerManager."),
+        (NOT_APPLIED_IN_SCHEDULER, "SGLang did not apply a hook to sglang.srt.mem_cache.radix_cache.RadixKey.match"),
         (TOKENIZER_WORKERS, "--tokenizer-worker-num must be 1"),
     ],
 )

@@ -84,7 +84,7 @@ def test_platform_fills_in_what_the_command_line_left_open(server: Server) -> No
     expected = {
         "device": "cpu",
         "page_size": PAGE,
-        "attention_backend": "torch_native",
+        "attention_backend": "winnow",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "dtype": "float32",

@@ -44,7 +44,7 @@ def test_open_arguments_get_defaults() -> None:
         "device": "cpu",
         "sleep_on_idle": True,
         "dtype": "float32",
-        "attention_backend": "torch_native",
+        "attention_backend": "winnow",
     }
 
 

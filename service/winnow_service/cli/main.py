@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from winnow_service.cli import doctor, down, evaluate, sample, serve, up
+from winnow_service.cli import calibrate, doctor, down, evaluate, sample, serve, up
 
 app = typer.Typer(
     name="winnow",
@@ -19,3 +19,4 @@ app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("sample")(sample.sample)
 app.command("doctor")(doctor.doctor)
+app.add_typer(calibrate.app, name="calibrate")

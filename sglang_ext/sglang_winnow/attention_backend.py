@@ -1,0 +1,135 @@
+"""SGLang's attention backend ``winnow``: batches in which every request has its own policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.indexes import Indexes
+from sglang_winnow.prefill_plan import PrefillPlan
+from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
+from sglang_winnow.request_state import RequestTable
+from sglang_winnow.statistics import Statistics
+from winnow_kernels.cache import Context, LayerCache
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class WinnowAttentionBackend(AttentionBackend):
+    """Attention by the policy of each request.
+
+    A forward pass has one plan, made before its first layer: which rows go together, and where their tokens lie.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        refuse_what_is_not_served(runner)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.device = torch.device(runner.device)
+        layers = attention_layers(runner)
+        self._scale = layers[0].scaling
+        self._last_layer = layers[-1].layer_id
+        caches = [self._cache(layer) for layer in range(self._last_layer + 1)]
+        self.indexes = Indexes(caches, runner.page_size, self.device)
+        self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
+        self.requests = RequestTable(self.statistics)
+        self._plan: DecodePlan | PrefillPlan | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan a forward pass."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self._plan = None
+            return
+        self.indexes.generations.written(forward_batch.out_cache_loc)
+        context = self._context(forward_batch)
+        states = [self.requests[slot] for slot in forward_batch.req_pool_indices.tolist()]
+        if mode.is_decode():
+            self._plan = DecodePlan(
+                context,
+                forward_batch.seq_lens_cpu.tolist(),
+                forward_batch.req_pool_indices,
+                states,
+                self._scale,
+                self.indexes,
+                self.statistics,
+            )
+        else:
+            self._plan = PrefillPlan(
+                context,
+                forward_batch.req_pool_indices,
+                states,
+                forward_batch.extend_prefix_lens_cpu,
+                forward_batch.extend_seq_lens_cpu,
+                self.indexes,
+                self.statistics,
+            )
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        """Attend with one query a request. Returns [requests, query heads × head dim]."""
+        assert isinstance(self._plan, DecodePlan)
+        return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
+        assert isinstance(self._plan, PrefillPlan)
+        return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _forward(
+        self,
+        plan: DecodePlan | PrefillPlan,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> Tensor:
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        cache = self._cache(layer.layer_id)
+        window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
+        output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window)
+        if layer.layer_id == self._last_layer:
+            plan.finish()
+        return output.flatten(1)
+
+    def _cache(self, layer: int) -> LayerCache:
+        return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer))
+
+    def _context(self, forward_batch: ForwardBatch) -> Context:
+        lengths = forward_batch.seq_lens.long()
+        table = self.req_to_token_pool.req_to_token
+        slots = table[forward_batch.req_pool_indices, : int(forward_batch.seq_lens_cpu.max())].long()
+        return Context(slots.masked_fill_(_beyond(lengths, slots), self.indexes.caches[0].slots), lengths)
+
+
+def _beyond(lengths: Tensor, slots: Tensor) -> Tensor:
+    return torch.arange(slots.shape[1], device=slots.device) >= lengths[:, None]

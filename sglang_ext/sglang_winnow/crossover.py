@@ -1,0 +1,36 @@
+"""From which context length on a policy is no slower than dense attention, by benchmarks/cpu_attention.py."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Final
+
+# Tokens. At and below, a step runs dense.
+MEASURED: Final = {
+    "streaming_llm": 2048,
+    "quest": 4096,
+    "snapkv": 2048,
+    "pyramidkv": 2048,
+    "delta": 4096,
+    "tactic": 8192,
+    "quoka": 4096,
+}
+
+# For evaluations and tests of a policy itself: the same length for all policies, 0 for none.
+ENVIRONMENT: Final = "WINNOW_CROSSOVER_TOKENS"
+
+
+@cache
+def crossover_tokens(policy: str) -> int:
+    """Return the longest context, in tokens, at which a step of the decode policy called ``policy`` runs dense.
+
+    Raises:
+        ValueError: the environment sets another length, and it is not a whole number from 0 on.
+    """
+    override = os.environ.get(ENVIRONMENT)
+    if override is None:
+        return MEASURED[policy]
+    if not override.isdecimal():
+        raise ValueError(f"{ENVIRONMENT}: must be a number of tokens from 0 on")
+    return int(override)

@@ -1,0 +1,151 @@
+"""One decode pass: which rows go together, and how each group attends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sglang_winnow.families import FAMILIES, Rows, effective_budget, runs_dense
+from sglang_winnow.indexes import Indexes
+from sglang_winnow.request_state import RequestState
+from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode_step import DecodeStep
+from winnow_kernels.dense import attend_all
+from winnow_kernels.dense_step import DenseStep
+from winnow_kernels.early_termination import EarlyTermination, Termination
+from winnow_kernels.gather import Meter
+from winnow_kernels.tactic import TacticStep
+
+# Rows that attend to everything, whatever their policy, and do not stop early.
+_DENSE: Final = "dense step"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Requests of one family.
+
+    Attributes:
+        rows: int64 [n], their rows in the batch; None if that is all of them.
+        table_rows: int64 [n], their rows in the statistics.
+    """
+
+    rows: Tensor | None
+    table_rows: Tensor
+    step: DecodeStep
+    meter: Meter
+
+
+class DecodePlan:
+    """The groups of a batch's requests. Call ``attend`` for each layer, then ``finish``."""
+
+    def __init__(
+        self,
+        context: Context,
+        lengths: Sequence[int],
+        table_rows: Tensor,
+        states: Sequence[RequestState | None],
+        scale: float,
+        indexes: Indexes,
+        statistics: Statistics,
+    ) -> None:
+        self._context = context
+        self._statistics = statistics
+        self._layers = 0
+        members: defaultdict[str, list[int]] = defaultdict(list)
+        for i, (state, length) in enumerate(zip(states, lengths, strict=True)):
+            if state is None or runs_dense(state, length, indexes.page_size):
+                members[_DENSE].append(i)
+            else:
+                members[state.policy.decode.policy].append(i)
+        self._groups = [
+            _group(name, rows, context, lengths, table_rows, states, scale, indexes, statistics)
+            for name, rows in members.items()
+        ]
+        _note_step(states, lengths, table_rows, members[_DENSE], indexes, statistics)
+
+    def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+        """Return the attention output of a layer: [requests, query heads, head dim], as ``queries``.
+
+        Args:
+            layer: its number.
+            queries: one row for each request.
+            cache: the layer's KV cache, with the new tokens in it.
+            scale: what scores are multiplied by before the softmax.
+            window: the layer's sliding window in tokens; such a layer is dense for every request and not counted.
+        """
+        if window is not None:
+            unread = Meter(self._context.requests, queries.device)
+            return attend_all(queries, self._context, cache, scale, unread, window)
+        self._layers += 1
+        output = torch.empty_like(queries)
+        for group in self._groups:
+            group.meter.count_context(group.step.context, cache)
+            if group.rows is None:
+                return group.step.attend(layer, queries, cache, group.meter)
+            output[group.rows] = group.step.attend(layer, queries[group.rows], cache, group.meter)
+        return output
+
+    def finish(self) -> None:
+        """Add what was read to the statistics; call after the last layer."""
+        for group in self._groups:
+            self._statistics.add_decode(group.table_rows, group.meter)
+            if isinstance(group.step, TacticStep):
+                self._statistics.add(group.table_rows, Field.ESTIMATED_SHARE, group.step.estimated_share)
+                self._statistics.add(group.table_rows, Field.ESTIMATES, float(self._layers))
+                self._statistics.add(group.table_rows, Field.CAPPED_STEPS, group.step.capped)
+
+
+def _group(
+    name: str,
+    rows: list[int],
+    context: Context,
+    lengths: Sequence[int],
+    table_rows: Tensor,
+    states: Sequence[RequestState | None],
+    scale: float,
+    indexes: Indexes,
+    statistics: Statistics,
+) -> _Group:
+    everything = len(rows) == context.requests
+    own = context if everything else context.rows(rows)
+    index = torch.tensor(rows, device=context.device)
+    own_table_rows = table_rows[index]
+    if name == _DENSE:
+        step: DecodeStep = DenseStep(own, scale, None)
+    else:
+        own_states = [state for i in rows if (state := states[i]) is not None]
+        termination = Termination.of([_thresholds(state) for state in own_states], context.device)
+        of_family = Rows(own, [lengths[i] for i in rows], own_states, scale, termination, own_table_rows, statistics)
+        step = FAMILIES[name](of_family, indexes)
+    return _Group(None if everything else index, own_table_rows, step, Meter(len(rows), context.device))
+
+
+def _thresholds(state: RequestState) -> EarlyTermination | None:
+    policy = state.policy.early_termination
+    return None if policy is None else EarlyTermination(policy.scale, policy.direction, policy.patience)
+
+
+def _note_step(
+    states: Sequence[RequestState | None],
+    lengths: Sequence[int],
+    table_rows: Tensor,
+    dense: Sequence[int],
+    indexes: Indexes,
+    statistics: Statistics,
+) -> None:
+    budgets = [
+        float((state and effective_budget(state, length, indexes.page_size)) or 0)
+        for state, length in zip(states, lengths, strict=True)
+    ]
+    device = table_rows.device
+    statistics.add(table_rows, Field.STEPS, 1.0)
+    statistics.set(table_rows, Field.CONTEXT, torch.tensor(lengths, dtype=torch.float64, device=device))
+    statistics.set(table_rows, Field.BUDGET, torch.tensor(budgets, dtype=torch.float64, device=device))
+    if sparse := [i for i in dense if (state := states[i]) is not None and state.policy.decode.policy != "dense"]:
+        statistics.add(table_rows[torch.tensor(sparse, device=device)], Field.DENSE_STEPS, 1.0)

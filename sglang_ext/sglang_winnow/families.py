@@ -1,0 +1,169 @@
+"""From policies to decode steps: one function for each family, and when a step of it runs dense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from sglang_winnow.crossover import crossover_tokens
+from sglang_winnow.indexes import Indexes
+from sglang_winnow.policy import (
+    Delta,
+    Dense,
+    PyramidKV,
+    Quest,
+    QuokaDecode,
+    SnapKV,
+    StreamingLLM,
+    Tactic,
+)
+from sglang_winnow.request_state import RequestState
+from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.cache import Context
+from winnow_kernels.decode_step import DecodeStep
+from winnow_kernels.delta import DeltaParameters, DeltaStep
+from winnow_kernels.dense_step import DenseStep
+from winnow_kernels.early_termination import Termination
+from winnow_kernels.indexes.clusters import clustered_until
+from winnow_kernels.quest import QuestParameters, QuestStep
+from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.snapkv import SnapKVStep
+from winnow_kernels.streaming_llm import StreamingLLMParameters, StreamingLLMStep
+from winnow_kernels.tactic import TacticParameters, TacticStep
+
+_Policy = TypeVar("_Policy", StreamingLLM, Quest, Delta, Tactic, QuokaDecode)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The requests of a batch that share a family.
+
+    Attributes:
+        context: where their tokens lie.
+        lengths: the contexts' lengths, on the host.
+        states: one for each.
+        scale: what scores are multiplied by.
+        termination: thresholds of those that have any.
+        table_rows: int64 [rows], their rows in the statistics.
+        statistics: of the server.
+    """
+
+    context: Context
+    lengths: Sequence[int]
+    states: Sequence[RequestState]
+    scale: float
+    termination: Termination | None
+    table_rows: Tensor
+    statistics: Statistics
+
+    def policies(self, kind: type[_Policy]) -> list[_Policy]:
+        """Return the requests' decode policies, all of which are of one kind."""
+        return [policy for state in self.states if isinstance(policy := state.policy.decode, kind)]
+
+    def count_built(self, tokens: Sequence[int]) -> None:
+        """Count for each request the tokens of which it was the first to need an index."""
+        amounts = torch.tensor(tokens, dtype=torch.float64, device=self.table_rows.device)
+        self.statistics.add(self.table_rows, Field.INDEX_BUILT_TOKENS, amounts)
+
+
+def runs_dense(state: RequestState, length: int, page_size: int) -> bool:
+    """Return whether a step at a context of ``length`` tokens reads everything though the policy is not dense.
+
+    It does where the budget covers the context, and below the length from which on the policy has been seen to be no
+    slower than dense.
+    """
+    policy = state.policy.decode
+    if isinstance(policy, Dense):
+        return False
+    if length <= crossover_tokens(policy.policy):
+        return True
+    budget = effective_budget(state, length, page_size)
+    covered = state.prompt_length if isinstance(policy, SnapKV | PyramidKV) else length
+    return budget is not None and covered <= budget
+
+
+def effective_budget(state: RequestState, length: int, page_size: int) -> int | None:
+    """Return the tokens that a KV head may read at a context of ``length`` tokens; None if there is no such bound."""
+    match policy := state.policy.decode:
+        case StreamingLLM():
+            return policy.sinks + policy.window
+        case Quest() | Delta():
+            return -(-policy.budget // page_size) * page_size
+        case SnapKV() | PyramidKV():
+            return policy.budget or math.ceil((policy.budget_ratio or 0) * state.prompt_length)
+        case QuokaDecode():
+            return policy.budget or math.ceil((policy.budget_ratio or 0) * (length - 1))
+        case Tactic():
+            return policy.max_tokens
+        case _:
+            return None
+
+
+def _streaming_llm(rows: Rows, indexes: Indexes) -> DecodeStep:
+    del indexes
+    parameters = [StreamingLLMParameters(p.sinks, p.window) for p in rows.policies(StreamingLLM)]
+    return StreamingLLMStep(rows.context, rows.scale, rows.termination, parameters)
+
+
+def _quest(rows: Rows, indexes: Indexes) -> DecodeStep:
+    parameters = [QuestParameters(p.budget, p.full_layers) for p in rows.policies(Quest)]
+    step = QuestStep(rows.context, rows.scale, rows.termination, parameters, indexes.page_bounds)
+    rows.count_built(step.index_built_tokens)
+    return step
+
+
+def _snapkv(rows: Rows, indexes: Indexes) -> DecodeStep:
+    del indexes
+    states = [kept for state in rows.states if (kept := state.kept) is not None]
+    return SnapKVStep(rows.context, rows.scale, rows.termination, states)
+
+
+def _delta(rows: Rows, indexes: Indexes) -> DecodeStep:
+    parameters = [
+        DeltaParameters(p.budget, p.recency, p.full_layers, p.delta_layers or ()) for p in rows.policies(Delta)
+    ]
+    return DeltaStep(rows.context, rows.scale, rows.termination, parameters, indexes.page_size)
+
+
+def _tactic(rows: Rows, indexes: Indexes) -> DecodeStep:
+    clusters = indexes.clusters
+    ends = [
+        clustered_until(state.prompt_length, length, clusters.span)
+        for state, length in zip(rows.states, rows.lengths, strict=True)
+    ]
+    rows.count_built([clusters.ensure(rows.context, row, end) for row, end in enumerate(ends)])
+    parameters = [TacticParameters(p.p, p.max_tokens) for p in rows.policies(Tactic)]
+    clustered = torch.tensor(ends, device=rows.context.device)
+    return TacticStep(rows.context, rows.scale, rows.termination, clusters, parameters, clustered)
+
+
+def _quoka(rows: Rows, indexes: Indexes) -> DecodeStep:
+    parameters = [
+        QuokaDecodeParameters(budget=p.budget, budget_ratio=p.budget_ratio) for p in rows.policies(QuokaDecode)
+    ]
+    step = QuokaStep(rows.context, rows.scale, rows.termination, parameters, indexes.key_norms)
+    rows.count_built(step.index_built_tokens)
+    return step
+
+
+def _dense(rows: Rows, indexes: Indexes) -> DecodeStep:
+    del indexes
+    return DenseStep(rows.context, rows.scale, rows.termination)
+
+
+FAMILIES: Final[dict[str, Callable[[Rows, Indexes], DecodeStep]]] = {
+    "dense": _dense,
+    "streaming_llm": _streaming_llm,
+    "quest": _quest,
+    "snapkv": _snapkv,
+    # The two differ in what their requests keep, not in the step.
+    "pyramidkv": _snapkv,
+    "delta": _delta,
+    "tactic": _tactic,
+    "quoka": _quoka,
+}

@@ -1,0 +1,157 @@
+"""One prefill pass: the new tokens of each request, with the prefix it already has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_winnow.indexes import Indexes
+from sglang_winnow.policy import PyramidKV, QuokaPrefill, SnapKV
+from sglang_winnow.request_state import RequestState
+from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.dense import prefill
+from winnow_kernels.observation import ObservationBuffer
+from winnow_kernels.pyramidkv import PyramidKVParameters
+from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.snapkv import SnapKVParameters, SnapKVState
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What one request computes in this pass: tokens ``start`` to ``end``, from row ``first_row`` of the batch on."""
+
+    state: RequestState | None
+    table_row: Tensor
+    slots: Tensor
+    start: int
+    end: int
+    first_row: int
+    quoka: QuokaPrefillParameters | None
+    counted: range
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.end - self.start)
+
+
+class PrefillPlan:
+    """Where each request's new tokens lie in the batch, and how they attend."""
+
+    def __init__(
+        self,
+        context: Context,
+        table_rows: Tensor,
+        states: Sequence[RequestState | None],
+        prefix_lengths: Sequence[int],
+        new_lengths: Sequence[int],
+        indexes: Indexes,
+        statistics: Statistics,
+    ) -> None:
+        self._indexes = indexes
+        self._statistics = statistics
+        self._chunks: list[_Chunk] = []
+        row = 0
+        for i, (state, start, new) in enumerate(zip(states, prefix_lengths, new_lengths, strict=True)):
+            end = start + new
+            quoka = _quoka(state)
+            slots = context.slots[i, :end]
+            self._chunks.append(
+                _Chunk(state, table_rows[i : i + 1], slots, start, end, row, quoka, _counted(state, start, end))
+            )
+            row += new
+            if quoka is not None:
+                own = Context(slots[None], context.lengths[i : i + 1])
+                pages = indexes.generations.complete_pages(own, 0, start)
+                built = indexes.key_norms.ensure(pages)
+                statistics.add(table_rows[i : i + 1], Field.INDEX_BUILT_TOKENS, built * indexes.page_size)
+        for chunk in self._chunks:
+            if chunk.state is not None:
+                statistics.add(chunk.table_row, Field.PREFILL_TOKENS, len(chunk.counted))
+                chunk.state.prefilled = max(chunk.state.prefilled, chunk.counted.stop)
+
+    def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+        """Return the attention output of a layer: [tokens, query heads, head dim], as ``queries``.
+
+        Args:
+            layer: its number.
+            queries: the new tokens of all requests, one request after another.
+            cache: the layer's KV cache, with the new tokens in it.
+            scale: what scores are multiplied by before the softmax.
+            window: the layer's sliding window in tokens; such a layer is dense for every request and not counted.
+        """
+        output = torch.empty_like(queries)
+        for chunk in self._chunks:
+            own = queries[chunk.rows]
+            if window is not None or chunk.quoka is None:
+                output[chunk.rows] = prefill(own, chunk.slots, cache, scale, window)
+            else:
+                norms = self._indexes.key_norms.reciprocals[layer]
+                output[chunk.rows], reads = quoka_prefill(own, chunk.slots, cache, scale, chunk.quoka, norms)
+            if window is None and chunk.counted:
+                if chunk.quoka is None:
+                    self._count_dense(chunk, cache)
+                else:
+                    amounts = (reads.context, reads.attended, reads.context_bytes, reads.read_bytes)
+                    self._count(chunk, amounts)
+            if window is None:
+                _observe(chunk, layer, len(self._indexes.caches), own)
+        return output
+
+    def finish(self) -> None:
+        """Nothing is left to do after the last layer."""
+
+    def _count_dense(self, chunk: _Chunk, cache: LayerCache) -> None:
+        first, end = chunk.counted.start, chunk.counted.stop
+        pairs = (end * (end + 1) - first * (first + 1)) // 2 * cache.kv_heads
+        self._count(chunk, (pairs, pairs, pairs * 2 * cache.vector_bytes, pairs * 2 * cache.vector_bytes))
+
+    def _count(self, chunk: _Chunk, amounts: Sequence[int | Tensor]) -> None:
+        fields = (
+            Field.PREFILL_CONTEXT,
+            Field.PREFILL_ATTENDED,
+            Field.PREFILL_CONTEXT_BYTES,
+            Field.PREFILL_READ_BYTES,
+        )
+        for field, amount in zip(fields, amounts, strict=True):
+            self._statistics.add(chunk.table_row, field, amount)
+
+
+def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:
+    if state is None or not isinstance(policy := state.policy.prefill, QuokaPrefill):
+        return None
+    return QuokaPrefillParameters(
+        budget=policy.budget,
+        budget_ratio=policy.budget_ratio,
+        block=policy.block,
+        queries=policy.queries,
+        dense_prefix=policy.dense_prefix,
+    )
+
+
+def _counted(state: RequestState | None, start: int, end: int) -> range:
+    """Return the tokens whose prefill counts: the prompt's, each once."""
+    if state is None:
+        return range(0)
+    first = max(start, state.prefilled)
+    return range(first, max(first, min(end, state.prompt_length)))
+
+
+def _observe(chunk: _Chunk, layer: int, layers: int, queries: Tensor) -> None:
+    """Keep the queries that vote, unless they have voted."""
+    state = chunk.state
+    if state is None or not isinstance(decode := state.policy.decode, SnapKV | PyramidKV):
+        return
+    if state.kept is None:
+        budget = decode.budget or math.ceil((decode.budget_ratio or 0) * state.prompt_length)
+        observation = ObservationBuffer(decode.observation_window, state.prompt_length)
+        if isinstance(decode, PyramidKV):
+            state.kept = SnapKVState(PyramidKVParameters(budget, decode.kernel_size, layers), observation)
+        else:
+            state.kept = SnapKVState(SnapKVParameters(budget, decode.kernel_size), observation)
+    if layer not in state.kept.kept:
+        state.kept.observation.record(layer, queries, chunk.start)

@@ -1,0 +1,90 @@
+"""What the attention backend cannot serve, found out at start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def refuse_what_is_not_served(runner: ModelRunner) -> None:
+    """Raise SystemExit with one sentence that names what of the model or the command line is not served."""
+    for reason in _reasons(runner):
+        raise SystemExit(
+            f"Winnow: the server does not start, because --attention-backend winnow does not serve {reason}."
+        )
+
+
+def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
+    """Return the model's attention layers, first layer first."""
+    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    return sorted(layers, key=lambda layer: layer.layer_id)
+
+
+def _reasons(runner: ModelRunner) -> Iterator[str]:
+    yield from _reasons_in_model(runner)
+    yield from _reasons_in_arguments(runner)
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool:
+        yield f"a KV cache of the kind {type(pool).__name__}"
+    elif pool.dtype not in KV_DTYPES:
+        yield f"a KV cache in {str(pool.dtype).removeprefix('torch.')} (use float32, float16 or bfloat16)"
+
+
+def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:
+    config = runner.model_config
+    if config.attention_arch != AttentionArch.MHA:
+        yield "multi-head latent attention (MLA)"
+    if config.is_encoder_decoder:
+        yield "encoder-decoder models"
+    if not config.is_generation:
+        yield "models that do not generate"
+    if any(name.endswith(("sinks", "attention_sink_bias")) for name, _ in runner.model.named_parameters()):
+        yield "attention sinks that are parameters (gpt-oss)"
+    layers = attention_layers(runner)
+    if len({layer.scaling for layer in layers}) != 1:
+        yield "layers that scale their scores differently"
+    for layer in layers:
+        if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
+            yield "attention that is not causal self-attention"
+        if layer.logit_cap > 0:
+            yield "capped attention scores (logit_cap)"
+        if layer.qk_head_dim != layer.v_head_dim:
+            yield "keys and values of different sizes"
+        if layer.use_irope or layer.xai_temperature_len > 0:
+            yield "attention whose temperature depends on the position"
+
+
+def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:
+    arguments = runner.server_args
+    refused = {
+        "speculative decoding (--speculative-algorithm)": arguments.speculative_algorithm is not None,
+        "mixed chunks (--enable-mixed-chunk)": arguments.enable_mixed_chunk,
+        "the hierarchical cache (--enable-hierarchical-cache)": arguments.enable_hierarchical_cache,
+        "LMCache (--enable-lmcache)": arguments.enable_lmcache,
+        "another radix cache (--radix-cache-backend)": arguments.radix_cache_backend is not None,
+        "streaming sessions (--enable-streaming-session)": arguments.enable_streaming_session,
+        "prefill-decode disaggregation (--disaggregation-mode)": arguments.disaggregation_mode != "null",
+        "prefill-decode multiplexing (--enable-pdmux)": arguments.enable_pdmux,
+        "two-batch overlap (--enable-two-batch-overlap)": arguments.enable_two_batch_overlap,
+        "tensor parallelism (--tensor-parallel-size)": arguments.tp_size > 1,
+        "pipeline parallelism (--pipeline-parallel-size)": arguments.pp_size > 1,
+        "data-parallel attention (--enable-dp-attention)": arguments.enable_dp_attention,
+        "another backend for prefill or decode than for the rest": any(
+            backend not in (None, "winnow")
+            for backend in (arguments.prefill_attention_backend, arguments.decode_attention_backend)
+        ),
+        "CUDA graphs yet (start with --disable-cuda-graph)": (
+            runner.device == "cuda" and not arguments.disable_cuda_graph
+        ),
+    }
+    yield from (reason for reason, present in refused.items() if present)

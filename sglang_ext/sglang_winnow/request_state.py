@@ -1,0 +1,70 @@
+"""Which request has which slot, and what its policy keeps from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from sglang_winnow.policy import AttentionPolicy
+from sglang_winnow.statistics import Statistics
+from winnow_kernels.snapkv import SnapKVState
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One request's policy and what it keeps between steps. Lives as long as SGLang's request.
+
+    Attributes:
+        policy: what the request asked for, checked against the model.
+        prompt_length: tokens.
+        slot: the request slot that it has, or had last.
+        saved: its row of the statistics from before a retraction, float64 [fields].
+        prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
+        kept: what SnapKV or PyramidKV keeps of the prompt, from the first prefill on.
+    """
+
+    policy: AttentionPolicy
+    prompt_length: int
+    slot: int = -1
+    saved: Tensor | None = None
+    prefilled: int = 0
+    kept: SnapKVState | None = None
+
+
+class RequestTable:
+    """The states of the requests in a batch, by request slot.
+
+    SGLang's requests own their states: one that has finished or was aborted is gone without a word.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self.statistics = statistics
+        self._by_slot: WeakValueDictionary[int, RequestState] = WeakValueDictionary()
+
+    def __getitem__(self, slot: int) -> RequestState | None:
+        """Return the state of the request in ``slot``; None for a slot of SGLang's own (warm-up, padding)."""
+        return self._by_slot.get(slot)
+
+    def begin(self, requests: Sequence[Req]) -> None:
+        """Note the slots of a batch's requests; call before each forward pass, in the order of the passes."""
+        for request in requests:
+            slot = request.req_pool_idx
+            state: RequestState = request.winnow_state
+            if slot is None or self._by_slot.get(slot) is state:
+                continue
+            if (previous := self._by_slot.get(slot)) is not None:
+                previous.saved = self.statistics.rows[slot].clone()
+            if self._by_slot.get(state.slot) is state:
+                state.saved = self.statistics.rows[state.slot].clone()
+                del self._by_slot[state.slot]
+            self.statistics.rows[slot] = 0.0 if state.saved is None else state.saved
+            state.saved = None
+            state.slot = slot
+            self._by_slot[slot] = state

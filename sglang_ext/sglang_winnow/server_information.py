@@ -1,0 +1,129 @@
+"""What the served model allows of a policy, and where SGLang says so: the key ``winnow`` of ``/server_info``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from huggingface_hub import try_to_load_from_cache
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_winnow.attention_registration import NAME
+from sglang_winnow.delta_profiles import delta_profile
+from sglang_winnow.hooks import Hook
+from sglang_winnow.metrics import METRICS
+from sglang_winnow.policy import (
+    DECODE_POLICIES,
+    AttentionPolicy,
+    PolicyError,
+    QuokaPrefill,
+    check_against_model,
+    parse_policy,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import ServerArgs
+
+# Where a policy travels in ``sampling_params.custom_params``: as JSON text, the one form that every transport carries.
+PARAMETER: Final = "attention"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a policy is checked against. Lengths are in tokens.
+
+    Attributes:
+        delta_layers: the Δ-layers calibrated for the model; None if it has not been calibrated.
+        page_size: of the KV cache.
+        chunk: most tokens of a prompt in one forward pass; None for no limit.
+        has_policies: whether the server computes attention with Winnow; if not, every request is dense.
+    """
+
+    layers: int
+    context_length: int
+    delta_layers: tuple[int, ...] | None = None
+    page_size: int = 16
+    chunk: int | None = None
+    has_policies: bool = True
+
+    def policy_of(self, custom_params: Mapping[str, Any] | None) -> AttentionPolicy:
+        """Return the policy that a request's ``custom_params`` ask for, as this model runs it; dense if they ask none.
+
+        Raises:
+            PolicyError: it cannot be served.
+        """
+        text = (custom_params or {}).get(PARAMETER)
+        if text is None:
+            return AttentionPolicy()
+        if not isinstance(text, str):
+            raise PolicyError(PARAMETER, "must be a string of JSON")
+        policy = parse_policy(text)
+        if not (policy.is_dense or self.has_policies):
+            raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
+        policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
+        self._check_chunk(policy)
+        return policy
+
+    def _check_chunk(self, policy: AttentionPolicy) -> None:
+        # A chunk that holds no whole block would never be scheduled.
+        step = block_of(policy, self.page_size)
+        if isinstance(policy.prefill, QuokaPrefill) and self.chunk is not None and step > self.chunk:
+            raise PolicyError(
+                f"{PARAMETER}.prefill.block",
+                f"must fit --chunked-prefill-size ({self.chunk}) in whole pages of {self.page_size}",
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the JSON object that ``/server_info`` shows."""
+        return {
+            "layers": self.layers,
+            "context_length": self.context_length,
+            "delta_layers": None if self.delta_layers is None else list(self.delta_layers),
+            "policies": list(DECODE_POLICIES) if self.has_policies else ["dense"],
+        }
+
+
+def block_of(policy: AttentionPolicy, page_size: int) -> int:
+    """Return the grid, in tokens, on which a policy's prefill may be divided: whole blocks that are whole pages."""
+    return math.lcm(policy.prefill.block, page_size) if isinstance(policy.prefill, QuokaPrefill) else page_size
+
+
+def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
+    """Return what the model and the server's command line allow."""
+    chunk = arguments.chunked_prefill_size
+    return ServedModel(
+        layers=config.num_hidden_layers,
+        context_length=config.context_len,
+        delta_layers=delta_profile(_folder(arguments.model_path)),
+        page_size=arguments.page_size,
+        chunk=chunk if chunk is not None and chunk > 0 else None,
+        has_policies=set(arguments.get_attention_backends()) == {NAME},
+    )
+
+
+def _folder(model: str) -> Path:
+    """Return the folder of a model that is named by its path or by its repository, as SGLang's command line does."""
+    path = Path(model)
+    cached = None if path.exists() else try_to_load_from_cache(model, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else path
+
+
+def _add_model(information: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
+    return information | {"winnow": served_model(scheduler.server_args, scheduler.model_config).describe()}
+
+
+def _add_totals(output: GetInternalStateReqOutput, _scheduler: Scheduler, *_: object) -> None:
+    output.internal_state["winnow"] = METRICS.totals()
+
+
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS: Final = (
+    Hook(f"{_SCHEDULER}.get_init_info", _add_model, HookType.AFTER),
+    Hook(f"{_SCHEDULER}.get_internal_state", _add_totals, HookType.AFTER),
+)

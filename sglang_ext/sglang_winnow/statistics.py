@@ -1,0 +1,130 @@
+"""What each request's attention cost: as the runtime counts it, and as the answer reports it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_winnow.policy import AttentionPolicy
+from winnow_kernels.gather import Meter
+
+
+class Field(IntEnum):
+    """A column of the table. Sums over layers, KV heads and steps unless it says otherwise."""
+
+    STEPS = 0  # decode steps
+    DENSE_STEPS = 1  # of them, those that ran dense although the policy is not
+    CAPPED_STEPS = 2  # of them, those in which max_tokens cut a selection
+    BUDGET = 3  # tokens per KV head, as rounded, in the last step that had one
+    CONTEXT = 4  # tokens in context in the last decode step
+    DECODE_CONTEXT = 5
+    DECODE_ATTENDED = 6
+    DECODE_CONTEXT_BYTES = 7
+    DECODE_READ_BYTES = 8
+    TRAVERSALS = 9
+    TERMINATED = 10
+    TILES = 11
+    SKIPPED_TILES = 12
+    ESTIMATED_SHARE = 13  # of the attention mass, summed over layers and steps
+    ESTIMATES = 14
+    PREFILL_TOKENS = 15  # prompt tokens computed, not summed over layers
+    PREFILL_CONTEXT = 16
+    PREFILL_ATTENDED = 17
+    PREFILL_CONTEXT_BYTES = 18
+    PREFILL_READ_BYTES = 19
+    INDEX_BUILT_TOKENS = 20  # tokens that this request was the first to need an index of
+
+
+FIELDS = len(Field)
+
+
+class Statistics:
+    """A table with one row per request slot.
+
+    Attributes:
+        rows: float64 [slots, fields]; exact for counts below 2⁵³.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.rows = torch.zeros(slots, FIELDS, dtype=torch.float64, device=device)
+
+    def add(self, slots: Tensor, field: Field, amounts: Tensor | float) -> None:
+        """Add ``amounts``, one for each of ``slots``, int64 [requests], distinct."""
+        self.rows[slots, field] += amounts
+
+    def set(self, slots: Tensor, field: Field, values: Tensor | float) -> None:
+        """Set a column of ``slots``, int64 [requests]."""
+        self.rows[slots, field] = values if isinstance(values, float) else values.to(self.rows.dtype)
+
+    def add_decode(self, slots: Tensor, meter: Meter) -> None:
+        """Add what a decode step read."""
+        counts = torch.stack(
+            (
+                meter.context,
+                meter.attended,
+                meter.context_bytes,
+                meter.read_bytes,
+                meter.traversals,
+                meter.terminated,
+                meter.tiles,
+                meter.skipped_tiles,
+            ),
+            dim=1,
+        )
+        self.rows[slots, Field.DECODE_CONTEXT : Field.SKIPPED_TILES + 1] += counts
+
+    def snapshot(self, slots: Tensor) -> Tensor:
+        """Return a copy of the rows of ``slots``: float64 [requests, fields]."""
+        return self.rows[slots]
+
+
+def answer(row: Tensor, policy: AttentionPolicy, cached_tokens: int, retracted: int) -> dict[str, Any]:
+    """Return the ``attention`` object of a finished request.
+
+    Args:
+        row: float64 [fields], the request's row of the table, on the CPU.
+        policy: what the request asked for.
+        cached_tokens: tokens of its prompt that the radix cache held.
+        retracted: how often the request was retracted and its generated tokens prefilled anew.
+    """
+    values = row.tolist()
+
+    def count(field: Field) -> int:
+        return int(values[field])
+
+    def ratio(numerator: Field, denominator: Field) -> float | None:
+        return round(values[numerator] / values[denominator], 6) if values[denominator] else None
+
+    termination = None
+    if policy.early_termination is not None:
+        termination = {
+            "terminated_ratio": ratio(Field.TERMINATED, Field.TRAVERSALS),
+            "skipped_ratio": ratio(Field.SKIPPED_TILES, Field.TILES),
+        }
+    return {
+        "decode": {
+            "policy": policy.decode.policy,
+            "steps": count(Field.STEPS),
+            "dense_steps": count(Field.DENSE_STEPS),
+            "capped_steps": count(Field.CAPPED_STEPS),
+            "budget_effective": count(Field.BUDGET) or None,
+            "context_tokens": count(Field.CONTEXT),
+            "attended_ratio": ratio(Field.DECODE_ATTENDED, Field.DECODE_CONTEXT),
+            "kv_read_ratio": ratio(Field.DECODE_READ_BYTES, Field.DECODE_CONTEXT_BYTES),
+            "estimated_share": ratio(Field.ESTIMATED_SHARE, Field.ESTIMATES),
+            "early_termination": termination,
+        },
+        "prefill": {
+            "policy": policy.prefill.policy,
+            "tokens": count(Field.PREFILL_TOKENS),
+            "cached_tokens": cached_tokens,
+            "attended_ratio": ratio(Field.PREFILL_ATTENDED, Field.PREFILL_CONTEXT),
+            "kv_read_ratio": ratio(Field.PREFILL_READ_BYTES, Field.PREFILL_CONTEXT_BYTES),
+        },
+        "index_built_tokens": count(Field.INDEX_BUILT_TOKENS),
+        "retracted": retracted,
+        "warnings": policy.warnings(),
+    }

@@ -1,0 +1,114 @@
+"""``winnow calibrate delta`` on a model with random weights, against the attention maps that transformers gives."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from sglang_winnow.calibration.__main__ import main
+from sglang_winnow.calibration.attention_maps import ATTENTION, decode_shifts
+from sglang_winnow.delta_profiles import PROFILE_FILE, DeltaProfile, config_hash, delta_profile
+from tests.models import ModelShape, write_model, write_weights
+from winnow_service.cli.calibrate import app
+
+SHAPE = ModelShape(layers=5, hidden_size=64, query_heads=4, kv_heads=2, head_dim=16, context_length=2048)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_model(tmp_path_factory.mktemp("model"), SHAPE)
+    write_weights(path)
+    return path
+
+
+def _plain_shifts(model: Any, prompt: torch.Tensor) -> list[list[float]]:
+    """Each decode step from the start, by the weights that eager attention returns for its last query."""
+    tokens = prompt[None]
+    shifts = []
+    for _ in range(STEPS):
+        with torch.inference_mode():
+            token = model(tokens).logits[0, -1].argmax()
+            tokens = torch.cat((tokens, token[None, None]), dim=1)
+            maps = model(tokens, output_attentions=True).attentions
+        scores = [weights[0, :, -1].amax(0).double() for weights in maps]
+        pairs = itertools.pairwise(scores)
+        shifts.append([0.0, *(1 - float(F.cosine_similarity(before, after, dim=0)) for before, after in pairs)])
+    return shifts
+
+
+def test_shifts_are_those_of_the_attention_that_transformers_returns(folder: Path) -> None:
+    prompt = torch.tensor(AutoTokenizer.from_pretrained(folder)("a lamp, a road and a river; " * 5)["input_ids"])
+    ours, eager = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name).eval()
+        for name in (ATTENTION, "eager")
+    )
+    steps = [step.tolist() for step in decode_shifts(ours, prompt, STEPS, frozenset())]
+    expected = _plain_shifts(eager, prompt)
+    assert len(steps) == STEPS
+    for step, plain in zip(steps, expected, strict=True):
+        assert step == pytest.approx(plain, abs=1e-4)
+
+
+def test_decoding_ends_with_the_answer(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION).eval()
+    prompt = torch.tensor([5, 6, 7])
+    everything = frozenset(range(SHAPE.vocab_size))
+    assert list(decode_shifts(model, prompt, STEPS, everything)) == []
+
+
+def test_the_command_writes_a_profile_that_the_server_finds(folder: Path) -> None:
+    options = ["delta", "--model", str(folder), "--samples", "2", "--words", "60", "--steps", "4"]
+    result = CliRunner().invoke(app, [*options, "--tasks", "niah_single_2,vt"])
+    assert result.exit_code == 0, result.output
+    profile = DeltaProfile.model_validate_json((folder / PROFILE_FILE).read_text())
+    assert delta_profile(folder) == profile.delta_layers
+    assert profile.delta_layers[0] == 2
+    assert profile.layers == 5
+    assert profile.config_sha256 == config_hash(json.loads((folder / "config.json").read_text()))
+    assert (profile.samples, profile.words) == (2, 60)
+    assert profile.steps is not None
+    assert 0 < profile.steps <= 2 * 4
+    assert profile.shifts is not None
+    assert profile.shifts[0] == 0
+    assert all(0 < shift < 1 for shift in profile.shifts[1:])
+    assert str(list(profile.delta_layers)) in result.output
+
+
+@pytest.mark.parametrize(
+    ("prompt", "full_layers", "problem"),
+    [("lamp " * 4000, 2, "the model's context has 2048"), ("lamp", 5, "must be less than the model's 5 layers")],
+)
+def test_what_cannot_be_calibrated_ends_with_the_reason_and_writes_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, full_layers: int, problem: str
+) -> None:
+    output = tmp_path / "profile.json"
+    options = {"model": folder, "device": "cpu", "steps": 4, "full-layers": full_layers, "words": 1, "output": output}
+    arguments = [str(text) for name, value in options.items() for text in (f"--{name}", value)]
+    monkeypatch.setattr("sys.argv", ["calibration", *arguments])
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([prompt])))
+    with pytest.raises(SystemExit, match=problem):
+        main()
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [(["--tasks", "haystack"], "--tasks"), (["--model", "."], "--model"), ([], "--model")]
+)
+def test_bad_options_are_refused_by_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", str(folder)] if "--tasks" in options else []
+    refused = CliRunner().invoke(app, ["delta", *given, *options])
+    assert refused.exit_code == 2
+    assert name in refused.output
