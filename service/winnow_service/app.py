@@ -16,6 +16,7 @@ from winnow_service.request_id import RequestIdMiddleware
 from winnow_service.routers import native, openai, operations
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.monitor import RuntimeMonitor
+from winnow_service.runtime.served_model import ServedModelLookup
 from winnow_service.settings import Settings
 
 
@@ -27,7 +28,8 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client = RuntimeClient(settings)
         monitor = RuntimeMonitor(client, metrics, settings)
-        app.state.forwarder = Forwarder(client, monitor, metrics, settings)
+        served = ServedModelLookup(client, monitor, settings.readiness_timeout_seconds)
+        app.state.forwarder = Forwarder(client, monitor, served, metrics, settings)
         monitoring = asyncio.create_task(monitor.run())
         try:
             yield

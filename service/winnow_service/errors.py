@@ -54,6 +54,20 @@ class InvalidBody(ServiceError):
         super().__init__(400, message, kind=INVALID_REQUEST, code=code)
 
 
+class InvalidPolicy(ServiceError):
+    """A policy that cannot be served (422).
+
+    Attributes:
+        path: the field, such as ``attention.decode.budget``.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(422, f"{path}: {problem}", kind=INVALID_REQUEST, code="invalid_policy", param=path)
+        self.path = path
+        self.problem = problem
+
+
 class BodyTooLarge(ServiceError):
     """The request body is longer than the service reads (413)."""
 
@@ -95,6 +109,22 @@ class RuntimeDied(RuntimeFailure):
     def __init__(self, detail: str) -> None:
         message = f"The runtime ended its answer before it was complete: {detail}."
         super().__init__(502, message, kind=RUNTIME_ERROR, code="runtime_died")
+
+
+class RuntimeUnusable(RuntimeFailure):
+    """The runtime answered, but not with what the service needs of it (502)."""
+
+    def __init__(self, detail: str) -> None:
+        message = f"The runtime does not tell what it serves: {detail}."
+        super().__init__(502, message, kind=RUNTIME_ERROR, code="runtime_unusable")
+
+
+class RuntimeRefused(ServiceError):
+    """The runtime wants an authorization that the client did not send (401 or 403)."""
+
+    def __init__(self, status: int) -> None:
+        message = "The runtime refuses this request's authorization."
+        super().__init__(status, message, kind=INVALID_REQUEST, code="runtime_refused")
 
 
 def install_error_handlers(app: FastAPI) -> None:

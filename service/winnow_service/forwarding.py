@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from fastapi import Request, Response
+from pydantic_core import to_json
 
+from sglang_winnow.policy import AttentionPolicy
 from winnow_service import headers
+from winnow_service.attention.answer import lift_in_body, lift_in_events
+from winnow_service.attention.request import Form, Policies, each_policy, place_policies, read_policies
 from winnow_service.errors import ClientDisconnected, RuntimeFailure
 from winnow_service.metrics import Metrics, route_template
-from winnow_service.request_body import read_json_object
+from winnow_service.request_body import JsonBody, read_json_object
 from winnow_service.request_id import REQUEST_ID_HEADER
 from winnow_service.runtime.client import RuntimeAnswer, RuntimeClient, RuntimeRequest
 from winnow_service.runtime.monitor import RuntimeMonitor
+from winnow_service.runtime.served_model import ServedModelLookup, not_served
 from winnow_service.settings import Settings
 from winnow_service.streaming import EventStreamResponse
 
 logger = logging.getLogger(__name__)
+
+# What a request without a policy is counted as.
+_DEFAULT_POLICY = "default"
+
+
+def _unchanged(content: bytes) -> bytes:
+    return content
 
 
 @dataclass(frozen=True)
@@ -27,34 +40,54 @@ class Forwarder:
 
     client: RuntimeClient
     monitor: RuntimeMonitor
+    served: ServedModelLookup
     metrics: Metrics
     settings: Settings
 
     async def forward(self, request: Request) -> Response:
         """Forward a request without a body."""
-        return await self._forward(request, b"")
+        return await self._unless_client_leaves(request, self._answer(request, b""))
 
     async def forward_json(self, request: Request) -> Response:
         """Forward a request whose body must be a JSON object. The runtime gets the very bytes that the client sent."""
-        return await self._forward(request, await read_json_object(request, self.settings.max_body_bytes))
+        body = await read_json_object(request, self.settings.max_body_bytes)
+        return await self._unless_client_leaves(request, self._answer(request, body.content))
 
-    async def _forward(self, request: Request, body: bytes) -> Response:
-        outgoing = RuntimeRequest(
-            method=request.method,
-            path=request.scope["raw_path"].decode("latin-1"),
-            query=request.scope["query_string"],
-            headers=headers.to_runtime(request.headers.items()),
-            body=body,
-        )
-        try:
-            return await self._unless_client_leaves(request, outgoing)
-        except RuntimeFailure as failure:
-            self._note_failure(request, failure)
-            raise
+    async def forward_generation(self, request: Request, form: Form) -> Response:
+        """Forward a request that may ask for policies. Without any, the runtime gets the very bytes that were sent.
 
-    async def _unless_client_leaves(self, request: Request, outgoing: RuntimeRequest) -> Response:
+        Raises:
+            InvalidPolicy: a policy cannot be served; the runtime has not seen the request.
+        """
+        body = await read_json_object(request, self.settings.max_body_bytes)
+        policies = read_policies(body.members, form)
+        return await self._unless_client_leaves(request, self._generate(request, form, body, policies))
+
+    async def _generate(self, request: Request, form: Form, body: JsonBody, policies: Policies) -> Response:
+        content = body.content
+        if policies is not None:
+            served = await self._as_served(policies, request.headers.get("authorization"))
+            content = to_json(place_policies(body.members, form, served), inf_nan_mode="constants")
+        for name in _decode_policies(policies):
+            self.metrics.policies.labels(name).inc()
+        if form is Form.NATIVE:
+            return await self._answer(request, content, lift_in_body, lift_in_events)
+        return await self._answer(request, content)
+
+    async def _as_served(
+        self, policies: AttentionPolicy | list[AttentionPolicy], authorization: str | None
+    ) -> AttentionPolicy | list[AttentionPolicy]:
+        asked = policies if isinstance(policies, list) else [policies]
+        if all(policy.is_dense for policy in asked):
+            return policies
+        model = await self.served.get(authorization)
+        if model is None:
+            raise not_served()
+        return each_policy(policies, model.check) if isinstance(policies, list) else model.check(policies)
+
+    async def _unless_client_leaves(self, request: Request, answer: Coroutine[None, None, Response]) -> Response:
         # Cancelling the task closes its connection, and the closed connection makes the runtime abort.
-        answering = asyncio.create_task(self._answer(request, outgoing))
+        answering = asyncio.create_task(answer)
         leaving = asyncio.create_task(_client_leaves(request))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -62,12 +95,28 @@ class Forwarder:
                 return answering.result()
             self._note_disconnect(request)
             raise ClientDisconnected
+        except RuntimeFailure as failure:
+            self._note_failure(request, failure)
+            raise
         finally:
             answering.cancel()
             leaving.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
-    async def _answer(self, request: Request, outgoing: RuntimeRequest) -> Response:
+    async def _answer(
+        self,
+        request: Request,
+        content: bytes,
+        rewrite_body: Callable[[bytes], bytes] = _unchanged,
+        rewrite_events: Callable[[bytes], bytes] = _unchanged,
+    ) -> Response:
+        outgoing = RuntimeRequest(
+            method=request.method,
+            path=request.scope["raw_path"].decode("latin-1"),
+            query=request.scope["query_string"],
+            headers=headers.to_runtime(request.headers.items()),
+            body=content,
+        )
         answer = await self.client.send(outgoing)
         if answer.is_event_stream:
             return EventStreamResponse(
@@ -75,8 +124,9 @@ class Forwarder:
                 headers.to_client(answer.headers),
                 on_failure=lambda failure: self._note_failure(request, failure),
                 on_disconnect=lambda: self._note_disconnect(request),
+                rewrite=rewrite_events,
             )
-        return await _whole(answer)
+        return await _whole(answer, rewrite_body)
 
     def _note_failure(self, request: Request, failure: RuntimeFailure) -> None:
         logger.warning("Request %s: %s", request.headers[REQUEST_ID_HEADER], failure.message)
@@ -88,10 +138,16 @@ class Forwarder:
         self.metrics.client_disconnects.labels(route_template(request.scope)).inc()
 
 
-async def _whole(answer: RuntimeAnswer) -> Response:
+def _decode_policies(policies: Policies) -> set[str]:
+    if policies is None:
+        return {_DEFAULT_POLICY}
+    return {policy.decode.policy for policy in (policies if isinstance(policies, list) else [policies])}
+
+
+async def _whole(answer: RuntimeAnswer, rewrite: Callable[[bytes], bytes]) -> Response:
     # An answer that is not a stream is read to its end first: if the runtime dies in it, the status can still say so.
     try:
-        response = Response(await answer.read(), status_code=answer.status)
+        response = Response(rewrite(await answer.read()), status_code=answer.status)
     finally:
         await answer.close()
     for name, value in headers.to_client(answer.headers):

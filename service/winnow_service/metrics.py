@@ -47,6 +47,13 @@ class Metrics:
             ["route"],
             registry=self.registry,
         )
+        self.policies = Counter(
+            "winnow_requests_by_decode_policy_total",
+            "Generation requests whose policies can be served, by decode policy; 'default' if they ask for none. "
+            "A request with several policies counts once for each kind.",
+            ["decode_policy"],
+            registry=self.registry,
+        )
         self.runtime_errors = Counter(
             "winnow_runtime_errors_total",
             "Requests that the runtime did not answer, or not completely, by kind.",

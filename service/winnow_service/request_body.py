@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from fastapi import Request
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
@@ -9,8 +12,16 @@ from starlette.requests import ClientDisconnect
 from winnow_service.errors import BodyTooLarge, ClientDisconnected, InvalidBody
 
 
-async def read_json_object(request: Request, limit_bytes: int) -> bytes:
-    """Return the body as it came.
+@dataclass(frozen=True)
+class JsonBody:
+    """A JSON object: the bytes that were sent, and what they say."""
+
+    content: bytes
+    members: dict[str, Any]
+
+
+async def read_json_object(request: Request, limit_bytes: int) -> JsonBody:
+    """Read the request's body.
 
     Raises:
         BodyTooLarge: it is longer than ``limit_bytes``.
@@ -24,7 +35,7 @@ async def read_json_object(request: Request, limit_bytes: int) -> bytes:
         raise InvalidBody(f"The request body is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise InvalidBody(f"The request body must be a JSON object, not {_json_type(value)}.", code="not_an_object")
-    return body
+    return JsonBody(body, value)
 
 
 async def _read(request: Request, limit_bytes: int) -> bytes:

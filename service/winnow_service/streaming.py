@@ -53,6 +53,9 @@ class EventStreamResponse(StreamingResponse):
 
     If it does not end as a complete stream does, an error event follows. If the client leaves, the runtime's connection
     is closed, which aborts the generation.
+
+    Args:
+        rewrite: what becomes of whole events on their way.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class EventStreamResponse(StreamingResponse):
         headers: list[tuple[str, str]],
         on_failure: Callable[[RuntimeFailure], None],
         on_disconnect: Callable[[], None],
+        rewrite: Callable[[bytes], bytes],
     ) -> None:
         super().__init__(self._events(), status_code=answer.status)
         self.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         self._answer = answer
         self._on_failure = on_failure
         self._on_disconnect = on_disconnect
+        self._rewrite = rewrite
         self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +88,7 @@ class EventStreamResponse(StreamingResponse):
         try:
             async for chunk in self._answer.chunks():
                 if events := splitter.feed(chunk):
-                    yield events
+                    yield self._rewrite(events)
             if not splitter.done:
                 raise RuntimeDied("the stream ended without [DONE]")
         except RuntimeFailure as failure:

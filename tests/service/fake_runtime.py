@@ -34,10 +34,17 @@ class FakeRuntime:
     - ``hang``: never answer;
     - ``status``: answer with that status;
     - ``die``: break off in the middle of a JSON answer;
-    - ``together``: answer when so many requests are there at once.
+    - ``together``: answer when so many requests are there at once;
+    - ``answer``, ``events``: what to answer, or to stream, instead.
+
+    Attributes:
+        server_info: what ``/server_info`` answers, with ``server_info_status``.
     """
 
     healthy: bool = True
+    server_info: dict[str, Any] = field(default_factory=dict)
+    server_info_status: int = 200
+    server_info_asked: list[dict[str, str]] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     events_sent: int = 0
@@ -50,11 +57,16 @@ class FakeRuntime:
     def app(self) -> FastAPI:
         app = FastAPI()
         app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/server_info", self.tell, methods=["GET"])
         app.add_api_route("/{path:path}", self.answer, methods=["GET", "POST"])
         return app
 
     async def health(self) -> Response:
         return Response(status_code=200 if self.healthy else 503)
+
+    async def tell(self, request: Request) -> Response:
+        self.server_info_asked.append(dict(request.headers.items()))
+        return JSONResponse(self.server_info, self.server_info_status)
 
     async def answer(self, request: Request) -> Response:
         body = await request.body()
@@ -83,6 +95,8 @@ class FakeRuntime:
                 return StreamingResponse(_broken_json(), media_type="application/json")
             if "together" in fake:
                 await self._gather(fake["together"])
+            if "answer" in fake:
+                return JSONResponse(fake["answer"])
             return JSONResponse({"path": request.url.path, "text": "an answer"}, headers={"x-from-runtime": "1"})
         finally:
             self.concurrent -= 1
@@ -99,7 +113,9 @@ class FakeRuntime:
 
     async def _events(self, fake: dict[str, Any]) -> AsyncIterator[bytes]:
         try:
-            for index in range(fake.get("chunks", 3)):
+            for event in fake.get("events", ()):
+                yield b"data: " + json.dumps(event).encode() + b"\n\n"
+            for index in range(0 if "events" in fake else fake.get("chunks", 3)):
                 if fake.get("gated"):
                     await self.gate.acquire()
                 if fake.get("die_after") == index:

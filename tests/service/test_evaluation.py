@@ -53,7 +53,8 @@ def test_a_right_server_scores_100_and_the_document_says_all(tmp_path: Path) -> 
     assert (header.url, header.model, header.model_max_tokens) == (url, "fake-1", 32768)
     assert (header.device, header.server_version) == ("cpu", "0.0-fake")
     assert (header.seed, header.complete) == (7, True)
-    assert header.options["policy"] == {"decode": {"policy": "quest"}}
+    assert header.options["policies"] == {"quest": {"decode": {"policy": "quest"}}}
+    assert header.difference_interval is None
     assert {"python", "httpx"} <= header.versions.keys()
     assert [(row.task, row.length) for row in report.rows] == [
         ("tiny_one", 512), ("tiny_one", 1024), ("tiny_four", 512), ("tiny_four", 1024),
@@ -71,6 +72,7 @@ def test_a_right_server_scores_100_and_the_document_says_all(tmp_path: Path) -> 
         assert row.decode_attended_ratio == pytest.approx(0.25)
         assert row.decode_kv_read_ratio == pytest.approx(0.5)
         assert row.prefill_attended_ratio == pytest.approx(1.0)
+        assert (row.policy, row.difference, row.cached_tokens) == ("quest", None, 0)
     assert report.rows[2].tpot is not None
     assert [(s.task, s.length, s.index) for s in report.samples][:7] == [
         *(("tiny_one", 512, index) for index in range(6)), ("tiny_one", 1024, 0),
@@ -83,6 +85,8 @@ def test_a_right_server_scores_100_and_the_document_says_all(tmp_path: Path) -> 
     assert "100.0 [61.0, 100.0]" in result.stdout
     assert "decode attended" in result.stdout
     assert "0.2500" in result.stdout
+    assert "policy" not in result.stdout
+    assert "difference" not in result.stdout.lower()
 
 
 def test_requests_are_streamed_greedy_and_carry_the_policy(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow_service.evaluation.attended import attention_ratios
-from winnow_service.evaluation.scoring import found_fraction, mean_score
+from winnow_service.evaluation.scoring import found_fraction, mean_score, paired_difference
 
 references = st.lists(st.text("abcdefgh0123456789-", min_size=1, max_size=12), min_size=1, max_size=8)
 
@@ -125,3 +128,73 @@ def test_what_an_object_does_not_tell_is_not_counted(partial: dict[str, object])
     both = attention_ratios([partial, _attention(2, 100, 0.25, 0.5)])
     assert both is not None
     assert both.decode.attended == 0.25
+
+
+def test_termination_and_estimates_are_weighted_by_context() -> None:
+    def decode(steps: int, context: int, **told: object) -> dict[str, object]:
+        return {"decode": {"steps": steps, "context_tokens": context, **told}, "prefill": {"cached_tokens": context}}
+
+    early = {"terminated_ratio": 1.0, "skipped_ratio": 0.5}
+    late = {"terminated_ratio": 0.5, "skipped_ratio": 0.0}
+    ratios = attention_ratios(
+        [
+            decode(1, 100, estimated_share=0.9, early_termination=early),
+            decode(1, 300, estimated_share=0.8, early_termination=late),
+            decode(1, 1000, estimated_share=None, early_termination=None),
+        ]
+    )
+    assert ratios is not None
+    assert ratios.estimated_share == pytest.approx((0.9 * 100 + 0.8 * 300) / 400)
+    assert ratios.terminated == pytest.approx((1.0 * 100 + 0.5 * 300) / 400)
+    assert ratios.skipped == pytest.approx(0.5 * 100 / 400)
+    assert ratios.cached_tokens == pytest.approx(1400 / 3)
+
+
+pairs = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=200)
+
+
+@settings(deadline=None)
+@given(pairs)
+def test_the_paired_interval_holds_the_difference_and_turns_with_its_sign(values: list[tuple[float, float]]) -> None:
+    scores, base = [score for score, _ in values], [other for _, other in values]
+    difference, turned = paired_difference(scores, base), paired_difference(base, scores)
+    assert -1.0 <= difference.low <= difference.mean <= difference.high <= 1.0
+    assert difference.low < difference.high
+    assert difference.mean == pytest.approx(sum(scores) / len(scores) - sum(base) / len(base), abs=1e-9)
+    assert (turned.mean, turned.low, turned.high) == pytest.approx(
+        (-difference.mean, -difference.high, -difference.low), abs=1e-12
+    )
+
+
+def test_the_paired_interval_is_wilsons_where_nothing_is_lost() -> None:
+    difference = paired_difference([1.0] * 81 + [0.0] * 182, [0.0] * 263)
+    # No loss was seen: its upper bound, 0 of 263, widens the interval below.
+    assert difference.high == pytest.approx(0.3662, abs=1e-4)
+    assert difference.low == pytest.approx(
+        81 / 263 - math.hypot(81 / 263 - 0.2553, mean_score([0.0] * 263).high), abs=1e-4
+    )
+    equal = paired_difference([1.0] * 400, [1.0] * 400)
+    assert (equal.mean, equal.low, equal.high) == pytest.approx((0.0, -0.0095, 0.0095), abs=1e-4)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0.0, 0.0), (0.01, 0.01), (0.02, 0.05), (0.3, 0.3)])
+def test_the_paired_interval_covers_what_it_says(gained: float, lost: float) -> None:
+    rng = random.Random(7)
+    covered = 0
+    for _ in range(400):
+        drawn = [rng.random() for _ in range(200)]
+        scores = [0.0 if gained <= each < gained + lost else 1.0 for each in drawn]
+        base = [0.0 if each < gained else 1.0 for each in drawn]
+        difference = paired_difference(scores, base)
+        covered += difference.low <= gained - lost <= difference.high
+    # Three standard deviations of a share of 95 % in 400 trials are 3.3 points.
+    assert covered / 400 > 0.917
+
+
+@pytest.mark.parametrize(
+    ("scores", "base", "message"),
+    [([1.0], [1.0, 0.0], "1 cannot be paired with 2"), ([], [], "at least one"), ([1.2], [1.0], "between 0 and 1")],
+)
+def test_scores_that_do_not_pair_are_refused(scores: list[float], base: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paired_difference(scores, base)

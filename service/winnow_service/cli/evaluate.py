@@ -17,16 +17,17 @@ from winnow_service.evaluation.options import (
     OptionError,
     check_output,
     parse_lengths,
-    parse_policy,
     parse_tasks,
     task_groups,
 )
+from winnow_service.evaluation.policies import parse_policies
 from winnow_service.evaluation.progress import ConsoleProgress
 from winnow_service.evaluation.report import CellRow, Header, Report, SampleRecord, print_results
 from winnow_service.evaluation.runner import Plan, run_plan
+from winnow_service.evaluation.scoring import PAIRED_INTERVAL
 
 # Wide enough for the table with all its columns, where there is no terminal to fit it to.
-_PLAIN_WIDTH = 200
+_PLAIN_WIDTH = 400
 # Token counts go to the server beside the requests that are measured, never at the same time.
 _SPARE_CONNECTIONS = 8
 _INTERRUPTED = 130
@@ -54,8 +55,16 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same prompts, whatever the policy.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests under way at once.")] = 8,
     policy: Annotated[
-        str | None,
-        typer.Option(help="Sparse attention policy, in JSON or the name of one; sent as the request's 'attention'."),
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]POLICY",
+            help="Sparse attention policy, in JSON or the name of one; sent as the request's 'attention'. Give it "
+            "several times to ask every sample with each, the others compared with the first.",
+        ),
+    ] = None,
+    policies: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="More policies: a file with a JSON object of policies by name."),
     ] = None,
     api: Annotated[Api, typer.Option(help="Which OpenAI form to ask.")] = Api.CHAT,
     hardware: Annotated[
@@ -83,8 +92,8 @@ def evaluate(
             samples=samples,
             seed=seed,
             concurrency=concurrency,
+            policies=parse_policies(policy or (), policies),
         )
-        attention = None if policy is None else parse_policy(policy)
         if output is not None:
             check_output(output)
     except OptionError as error:
@@ -95,7 +104,7 @@ def evaluate(
         "lengths": list(plan.lengths),
         "samples": samples,
         "concurrency": concurrency,
-        "policy": attention,
+        "policies": {asked.label: asked.attention for asked in plan.policies if asked.label is not None},
         "api": api.value,
         "timeout": timeout,
     }
@@ -104,7 +113,6 @@ def evaluate(
         url,
         model=model,
         api=api,
-        attention=attention,
         api_key=api_key,
         timeout=timeout,
         connections=concurrency + _SPARE_CONNECTIONS,
@@ -167,9 +175,9 @@ class _Evaluation:
             records: list[SampleRecord] = []
             with ConsoleProgress(Console(stderr=True), self._plan) as progress:
                 async for cell in run_plan(self._plan, client, generator, progress):
-                    rows.append(cell.row)
+                    rows += cell.rows
                     records += cell.records
-                    complete = len(rows) == len(self._plan.tasks) * len(self._plan.lengths)
+                    complete = len(rows) == len(self._plan.tasks) * len(self._plan.lengths) * len(self._plan.policies)
                     header = self._header(client.url, model, facts, complete)
                     self.report = Report(header=header, rows=tuple(rows), samples=tuple(records))
                     if self._output is not None:
@@ -187,6 +195,7 @@ class _Evaluation:
             date=self._date,
             seed=self._plan.seed,
             options=self._options,
+            difference_interval=PAIRED_INTERVAL if len(self._plan.policies) > 1 else None,
             complete=complete,
         )
 

@@ -3,6 +3,9 @@
 Each object gives one request's ratios. Over many requests the ratios are of sums, so each request counts with its own
 denominator: the tokens in context, added up over decode steps or over prefilled queries. The sums over layers and KV
 heads multiply every denominator of one model alike and cancel.
+
+The shares that early termination and an estimating policy tell have denominators that the objects do not give (tiles
+selected, for one). They are weighted by the same tokens in context, which is exact where all requests are alike.
 """
 
 from __future__ import annotations
@@ -22,10 +25,21 @@ class PhaseRatios:
 
 @dataclass(frozen=True)
 class AttentionRatios:
-    """Both phases of all requests that carried an ``attention`` object."""
+    """All requests that carried an ``attention`` object; each number is None where no request told it.
+
+    Attributes:
+        estimated_share: the attention mass that the policy believes to have attended.
+        terminated: the part of (layer, KV head, step) whose traversal stopped early.
+        skipped: tiles skipped by the tiles selected.
+        cached_tokens: mean tokens of a prompt that were found cached.
+    """
 
     decode: PhaseRatios
     prefill: PhaseRatios
+    estimated_share: float | None
+    terminated: float | None
+    skipped: float | None
+    cached_tokens: float | None
 
 
 def attention_ratios(objects: Iterable[Mapping[str, Any]]) -> AttentionRatios | None:
@@ -33,23 +47,37 @@ def attention_ratios(objects: Iterable[Mapping[str, Any]]) -> AttentionRatios | 
     known = list(objects)
     if not known:
         return None
+    decode = _weighted((_section(each, "decode") for each in known), _decode_context)
+    prefill = _weighted((_section(each, "prefill") for each in known), _prefill_context)
+    termination = [(_section(section, "early_termination"), weight) for section, weight in decode]
+    cached = [(_section(each, "prefill"), 1.0) for each in known]
     return AttentionRatios(
-        decode=_phase_ratios((_section(each, "decode") for each in known), _decode_context),
-        prefill=_phase_ratios((_section(each, "prefill") for each in known), _prefill_context),
+        decode=_phase_ratios(decode),
+        prefill=_phase_ratios(prefill),
+        estimated_share=_ratio(decode, "estimated_share"),
+        terminated=_ratio(termination, "terminated_ratio"),
+        skipped=_ratio(termination, "skipped_ratio"),
+        cached_tokens=_ratio(cached, "cached_tokens"),
     )
 
 
-def _section(attention: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    section = attention.get(phase)
+_Weighted = list[tuple[Mapping[str, Any], float]]
+
+
+def _section(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = holder.get(name)
     return section if isinstance(section, Mapping) else {}
 
 
-def _phase_ratios(sections: Iterable[Mapping[str, Any]], context: Callable[[Mapping[str, Any]], float]) -> PhaseRatios:
-    weighted = [(section, weight) for section in sections if (weight := context(section)) > 0]
+def _weighted(sections: Iterable[Mapping[str, Any]], context: Callable[[Mapping[str, Any]], float]) -> _Weighted:
+    return [(section, weight) for section in sections if (weight := context(section)) > 0]
+
+
+def _phase_ratios(weighted: _Weighted) -> PhaseRatios:
     return PhaseRatios(attended=_ratio(weighted, "attended_ratio"), kv_read=_ratio(weighted, "kv_read_ratio"))
 
 
-def _ratio(weighted: list[tuple[Mapping[str, Any], float]], field: str) -> float | None:
+def _ratio(weighted: _Weighted, field: str) -> float | None:
     told = [(number, weight) for section, weight in weighted if (number := _number(section, field)) is not None]
     if not told:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -134,7 +135,7 @@ class _StreamState:
 
 
 class OpenAIClient:
-    """Requests to one model of one server. Use it as an asynchronous context manager."""
+    """Requests to one model of one server, all with one ``attention``. Use it as an asynchronous context manager."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class OpenAIClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._api = api
-        self._attention = attention
+        self.attention = attention
         self._timeout = timeout
         self._http = httpx.AsyncClient(
             base_url=self.url,
@@ -181,6 +182,12 @@ class OpenAIClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.aclose()
+
+    def with_attention(self, attention: Mapping[str, Any] | str | None) -> Self:
+        """The same server and model, asked with another ``attention``; the connections are shared, and closed here."""
+        other = copy.copy(self)
+        other.attention = attention
+        return other
 
     async def select_model(self) -> ServedModel:
         """Settle which model is asked: the one named, or else the first that the server lists.
@@ -274,8 +281,8 @@ class OpenAIClient:
         else:
             # A model without a chat template needs to be told that the answer is due.
             body["prompt"] = f"{prompt}\nAnswer:"
-        if self._attention is not None:
-            body["attention"] = self._attention
+        if self.attention is not None:
+            body["attention"] = self.attention
         return body
 
     async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class ConsoleProgress:
             transient=True,
             disable=not console.is_terminal,
         )
-        total = len(plan.tasks) * len(plan.lengths) * plan.samples
+        total = len(plan.tasks) * len(plan.lengths) * len(plan.policies) * plan.samples
         self._task = self._bar.add_task("connecting", total=total, errors="")
 
     def __enter__(self) -> Self:
@@ -57,4 +57,5 @@ class ConsoleProgress:
             self._bar.update(self._task, advance=self._samples)
         if not self._console.is_terminal:
             result = row.status if row.accuracy is None else f"accuracy {row.accuracy:.1f} %, {row.errors} errors"
-            self._console.print(f"{row.task} at {row.length}: {result}", highlight=False)
+            asked = f", {row.policy}" if row.policy is not None else ""
+            self._console.print(f"{row.task} at {row.length}{asked}: {result}", highlight=False, markup=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -12,10 +13,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from winnow_service.evaluation.attended import attention_ratios
-from winnow_service.evaluation.scoring import mean_score
+from winnow_service.evaluation.policies import readable_label
+from winnow_service.evaluation.scoring import mean_score, paired_difference
+
+_LEGEND_WIDTH = 120
 
 
 class _Model(BaseModel):
@@ -23,9 +28,11 @@ class _Model(BaseModel):
 
 
 class SampleRecord(_Model):
-    """One sample, asked once. Times are in seconds; they and the counts are None where an error left none.
+    """One sample, asked once with one policy. Times are in seconds; they and the counts are None where an error left
+    none.
 
     Attributes:
+        policy: the policy's label; None without one.
         size: the size in words that the sample was made with.
         prompt_sha256: equal in two runs that put the same prompt.
         score: the fraction of references found; 0 for an error.
@@ -33,6 +40,7 @@ class SampleRecord(_Model):
 
     task: str
     length: int
+    policy: str | None = None
     seed: int
     index: int
     size: int
@@ -51,15 +59,23 @@ class SampleRecord(_Model):
 
 
 class CellRow(_Model):
-    """One task at one length. Accuracy is in percent, over all samples, an error counting 0; times are mean seconds
-    over the samples without an error; ratios are of sums over them.
+    """One task at one length with one policy. Accuracy is in percent, over all samples, an error counting 0; times are
+    mean seconds over the samples without an error; ratios are of sums over them.
 
     Attributes:
+        policy: the policy's label; None without one.
+        difference: accuracy less that of the first policy on the same samples, in percentage points; None for the
+            first.
+        cached_tokens: mean tokens of the prompt that the server found in its cache, as its responses tell.
+        estimated_share: the attention mass that the policy believes to have attended.
+        terminated_ratio: part of (layer, KV head, step) that early termination stopped early.
+        skipped_ratio: tiles that early termination skipped, by the tiles selected.
         smallest_tokens: for a cell that does not fit, the tokens that its smallest samples need, 0 if not known.
     """
 
     task: str
     length: int
+    policy: str | None = None
     status: Literal["measured", "does not fit"]
     smallest_tokens: int | None = None
     samples: int = 0
@@ -67,8 +83,12 @@ class CellRow(_Model):
     accuracy: float | None = None
     accuracy_low: float | None = None
     accuracy_high: float | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
     size: float | None = None
     prompt_tokens: float | None = None
+    cached_tokens: float | None = None
     latency: float | None = None
     ttft: float | None = None
     tpot: float | None = None
@@ -76,6 +96,9 @@ class CellRow(_Model):
     decode_kv_read_ratio: float | None = None
     prefill_attended_ratio: float | None = None
     prefill_kv_read_ratio: float | None = None
+    estimated_share: float | None = None
+    terminated_ratio: float | None = None
+    skipped_ratio: float | None = None
 
 
 class Commit(_Model):
@@ -86,7 +109,11 @@ class Commit(_Model):
 
 
 class Header(_Model):
-    """What was run, where and when (UTC)."""
+    """What was run, where and when (UTC).
+
+    Attributes:
+        interval: how the interval of an accuracy was made; ``difference_interval`` likewise, None where rows have none.
+    """
 
     url: str
     model: str
@@ -99,6 +126,7 @@ class Header(_Model):
     seed: int
     options: dict[str, Any]
     interval: str = "95 % Wilson score interval"
+    difference_interval: str | None = None
     complete: bool
 
 
@@ -116,27 +144,39 @@ class Report(_Model):
         draft.replace(path)
 
 
-def unfitting_row(task: str, length: int, smallest_tokens: int) -> CellRow:
+def unfitting_row(task: str, length: int, smallest_tokens: int, policy: str | None = None) -> CellRow:
     """The row of a cell whose smallest sample is longer than its length."""
-    return CellRow(task=task, length=length, status="does not fit", smallest_tokens=smallest_tokens)
+    return CellRow(task=task, length=length, policy=policy, status="does not fit", smallest_tokens=smallest_tokens)
 
 
-def measured_row(task: str, length: int, records: Sequence[SampleRecord]) -> CellRow:
-    """Summarise the records of one cell, of which there must be at least one."""
+def measured_row(
+    task: str, length: int, records: Sequence[SampleRecord], first: Sequence[SampleRecord] | None = None
+) -> CellRow:
+    """Summarise the records that one cell has of one policy, of which there must be at least one.
+
+    Args:
+        first: the first policy's records of the same samples in the same order; None for the first policy itself.
+    """
     answered = [record for record in records if record.error is None]
     score = mean_score([record.score for record in records])
+    difference = first and paired_difference([record.score for record in records], [record.score for record in first])
     ratios = attention_ratios(record.attention for record in answered if record.attention is not None)
     return CellRow(
         task=task,
         length=length,
+        policy=records[0].policy,
         status="measured",
         samples=len(records),
         errors=len(records) - len(answered),
         accuracy=100 * score.mean,
         accuracy_low=100 * score.low,
         accuracy_high=100 * score.high,
+        difference=100 * difference.mean if difference else None,
+        difference_low=100 * difference.low if difference else None,
+        difference_high=100 * difference.high if difference else None,
         size=fmean(record.size for record in records),
         prompt_tokens=_mean([record.prompt_tokens for record in answered]),
+        cached_tokens=ratios and ratios.cached_tokens,
         latency=_mean([record.latency for record in answered]),
         ttft=_mean([record.ttft for record in answered]),
         tpot=_mean([record.tpot for record in answered]),
@@ -144,6 +184,9 @@ def measured_row(task: str, length: int, records: Sequence[SampleRecord]) -> Cel
         decode_kv_read_ratio=ratios and ratios.decode.kv_read,
         prefill_attended_ratio=ratios and ratios.prefill.attended,
         prefill_kv_read_ratio=ratios and ratios.prefill.kv_read,
+        estimated_share=ratios and ratios.estimated_share,
+        terminated_ratio=ratios and ratios.terminated,
+        skipped_ratio=ratios and ratios.skipped,
     )
 
 
@@ -152,62 +195,103 @@ def error_counts(records: Sequence[SampleRecord]) -> list[tuple[str, int]]:
     return Counter(record.error for record in records if record.error is not None).most_common()
 
 
-def results_table(rows: Sequence[CellRow], *, plain: bool) -> Table:
-    """The table of all cells; a column of ratios only where a response told them.
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    text: Callable[[CellRow], str]
+
+
+def results_table(rows: Sequence[CellRow], *, plain: bool, policies: bool = False) -> Table:
+    """The table of all cells; a column of what a response tells of its attention only where one told it.
 
     Args:
         plain: draw it in Markdown.
+        policies: show the policies' labels.
     """
-    ratios = [
-        (f"{phase}\n{short}", f"{phase}_{kind}_ratio")
-        for phase in ("decode", "prefill")
-        for short, kind in (("attended", "attended"), ("KV read", "kv_read"))
-    ]
-    shown = [(title, name) for title, name in ratios if any(getattr(row, name) is not None for row in rows)]
+    columns = list(_columns(rows, policies=policies))
     table = Table(box=box.MARKDOWN if plain else box.SIMPLE_HEAD)
-    titles = ["task", "length", "accuracy\n% [95 %]", "samples", "errors", "prompt\ntokens"]
-    titles += ["latency\ns", "TTFT\ns", "TPOT\nms", *(title for title, _ in shown)]
-    for title in titles:
-        heading = title.replace("\n", " ") if plain else title
-        table.add_column(heading, justify="left" if title == "task" else "right", no_wrap=True)
+    for column in columns:
+        heading = column.title.replace("\n", " ") if plain else column.title
+        table.add_column(heading, justify="left" if column.title in ("task", "policy") else "right", no_wrap=True)
     for row in rows:
+        cells = [column.text(row) for column in columns]
         if row.status == "does not fit":
             need = f"needs {row.smallest_tokens}" if row.smallest_tokens else "refused"
-            table.add_row(row.task, str(row.length), f"does not fit: {need}", *["-"] * (len(titles) - 3))
-            continue
-        table.add_row(
-            row.task,
-            str(row.length),
-            f"{row.accuracy:.1f} [{row.accuracy_low:.1f}, {row.accuracy_high:.1f}]",
-            str(row.samples),
-            f"[bold red]{row.errors}[/]" if row.errors else "0",
-            _cell(row.prompt_tokens, 0),
-            _cell(row.latency, 3),
-            _cell(row.ttft, 3),
-            _cell(row.tpot, 2, scale=1000),
-            *(_cell(getattr(row, name), 4) for _, name in shown),
-        )
+            names = 3 if policies else 2
+            cells = [*cells[:names], f"does not fit: {need}", *["-"] * (len(columns) - names - 1)]
+        table.add_row(*cells)
     return table
+
+
+def _columns(rows: Sequence[CellRow], *, policies: bool) -> Iterator[_Column]:
+    def told(title: str, field: str, digits: int) -> Iterator[_Column]:
+        if any(getattr(row, field) is not None for row in rows):
+            yield _Column(title, lambda row: _cell(getattr(row, field), digits))
+
+    yield _Column("task", lambda row: row.task)
+    yield _Column("length", lambda row: str(row.length))
+    if policies:
+        yield _Column("policy", lambda row: escape(row.policy or "-"))
+    yield _Column("accuracy\n% [95 %]", lambda row: _with_interval(row, "accuracy", ".1f"))
+    if any(row.difference is not None for row in rows):
+        yield _Column("difference\npoints [95 %]", lambda row: _with_interval(row, "difference", "+.1f"))
+    yield _Column("samples", lambda row: str(row.samples))
+    yield _Column("errors", lambda row: f"[bold red]{row.errors}[/]" if row.errors else "0")
+    yield _Column("prompt\ntokens", lambda row: _cell(row.prompt_tokens, 0))
+    if policies:
+        yield from told("cached\ntokens", "cached_tokens", 0)
+    yield _Column("latency\ns", lambda row: _cell(row.latency, 3))
+    yield _Column("TTFT\ns", lambda row: _cell(row.ttft, 3))
+    yield _Column("TPOT\nms", lambda row: _cell(row.tpot, 2, scale=1000))
+    for phase in ("decode", "prefill"):
+        yield from told(f"{phase}\nattended", f"{phase}_attended_ratio", 4)
+        yield from told(f"{phase}\nKV read", f"{phase}_kv_read_ratio", 4)
+    yield from told("estimated\nshare", "estimated_share", 4)
+    yield from told("terminated\nratio", "terminated_ratio", 4)
+    yield from told("skipped\nratio", "skipped_ratio", 4)
 
 
 def print_results(console: Console, report: Report) -> None:
     """Print the table and, below it, what the reader must know of it."""
-    console.print(results_table(report.rows, plain=not console.is_terminal))
-    console.print(
-        "Accuracy: mean fraction of references found (RULER, string match), an error counting 0, with its 95 % Wilson "
-        "score interval. Other columns: means without errors.",
-        style="dim",
-    )
+    asked: Mapping[str, Any] = report.header.options.get("policies") or {}
+    several = len(asked) > 1
+    named = any(label != readable_label(attention) for label, attention in asked.items())
+    console.print(results_table(report.rows, plain=not console.is_terminal, policies=several or named))
+    for paragraph in _legend(report, tuple(asked)):
+        console.print(paragraph, style="dim", markup=False, highlight=False, width=min(console.width, _LEGEND_WIDTH))
     for error, count in error_counts(report.samples):
         console.print(f"{count} x error: {error}", style="red", markup=False)
-    asked_for_policy = report.header.options.get("policy") is not None
-    if asked_for_policy and report.samples and not any(record.attention for record in report.samples):
+    if asked and report.samples and not any(record.attention for record in report.samples):
         console.print("No response told its attention: the server may have ignored --policy.", style="yellow")
+
+
+def _legend(report: Report, labels: Sequence[str]) -> Iterator[str]:
+    yield (
+        "Accuracy: mean fraction of references found (RULER, string match), an error counting 0, with its "
+        f"{report.header.interval}. Other columns: means without errors."
+    )
+    if len(labels) > 1:
+        yield (
+            f"Difference: accuracy less that of {labels[0]}, in percentage points, on the same samples "
+            f"({report.header.difference_interval}). Each sample is asked with one policy after the other: latency and "
+            f"TTFT of {labels[0]} are with a prompt that was not asked before; those of the others are with a prompt "
+            "that the server may have cached, and cannot be compared with them."
+        )
+    if any(row.estimated_share is not None or row.terminated_ratio is not None for row in report.rows):
+        yield "Estimated share, terminated and skipped ratio: means weighted by the tokens in context of all steps."
 
 
 def _mean(numbers: Sequence[float | None]) -> float | None:
     known = [number for number in numbers if number is not None]
     return fmean(known) if known else None
+
+
+def _with_interval(row: CellRow, field: str, form: str) -> str:
+    numbers = [getattr(row, name) for name in (field, f"{field}_low", f"{field}_high")]
+    if None in numbers:
+        return "-"
+    mean, low, high = (format(number, form) for number in numbers)
+    return f"{mean} [{low}, {high}]"
 
 
 def _cell(number: float | None, digits: int, scale: float = 1.0) -> str:

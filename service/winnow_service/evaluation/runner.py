@@ -1,21 +1,23 @@
-"""Puts every sample of every cell to the server. A cell is one task at one length."""
+"""Puts every sample of every cell to the server, with every policy. A cell is one task at one length."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from winnow_service.evaluation.client import Answer, OpenAIClient, RequestError
 from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey
+from winnow_service.evaluation.policies import NO_POLICY, AskedPolicy
 from winnow_service.evaluation.report import CellRow, SampleRecord, measured_row, unfitting_row
 from winnow_service.evaluation.scoring import found_fraction
 from winnow_service.evaluation.sizing import CellSizes, TaskSizer, TokenCounter, smaller_size, token_counter
 
 _MOST_ATTEMPTS = 8
+_PROBE = "Which way does the river run?"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Plan:
     Attributes:
         lengths: tokens of prompt and answer together.
         samples: how many in each cell.
-        concurrency: how many are under way at once, all of one cell.
+        concurrency: how many are under way at once, all of one cell; each is with one policy at a time.
+        policies: each sample is asked with all of them, in this order; the others are compared with the first.
     """
 
     tasks: tuple[str, ...]
@@ -33,13 +36,14 @@ class Plan:
     samples: int
     seed: int
     concurrency: int
+    policies: tuple[AskedPolicy, ...] = (NO_POLICY,)
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """A finished cell; no records if it does not fit."""
+    """A finished cell, a row for each policy; no records if it does not fit."""
 
-    row: CellRow
+    rows: tuple[CellRow, ...]
     records: tuple[SampleRecord, ...] = ()
 
 
@@ -53,10 +57,10 @@ class Progress(Protocol):
         """A cell's samples begin to be asked."""
 
     def answered(self, record: SampleRecord) -> None:
-        """A sample is done."""
+        """A sample is done with one policy."""
 
     def finished(self, row: CellRow) -> None:
-        """A cell is done."""
+        """A cell is done; called for each of its rows."""
 
 
 async def run_plan(
@@ -65,9 +69,10 @@ async def run_plan(
     """Run cell after cell, so that the times of one are not those of another's load.
 
     Raises:
-        RequestError: the server does not answer even a short prompt, or fails to count tokens. What goes wrong with a
-            sample is in its record.
+        RequestError: the server does not answer even a short prompt, refuses a policy, or fails to count tokens. What
+            goes wrong with a sample is in its record.
     """
+    await _check_policies(plan.policies, client)
     counter = await token_counter(client)
     for task in plan.tasks:
         sizer = TaskSizer(task, plan.seed, generator, counter)
@@ -76,8 +81,23 @@ async def run_plan(
             sizes = await sizer.cell(length, plan.samples)
             progress.asking(task, length)
             result = await _Cell(plan, task, length, client, generator, counter, progress).run(sizes)
-            progress.finished(result.row)
+            for row in result.rows:
+                progress.finished(row)
             yield result
+
+
+async def _check_policies(policies: Iterable[AskedPolicy], client: OpenAIClient) -> None:
+    """Ask each policy a short prompt: what the server refuses is better known before the first cell than in the last.
+
+    Raises:
+        RequestError: a policy's request failed.
+    """
+    for policy in policies:
+        if policy.attention is not None:
+            try:
+                await client.with_attention(policy.attention).prompt_tokens(_PROBE)
+            except RequestError as error:
+                raise RequestError(f"policy {policy.label}: {error}", error.status) from error
 
 
 @dataclass(frozen=True)
@@ -92,17 +112,22 @@ class _Cell:
 
     async def run(self, sizes: CellSizes) -> CellResult:
         if sizes.smallest_tokens is not None:
-            return CellResult(unfitting_row(self.task, self.length, sizes.smallest_tokens))
+            need = sizes.smallest_tokens
+            labels = (policy.label for policy in self.plan.policies)
+            return CellResult(tuple(unfitting_row(self.task, self.length, need, label) for label in labels))
         under_way = asyncio.Semaphore(self.plan.concurrency)
         asked = []
         async with asyncio.TaskGroup() as group:
             for key, size, sample in self._samples_ahead(sizes.sizes):
                 await under_way.acquire()
-                task = group.create_task(self._record(key, size, sample))
+                task = group.create_task(self._records(key, size, sample))
                 task.add_done_callback(lambda _: under_way.release())
                 asked.append(task)
-        records = tuple(task.result() for task in asked)
-        return CellResult(measured_row(self.task, self.length, records), records)
+        samples = [task.result() for task in asked]
+        of_policies = list(zip(*samples, strict=True))
+        rows = [measured_row(self.task, self.length, of_policies[0])]
+        rows += [measured_row(self.task, self.length, records, of_policies[0]) for records in of_policies[1:]]
+        return CellResult(tuple(rows), tuple(record for sample in samples for record in sample))
 
     def _samples_ahead(self, sizes: Iterable[int]) -> Iterator[tuple[SampleKey, int, asyncio.Future[PreparedSample]]]:
         """The cell's samples in order, with some more than are under way in the making."""
@@ -114,27 +139,51 @@ class _Cell:
                 yield ahead.popleft()
         yield from ahead
 
-    async def _record(self, key: SampleKey, size: int, made: asyncio.Future[PreparedSample]) -> SampleRecord:
-        """Ask one sample; make it smaller and ask again as long as it turns out to be over the length."""
+    async def _records(
+        self, key: SampleKey, size: int, made: asyncio.Future[PreparedSample]
+    ) -> tuple[SampleRecord, ...]:
+        """Ask one sample with every policy; make it smaller and ask again as long as it is over the length.
+
+        Its records are all of one prompt, so that the policies can be compared sample by sample.
+        """
         sample = await made
         for _ in range(_MOST_ATTEMPTS):
-            smaller, outcome = await self._ask(sample, size)
+            smaller, outcomes = await self._ask_all(sample, size)
             if smaller is None:
                 break
             size = smaller
             sample = await self.generator.submit(key, size)
         else:
-            if isinstance(outcome, Answer):
-                outcome = RequestError(f"over {self.length} tokens in each of {_MOST_ATTEMPTS} attempts to shorten it")
-        record = _record_of(key, self.length, size, sample, outcome)
-        self.progress.answered(record)
-        return record
+            last = outcomes[-1]
+            if isinstance(last, Answer):
+                last = RequestError(f"over {self.length} tokens in each of {_MOST_ATTEMPTS} attempts to shorten it")
+            outcomes = [last] * len(self.plan.policies)
+        records = tuple(
+            _record_of(key, self.length, policy, size, sample, outcome)
+            for policy, outcome in zip(self.plan.policies, outcomes, strict=True)
+        )
+        for record in records:
+            self.progress.answered(record)
+        return records
 
-    async def _ask(self, sample: PreparedSample, size: int) -> tuple[int | None, Answer | RequestError]:
+    async def _ask_all(self, sample: PreparedSample, size: int) -> tuple[int | None, Sequence[Answer | RequestError]]:
+        """The outcome of each policy; with a smaller size to try instead, those up to the one that showed the need."""
+        outcomes = []
+        # One after another: the first has the prompt prefilled, and the others find it in the server's cache.
+        for policy in self.plan.policies:
+            smaller, outcome = await self._ask(self.client.with_attention(policy.attention), sample, size)
+            outcomes.append(outcome)
+            if smaller is not None:
+                return smaller, outcomes
+        return None, outcomes
+
+    async def _ask(
+        self, client: OpenAIClient, sample: PreparedSample, size: int
+    ) -> tuple[int | None, Answer | RequestError]:
         """The outcome, and a smaller size to try instead if the sample is over the length."""
         outcome: Answer | RequestError
         try:
-            outcome = await self.client.ask(sample.prompt, sample.answer_tokens)
+            outcome = await client.ask(sample.prompt, sample.answer_tokens)
             prompt_tokens = outcome.prompt_tokens
         except RequestError as error:
             outcome = error
@@ -156,12 +205,18 @@ class _Cell:
 
 
 def _record_of(
-    key: SampleKey, length: int, size: int, sample: PreparedSample, outcome: Answer | RequestError
+    key: SampleKey,
+    length: int,
+    policy: AskedPolicy,
+    size: int,
+    sample: PreparedSample,
+    outcome: Answer | RequestError,
 ) -> SampleRecord:
     answer = outcome if isinstance(outcome, Answer) else None
     return SampleRecord(
         task=key.task,
         length=length,
+        policy=policy.label,
         seed=key.seed,
         index=key.index,
         size=size,

@@ -1,4 +1,4 @@
-"""Scores of single answers, and the mean of many with its interval."""
+"""Scores of single answers, the mean of many, and the mean difference of two policies, with their intervals."""
 
 from __future__ import annotations
 
@@ -52,3 +52,46 @@ def mean_score(scores: Sequence[float]) -> MeanScore:
     spread = mean * (1 - mean) / count + z2 / (4 * count**2)
     half = _NORMAL_QUANTILE_95 * math.sqrt(max(0.0, spread)) / (1 + z2 / count)
     return MeanScore(mean=mean, low=max(0.0, min(mean, centre - half)), high=min(1.0, max(mean, centre + half)))
+
+
+@dataclass(frozen=True)
+class MeanDifference:
+    """A mean of paired differences in -1 to 1 and its 95 % interval, all as fractions."""
+
+    mean: float
+    low: float
+    high: float
+
+
+PAIRED_INTERVAL = "95 % MOVER interval of the Wilson score intervals of mean gain and mean loss, paired by sample"
+
+
+def paired_difference(scores: Sequence[float], base: Sequence[float]) -> MeanDifference:
+    """The mean of ``scores[i] - base[i]`` with its interval.
+
+    A difference is a gain less a loss, of which at most one is not 0. Their means have Wilson score intervals, which
+    are combined by the method of variance estimates recovery (MOVER: Zou and Donner, 2008) with the correlation that
+    follows from their excluding each other. No randomness is involved. Where no sample differs, Wilson's bound on the
+    share of those that do makes the interval: of 400 equal samples, 0 within 0.95 points. Like ``mean_score``'s it is
+    made for scores of 0 or 1, and wider than it needs to be for scores between them.
+
+    Raises:
+        ValueError: there are no scores, not equally many, or one is outside 0 to 1.
+    """
+    if len(scores) != len(base):
+        raise ValueError(f"scores: {len(scores)} cannot be paired with {len(base)}")
+    if not all(0.0 <= score <= 1.0 for score in (*scores, *base)):
+        raise ValueError("scores: each must be between 0 and 1")
+    gain = mean_score([max(0.0, score - other) for score, other in zip(scores, base, strict=True)])
+    loss = mean_score([max(0.0, other - score) for score, other in zip(scores, base, strict=True)])
+    # Of two indicators that are never both 1, the covariance is -mean * mean.
+    variances = gain.mean * (1 - gain.mean) * loss.mean * (1 - loss.mean)
+    correlation = -gain.mean * loss.mean / math.sqrt(variances) if variances > 0 else 0.0
+    mean = gain.mean - loss.mean
+    below = _combined(gain.mean - gain.low, loss.high - loss.mean, correlation)
+    above = _combined(gain.high - gain.mean, loss.mean - loss.low, correlation)
+    return MeanDifference(mean=mean, low=max(-1.0, mean - below), high=min(1.0, mean + above))
+
+
+def _combined(gain: float, loss: float, correlation: float) -> float:
+    return math.sqrt(gain**2 + loss**2 - 2 * correlation * gain * loss)

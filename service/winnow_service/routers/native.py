@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from winnow_service.attention.request import Form
 from winnow_service.routers.dependencies import ForwarderDependency
 
 router = APIRouter(tags=["SGLang"])
@@ -11,8 +12,11 @@ router = APIRouter(tags=["SGLang"])
 
 @router.post("/generate")
 async def generate(request: Request, forwarder: ForwarderDependency) -> Response:
-    """Generate, in SGLang's native form; with ``"stream": true`` as server-sent events."""
-    return await forwarder.forward_json(request)
+    """Generate, in SGLang's native form; with ``"stream": true`` as server-sent events.
+
+    ``attention`` is a policy, or a list of one for each prompt.
+    """
+    return await forwarder.forward_generation(request, Form.NATIVE)
 
 
 @router.post("/tokenize")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from winnow_service.attention.request import Form
 from winnow_service.routers.dependencies import ForwarderDependency
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -11,14 +12,14 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 @router.post("/completions")
 async def completions(request: Request, forwarder: ForwarderDependency) -> Response:
-    """Complete a text; with ``"stream": true`` as server-sent events."""
-    return await forwarder.forward_json(request)
+    """Complete a text; with ``"stream": true`` as server-sent events. ``attention`` is a policy for all prompts."""
+    return await forwarder.forward_generation(request, Form.OPENAI)
 
 
 @router.post("/chat/completions")
 async def chat_completions(request: Request, forwarder: ForwarderDependency) -> Response:
-    """Answer a conversation; with ``"stream": true`` as server-sent events."""
-    return await forwarder.forward_json(request)
+    """Answer a conversation; with ``"stream": true`` as server-sent events. ``attention`` is a policy."""
+    return await forwarder.forward_generation(request, Form.OPENAI)
 
 
 @router.post("/tokenize")

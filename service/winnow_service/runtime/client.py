@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,10 +91,10 @@ class RuntimeClient:
         with self.failures():
             return RuntimeAnswer(await self._http.send(outgoing, stream=True), self)
 
-    async def status_of(self, path: str, timeout_seconds: float) -> int:
-        """The status with which the runtime answers ``GET path``. Raises as ``send`` does."""
+    async def get(self, path: str, timeout_seconds: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        """The runtime's whole answer to ``GET path``. Raises as ``send`` does."""
         with self.failures(timeout_seconds):
-            return (await self._http.get(path, timeout=timeout_seconds)).status_code
+            return await self._http.get(path, headers=headers, timeout=timeout_seconds)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -23,7 +23,11 @@ class Readiness:
 
 
 class RuntimeMonitor:
-    """Holds the runtime's ``readiness`` while ``run`` runs."""
+    """Holds the runtime's ``readiness`` while ``run`` runs.
+
+    Attributes:
+        starts: how often it has become ready. What it told before the last time may no longer hold.
+    """
 
     def __init__(self, client: RuntimeClient, metrics: Metrics, settings: Settings) -> None:
         self._client = client
@@ -31,6 +35,7 @@ class RuntimeMonitor:
         self._settings = settings
         self._ask_now = asyncio.Event()
         self.readiness = Readiness(ready=False, reason="The runtime has not been asked yet.")
+        self.starts = 0
 
     async def run(self) -> None:
         """Ask for ever; ends when cancelled."""
@@ -39,6 +44,7 @@ class RuntimeMonitor:
             readiness = await self._ask()
             if readiness != self.readiness:
                 logger.info("Runtime %s: %s", "ready" if readiness.ready else "not ready", readiness.reason)
+            self.starts += readiness.ready and not self.readiness.ready
             self.readiness = readiness
             self._metrics.runtime_ready.set(readiness.ready)
             try:
@@ -53,7 +59,7 @@ class RuntimeMonitor:
     async def _ask(self) -> Readiness:
         path = self._settings.readiness_path
         try:
-            status = await self._client.status_of(path, self._settings.readiness_timeout_seconds)
+            status = (await self._client.get(path, self._settings.readiness_timeout_seconds)).status_code
         except RuntimeFailure as failure:
             return Readiness(ready=False, reason=failure.message)
         if status != 200:

@@ -1,0 +1,105 @@
+"""What the runtime serves, as far as policies depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from sglang_winnow.policy import AttentionPolicy, PolicyError, check_against_model
+from winnow_service.errors import InvalidPolicy, RuntimeRefused, RuntimeUnusable
+from winnow_service.runtime.client import RuntimeClient
+from winnow_service.runtime.monitor import RuntimeMonitor
+
+_PATH = "/server_info"
+_FORBIDDEN = (401, 403)
+
+
+class ServedModel(BaseModel):
+    """What SGLang's plugin tells under ``winnow`` in ``/server_info``.
+
+    Attributes:
+        context_length: in tokens.
+        delta_layers: the Δ-layers calibrated for this model; None if it has not been calibrated.
+        policies: the names of those that its attention backend serves; all serve ``dense``.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    layers: Annotated[int, Field(ge=1)]
+    context_length: Annotated[int, Field(ge=1)]
+    delta_layers: tuple[int, ...] | None
+    policies: tuple[str, ...]
+
+    def check(self, policy: AttentionPolicy) -> AttentionPolicy:
+        """Return ``policy`` as this model runs it.
+
+        Raises:
+            InvalidPolicy: the model, or the runtime as it was started, cannot serve it.
+        """
+        if not policy.is_dense and set(self.policies) <= {"dense"}:
+            raise not_served()
+        for phase, name in (("decode", policy.decode.policy), ("prefill", policy.prefill.policy)):
+            if name not in ("dense", *self.policies):
+                raise InvalidPolicy(f"attention.{phase}.policy", f"must be one of {', '.join(self.policies)}")
+        try:
+            return check_against_model(policy, self.layers, self.context_length, self.delta_layers)
+        except PolicyError as error:
+            raise InvalidPolicy(error.path, error.problem) from None
+
+
+def not_served() -> InvalidPolicy:
+    """The error for a policy other than ``dense`` that meets a runtime without Winnow's attention backend."""
+    return InvalidPolicy("attention", "must be dense: the runtime was started without --attention-backend winnow")
+
+
+@dataclass(frozen=True)
+class _Known:
+    start: int
+    model: ServedModel | None
+
+
+class ServedModelLookup:
+    """Asks the runtime what it serves, once for each time that it has become ready."""
+
+    def __init__(self, client: RuntimeClient, monitor: RuntimeMonitor, timeout_seconds: float) -> None:
+        self._client = client
+        self._monitor = monitor
+        self._timeout_seconds = timeout_seconds
+        self._known: _Known | None = None
+
+    async def get(self, authorization: str | None) -> ServedModel | None:
+        """Return what the runtime serves; None if its attention backend knows no policies.
+
+        Args:
+            authorization: the client's, for a runtime that asks for it.
+
+        Raises:
+            RuntimeFailure: it did not tell.
+            RuntimeRefused: it wants another authorization.
+        """
+        start = self._monitor.starts
+        known = self._known
+        if known is None or known.start != start:
+            known = self._known = _Known(start, await self._ask(authorization))
+        return known.model
+
+    async def _ask(self, authorization: str | None) -> ServedModel | None:
+        headers = {} if authorization is None else {"authorization": authorization}
+        answer = await self._client.get(_PATH, self._timeout_seconds, headers)
+        if answer.status_code in _FORBIDDEN:
+            raise RuntimeRefused(answer.status_code)
+        if answer.status_code != 200:
+            raise RuntimeUnusable(f"it answered {_PATH} with status {answer.status_code}")
+        try:
+            told: Any = from_json(answer.content)
+            facts = told.get("winnow") if isinstance(told, dict) else None
+            return None if facts is None else ServedModel.model_validate(facts)
+        except ValidationError as error:
+            raise RuntimeUnusable(
+                f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)"
+            ) from None
+        except ValueError:
+            raise RuntimeUnusable(f"its {_PATH} is not JSON") from None
