@@ -1,0 +1,335 @@
+"""Tactic offline: how many tokens it takes, how much attention mass they hold, and what the size of spans does to both.
+
+    python benchmarks/tactic_tables.py --length 8192 --samples 4 --output tactic-8k.json
+
+A model reads the evaluation's prompts and their answers densely; the answer tokens' queries are then asked what Tactic
+would have attended to. Rotated queries and keys are taken from transformers, clusters and selection from
+winnow_kernels. Counts are of tokens in context, those in no cluster included; ratios are ratios of sums.
+
+For each p, beside Tactic:
+  optimal          the fewest tokens that hold p: the largest weights first;
+  cluster optimal  whole clusters by the mass they hold, after the unclustered tokens (Tactic, Table 3);
+  ranking optimal  Tactic's list with the true weights: what a perfect fit would take.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from winnow_kernels.attend import group
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.gather import Meter
+from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
+from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.tactic import Estimate, TacticParameters, TacticStep
+from winnow_service.evaluation.tasks import TASKS
+
+PAGE_SIZE = 16
+SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
+SPANS = (256, 512, 1024, 4096)
+SPAN_SHARE = 0.9
+MOST_STEPS = 32
+"""Answer tokens of a prompt that are asked, at most."""
+
+
+@dataclass
+class Captured:
+    """One prompt's attention inputs.
+
+    Attributes:
+        prompt_length: tokens in the prompt.
+        queries: for each layer [steps, query heads, head dim], of the tokens that the answer's first steps decode.
+        caches: for each layer all keys; a token's slot is its position.
+        scale: of the scores.
+    """
+
+    prompt_length: int
+    queries: list[Tensor] = field(default_factory=list)
+    caches: list[LayerCache] = field(default_factory=list)
+    scale: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        return self.queries[0].shape[0]
+
+    def context(self) -> Context:
+        """The context of each step: one row for each answer token, that token included."""
+        lengths = self.prompt_length + 1 + torch.arange(self.steps, device=self.queries[0].device)
+        slots = torch.arange(int(lengths.max()), device=lengths.device).expand(self.steps, -1)
+        return Context(slots.masked_fill(slots >= lengths[:, None], self.caches[0].slots), lengths)
+
+
+@dataclass
+class Sums:
+    """Sums over layers, heads, steps and prompts. Tokens of KV heads are those of the union over the group."""
+
+    heads: float = 0
+    context: float = 0
+    tokens: dict[str, float] = field(default_factory=dict)
+    union_context: float = 0
+    union: dict[str, float] = field(default_factory=dict)
+    share: float = 0
+    estimated: float = 0
+    successes: float = 0
+
+    def add(self, lengths: Tensor, masks: dict[str, Tensor], weights: Tensor, estimated: Tensor, p: float) -> None:
+        """Add a layer: ``masks`` are bool and ``weights`` float64, [steps, KV heads, group, context]."""
+        steps, kv_heads, per_group, _ = weights.shape
+        achieved = (weights * masks["tactic"]).sum(-1)
+        self.heads += steps * kv_heads * per_group
+        self.context += float(lengths.sum()) * kv_heads * per_group
+        self.union_context += float(lengths.sum()) * kv_heads
+        for name, mask in masks.items():
+            self.tokens[name] = self.tokens.get(name, 0.0) + float(mask.sum())
+            self.union[name] = self.union.get(name, 0.0) + float(mask.any(2).sum())
+        self.share += float(achieved.sum())
+        self.estimated += float(estimated.sum())
+        self.successes += float((achieved >= p).sum())
+
+    def table(self) -> dict[str, Any]:
+        """The sums as ratios."""
+        return {
+            "tokens_ratio": {name: count / self.context for name, count in self.tokens.items()},
+            "tokens_per_head": {name: count / self.heads for name, count in self.tokens.items()},
+            "union_ratio": {name: count / self.union_context for name, count in self.union.items()},
+            "union_to_cluster_optimal": self.union["tactic"] / self.union["cluster_optimal"],
+            "achieved_share": self.share / self.heads,
+            "estimated_share": self.estimated / self.heads,
+            "success_rate": self.successes / self.heads,
+        }
+
+
+def capture(model: Any, tokens: list[int], prompt_length: int) -> Captured:
+    """Run the model over a prompt and its answer."""
+    captured = Captured(prompt_length)
+    steps = min(MOST_STEPS, len(tokens) - prompt_length)
+    tokens = tokens[: prompt_length + steps]
+    slots = -(-len(tokens) // PAGE_SIZE) * PAGE_SIZE
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        keys = torch.nn.functional.pad(key[0].transpose(0, 1), (0, 0, 0, 0, 0, slots - key.shape[2]))
+        captured.queries.append(query[0, :, prompt_length:].transpose(0, 1))
+        captured.caches.append(LayerCache(keys.contiguous(), keys))
+        captured.scale = options["scaling"]
+        return sdpa_attention_forward(module, query, key, value, *rest, **options)
+
+    AttentionInterface.register("capture", attention)
+    model.set_attn_implementation("capture")
+    with torch.inference_mode():
+        model.base_model(torch.tensor([tokens], device=model.device), use_cache=False)
+    return captured
+
+
+def prompts(tokenizer: Any, tasks: list[str], length: int, samples: int, seed: int) -> Iterator[tuple[list[int], int]]:
+    """Yield tokens of prompt and answer, a little under ``length``, and the prompt's length."""
+    for task in tasks:
+        for index in range(samples):
+            words = length // 2
+            for _ in range(6):
+                sample = TASKS[task].make(random.Random(f"{seed}/{task}/{index}"), words)
+                message = [{"role": "user", "content": sample.prompt}]
+                text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+                prompt = tokenizer.encode(text, add_special_tokens=False)
+                answer = tokenizer.encode(sample.questions[0].answer, add_special_tokens=False)
+                used = len(prompt) + len(answer)
+                if 0.97 * length <= used <= length:
+                    break
+                words = max(1, int(words * 0.985 * length / used))
+            yield prompt + answer, len(prompt)
+
+
+def ranked_positions(step: TacticStep, estimate: Estimate, layer: int, most: int) -> Tensor:
+    """Return the positions of the first ``most`` tokens of each query head's list: [steps, KV heads, group, most]."""
+    ends = estimate.ranking.ends
+    places = torch.arange(most, device=ends.device).expand(*ends.shape[:3], -1).contiguous()
+    at = torch.searchsorted(ends, places, right=True).clamp_max(ends.shape[-1] - 1)
+    clusters = estimate.ranking.clusters.gather(-1, at)
+    ranks = places - estimate.ranking.starts.gather(-1, at)
+    return step.index.members(layer, step.spans, clusters.flatten(2), ranks.flatten(2)).view_as(places)
+
+
+def leading(weights: Tensor, before: Tensor, p: float) -> Tensor:
+    """Return which of the weights in order, [..., n], are needed for ``p`` when ``before``, [...], is there already."""
+    reached_before = before[..., None] + weights.cumsum(-1) - weights
+    return reached_before < p
+
+
+class PromptTables:
+    """One prompt under one span size."""
+
+    def __init__(self, captured: Captured, span: int) -> None:
+        self.captured = captured
+        self.context = captured.context()
+        device = self.context.device
+        generations = PageGenerations(captured.caches[0].slots, PAGE_SIZE, device)
+        self.index = ClusterIndex(captured.caches, generations, span)
+        clustered = captured.prompt_length // span * span
+        started = time.perf_counter()
+        self.index.ensure(self.context, 0, clustered)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        self.build_seconds = time.perf_counter() - started
+        self.clustered = torch.full((captured.steps,), clustered, device=device)
+
+    def add(self, p: float, sums: Sums, layers: list[Sums]) -> None:
+        """Add the prompt to the sums, and each layer to its own."""
+        parameters = [TacticParameters(p)] * self.captured.steps
+        step = TacticStep(self.context, self.captured.scale, None, self.index, parameters, self.clustered)
+        for layer, cache in enumerate(self.captured.caches):
+            queries = self.captured.queries[layer]
+            estimate = step.estimate(layer, queries, cache, Meter(self.captured.steps, queries.device))
+            weights = self._weights(layer, cache)
+            masks = self._masks(step, estimate, layer, weights, p)
+            believed = (estimate.mass.outside + estimate.mass.held_by(estimate.tokens)) / estimate.mass.total
+            for of in (sums, layers[layer]):
+                of.add(self.context.lengths, masks, weights, believed, p)
+
+    def _weights(self, layer: int, cache: LayerCache) -> Tensor:
+        """True attention weights, float64 [steps, KV heads, group, context]."""
+        grouped = group(self.captured.queries[layer], cache.kv_heads)
+        keys = cache.keys[: self.context.longest].float().transpose(0, 1)
+        scores = (grouped @ keys.mT).double() * self.captured.scale
+        return scores.masked_fill(~self.context.inside[:, None, None], -torch.inf).softmax(-1)
+
+    def _masks(self, step: TacticStep, estimate: Estimate, layer: int, weights: Tensor, p: float) -> dict[str, Tensor]:
+        """Which tokens each way of choosing takes, bool [steps, KV heads, group, context]."""
+        places = torch.arange(weights.shape[-1], device=weights.device)
+        kept = (places >= self.clustered[:, None]) & self.context.inside
+        kept = kept[:, None, None].expand(weights.shape)
+        before = (weights * kept).sum(-1)
+
+        ranked = ranked_positions(step, estimate, layer, int(self.clustered[0]))
+        of_ranked = weights.gather(-1, ranked)
+        taken = torch.arange(ranked.shape[-1], device=places.device) < estimate.tokens[..., None]
+        perfect = leading(of_ranked, before, p)
+
+        by_weight = weights.sort(dim=-1, descending=True)
+        best = leading(by_weight.values, torch.zeros_like(before), p)
+
+        numbers = self._cluster_of(step, layer)[:, :, None].expand(*weights.shape[:3], -1)
+        clusters = step.spans.most * self.index.clusters
+        in_span = weights[..., : numbers.shape[-1]]
+        mass = weights.new_zeros(*weights.shape[:3], clusters).scatter_add_(-1, numbers, in_span)
+        by_mass = mass.sort(dim=-1, descending=True)
+        needed = leading(by_mass.values, before, p)
+        whole = torch.zeros_like(needed).scatter_(-1, by_mass.indices, needed)
+        in_whole = torch.zeros_like(kept)
+        in_whole[..., : numbers.shape[-1]] = whole.gather(-1, numbers)
+
+        nothing = torch.zeros_like(kept)
+        return {
+            "optimal": nothing.scatter(-1, by_weight.indices, best),
+            "cluster_optimal": kept | in_whole,
+            "ranking_optimal": kept | nothing.scatter(-1, ranked, perfect),
+            "tactic": kept | nothing.scatter(-1, ranked, taken),
+        }
+
+    def _cluster_of(self, step: TacticStep, layer: int) -> Tensor:
+        """The cluster of each clustered position, int64 [steps, KV heads, clustered]."""
+        sizes = self.index.read(layer, step.spans).sizes.transpose(0, 1).long()[0]
+        total = int(self.clustered[0])
+        numbers = torch.arange(sizes.shape[-1], device=sizes.device)
+        of_head = torch.stack([numbers.repeat_interleave(head, output_size=total) for head in sizes])
+        ends = sizes.cumsum(-1)
+        ranks = torch.arange(total, device=sizes.device) - (ends - sizes).gather(-1, of_head)
+        shape = (self.captured.steps, *of_head.shape)
+        positions = self.index.members(layer, step.spans, of_head.expand(shape), ranks.expand(shape))
+        return torch.zeros_like(positions).scatter_(-1, positions, of_head.expand(shape))
+
+
+def _row(table: dict[str, Any]) -> str:
+    ratios, union = table["tokens_ratio"], table["union_ratio"]
+    names = ("optimal", "cluster_optimal", "ranking_optimal", "tactic")
+    return (
+        "  ".join(f"{100 * ratios[name]:6.2f}" for name in names)
+        + " |"
+        + "  ".join(f"{100 * union[name]:6.2f}" for name in names)
+        + f" | {table['union_to_cluster_optimal']:5.2f}  {100 * table['achieved_share']:5.1f}"
+        + f"  {100 * table['estimated_share']:5.1f}  {100 * table['success_rate']:5.1f}"
+    )
+
+
+_HEADER = (
+    "% of context: head: optimal, cluster optimal, ranking optimal, tactic | KV head: the same"
+    " | tactic/cluster optimal, achieved share, estimated share, success rate"
+)
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of a model that transformers loads.")] = Path("models/needle"),
+    length: Annotated[int, typer.Option(help="Tokens of prompt and answer.")] = 8192,
+    tasks: Annotated[
+        str, typer.Option(help="The evaluation's tasks, with commas.")
+    ] = "niah_single_2,niah_multikey_1,vt",
+    samples: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
+    span: Annotated[int, typer.Option(help="Span of the table over p.")] = SPAN,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Where to write the tables as JSON.")] = None,
+) -> None:
+    """Print Tactic's Table 3 for a model, and the table of span sizes."""
+    if unknown := set(tasks.split(",")) - TASKS.keys():
+        raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(TASKS)}", param_hint="--tasks")
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+    layers = network.config.num_hidden_layers
+    by_share = {p: Sums() for p in SHARES}
+    by_layer = {p: [Sums() for _ in range(layers)] for p in SHARES}
+    by_span: dict[str, Sums] = {str(size): Sums() for size in SPANS} | {"whole": Sums()}
+    seconds = dict.fromkeys(by_span, 0.0)
+    steps = 0
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for tokens, prompt_length in prompts(tokenizer, tasks.split(","), length, samples, seed):
+        captured = capture(network, tokens, prompt_length)
+        steps += captured.steps
+        with torch.inference_mode():
+            tables = PromptTables(captured, span)
+            for p in SHARES:
+                tables.add(p, by_share[p], by_layer[p])
+            for name, sums in by_span.items():
+                size = prompt_length // PAGE_SIZE * PAGE_SIZE if name == "whole" else int(name)
+                if size > prompt_length:
+                    continue
+                tables = PromptTables(captured, size)
+                seconds[name] += tables.build_seconds
+                tables.add(SPAN_SHARE, sums, [Sums() for _ in range(layers)])
+        typer.echo(f"{prompt_length} tokens of prompt, {captured.steps} of answer")
+
+    measured = {name: sums for name, sums in by_span.items() if sums.heads}
+    result = {
+        "model": model.name,
+        "length": length,
+        "tasks": tasks.split(","),
+        "samples": samples,
+        "seed": seed,
+        "span": span,
+        "device": device,
+        "steps": steps,
+        "by_share": {str(p): sums.table() for p, sums in by_share.items()},
+        "by_layer": {str(p): [sums.table() for sums in of_layers] for p, of_layers in by_layer.items()},
+        "by_span": {n: sums.table() | {"build_seconds": seconds[n]} for n, sums in measured.items()},
+    }
+    typer.echo(_HEADER)
+    for p, sums in by_share.items():
+        typer.echo(f"p = {p:<9} {_row(sums.table())}")
+    for layer, sums in enumerate(by_layer[SPAN_SHARE]):
+        typer.echo(f"layer {layer:<7} {_row(sums.table())}")
+    for name, sums in measured.items():
+        typer.echo(f"span {name:<8} {_row(sums.table())}  built in {seconds[name]:.1f} s")
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
