@@ -83,8 +83,5 @@ def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:
             backend not in (None, "winnow")
             for backend in (arguments.prefill_attention_backend, arguments.decode_attention_backend)
         ),
-        "CUDA graphs yet (start with --disable-cuda-graph)": (
-            runner.device == "cuda" and not arguments.disable_cuda_graph
-        ),
     }
     yield from (reason for reason, present in refused.items() if present)
