@@ -7,9 +7,9 @@ that a group reads each key and value once.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +78,8 @@ class Layout:
             yield keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
 
-# Layouts of a living Context, the same in all layers of a step, by its id, then by window and KV heads. By its id, as
-# Contexts are equal if they share tensors, and those may be refilled for the next step.
-_layouts: dict[int, dict[tuple[int | None, int], list[Layout]]] = {}
+# Layouts of a step's contexts, which are the same in all its layers, by window and KV heads.
+_layouts: WeakKeyDictionary[Context, dict[tuple[int | None, int], list[Layout]]] = WeakKeyDictionary()
 
 
 def attend_all(
@@ -230,10 +229,7 @@ def ungroup(outputs: Tensor) -> Tensor:
 
 
 def _layouts_of(context: Context, kv_heads: int, sliding_window: int | None) -> list[Layout]:
-    if id(context) not in _layouts:
-        _layouts[id(context)] = {}
-        weakref.finalize(context, _layouts.pop, id(context))
-    known = _layouts[id(context)]
+    known = _layouts.setdefault(context, {})
     key = (sliding_window, kv_heads)
     if key not in known:
         lengths = context.lengths.tolist()
