@@ -33,13 +33,13 @@ from benchmarks.machine import numbers, surroundings
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.families import FAMILIES, Rows
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy, check_against_model, parse_policy
+from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, check_against_model, parse_policy
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.dense import attend_all, prefill
+from winnow_kernels.dense import prefill
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
@@ -55,7 +55,7 @@ NATIVE: Any = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
 
 CPU: Final = torch.device("cpu")
 CAPTURED: Final = Path(tempfile.gettempdir()) / "winnow-captured-prompts"
-POLICIES: Final = tuple(name for name in FAMILIES if name != "dense")
+POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def main(
             results += measure_quoka_prefill(
                 Pool.random(length, layers, kind), numbers(chunks), budget, prefill_repeats
             )
-    Console().print(_table(results))
+    Console(width=130).print(_table(results))
     if output:
         shape = {"kv_heads": KV_HEADS, "query_heads": QUERY_HEADS, "head_dim": HEAD_DIM}
         record = surroundings() | {
@@ -243,14 +243,13 @@ def measure_decode(
                 scaling=prompt.scale, enable_gqa=True,
             )  # fmt: skip
 
-    def dense(step: int) -> None:
-        context, meter = pool.context(step), Meter(pool.requests, CPU)
-        for layer, cache in enumerate(pool.caches):
-            attend_all(pool.queries(layer, step), context, cache, prompt.scale, meter)
-
     prepared = {name: Policy(policy, pool) for name, policy in policies.items()}
     runs = {name: policy.run for name, policy in prepared.items()}
-    contestants: dict[str, Callable[..., object]] = {"torch_native": native, "dense": dense, **runs}
+    contestants: dict[str, Callable[..., object]] = {
+        "torch_native": native,
+        "dense": Policy(AttentionPolicy(), pool).run,
+        **runs,
+    }
     times = _medians(contestants, repeats, range(prompt.steps), warm_up=True)
     times = {name: value / len(pool.caches) for name, value in times.items()}
     attended = {name: _attended_ratio(policy, prompt.steps) for name, policy in prepared.items()}

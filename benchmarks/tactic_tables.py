@@ -1,6 +1,6 @@
 """Tactic offline: how many tokens it takes, how much attention mass they hold, and what the size of spans does to both.
 
-    python benchmarks/tactic_tables.py --length 8192 --samples 4 --output tactic-8k.json
+    python -m benchmarks.tactic_tables --length 8192 --samples 4 --output tactic-8k.json
 
 A model reads the evaluation's prompts and their answers densely; the answer tokens' queries are then asked what Tactic
 would have attended to. Rotated queries and keys are taken from transformers, clusters and selection from
@@ -15,9 +15,7 @@ For each p, beside Tactic:
 from __future__ import annotations
 
 import json
-import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,11 +23,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from benchmarks.offline_model import OfflineModel, Prompt, make_prompts
 from winnow_kernels.attend import group
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.dense import prefill
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
@@ -111,43 +109,24 @@ class Sums:
         }
 
 
-def capture(model: Any, tokens: list[int], prompt_length: int) -> Captured:
+def capture(model: OfflineModel, prompt: Prompt) -> Captured:
     """Run the model over a prompt and its answer."""
-    captured = Captured(prompt_length)
-    steps = min(MOST_STEPS, len(tokens) - prompt_length)
-    tokens = tokens[: prompt_length + steps]
-    slots = -(-len(tokens) // PAGE_SIZE) * PAGE_SIZE
+    captured = Captured(len(prompt.tokens))
+    tokens = torch.tensor([[*prompt.tokens, *prompt.answer[:MOST_STEPS]]], device=model.device)
+    positions = torch.arange(tokens.shape[1], device=model.device)
+    padding = (0, 0, 0, 0, 0, -tokens.shape[1] % PAGE_SIZE)
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
-        keys = torch.nn.functional.pad(key[0].transpose(0, 1), (0, 0, 0, 0, 0, slots - key.shape[2]))
-        captured.queries.append(query[0, :, prompt_length:].transpose(0, 1))
-        captured.caches.append(LayerCache(keys.contiguous(), keys))
-        captured.scale = options["scaling"]
-        return sdpa_attention_forward(module, query, key, value, *rest, **options)
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        del layer
+        cache = LayerCache(*(torch.nn.functional.pad(vectors[0], padding) for vectors in (keys, values)))
+        captured.queries.append(queries[0, captured.prompt_length :].clone())
+        captured.caches.append(cache)
+        captured.scale = scale
+        return prefill(queries[0], positions, cache, scale)[None]
 
-    AttentionInterface.register("capture", attention)
-    model.set_attn_implementation("capture")
     with torch.inference_mode():
-        model.base_model(torch.tensor([tokens], device=model.device), use_cache=False)
+        model.hidden(tokens, positions[None], attend)
     return captured
-
-
-def prompts(tokenizer: Any, tasks: list[str], length: int, samples: int, seed: int) -> Iterator[tuple[list[int], int]]:
-    """Yield tokens of prompt and answer, a little under ``length``, and the prompt's length."""
-    for task in tasks:
-        for index in range(samples):
-            words = length // 2
-            for _ in range(6):
-                sample = TASKS[task].make(random.Random(f"{seed}/{task}/{index}"), words)
-                message = [{"role": "user", "content": sample.prompt}]
-                text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-                prompt = tokenizer.encode(text, add_special_tokens=False)
-                answer = tokenizer.encode(sample.questions[0].answer, add_special_tokens=False)
-                used = len(prompt) + len(answer)
-                if 0.97 * length <= used <= length:
-                    break
-                words = max(1, int(words * 0.985 * length / used))
-            yield prompt + answer, len(prompt)
 
 
 def ranked_positions(step: TacticStep, estimate: Estimate, layer: int, most: int) -> Tensor:
@@ -282,16 +261,17 @@ def main(
     """Print Tactic's Table 3 for a model, and the table of span sizes."""
     if unknown := set(tasks.split(",")) - TASKS.keys():
         raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(TASKS)}", param_hint="--tasks")
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
-    layers = network.config.num_hidden_layers
+    network = OfflineModel(model, torch.device(device))
+    layers = network.layers
     by_share = {p: Sums() for p in SHARES}
     by_layer = {p: [Sums() for _ in range(layers)] for p in SHARES}
     by_span: dict[str, Sums] = {str(size): Sums() for size in SPANS} | {"whole": Sums()}
     seconds = dict.fromkeys(by_span, 0.0)
     steps = 0
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    for tokens, prompt_length in prompts(tokenizer, tasks.split(","), length, samples, seed):
-        captured = capture(network, tokens, prompt_length)
+    prompts = (made for task in tasks.split(",") for made in make_prompts(network, task, length, samples, seed))
+    for prompt in prompts:
+        prompt_length = len(prompt.tokens)
+        captured = capture(network, prompt)
         steps += captured.steps
         with torch.inference_mode():
             tables = PromptTables(captured, span)
