@@ -20,7 +20,7 @@ from torch import Tensor
 
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.early_termination import Termination
+from winnow_kernels.early_termination import TILE, Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.observation import ObservationBuffer
 from winnow_kernels.selection import Selection, select_positions
@@ -96,7 +96,11 @@ class SnapKVState:
 
 
 class SnapKVStep(DecodeStep):
-    """Attend to what was generated, newest first, then to what the requests keep of their prompts."""
+    """Attend to what was generated and to what the requests keep of their prompts.
+
+    The newest tile of what was generated is read first, then what is kept of the prompt, then the rest of what was
+    generated, newest first: a long answer, read first, would settle the output before the prompt's evidence is seen.
+    """
 
     def __init__(
         self, context: Context, scale: float, termination: Termination | None, states: Sequence[SnapKVState]
@@ -109,14 +113,16 @@ class SnapKVStep(DecodeStep):
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         self._vote(layer, cache, meter)
         kept = [state.kept[layer] for state in self._states]
-        counts = self._generated + torch.tensor([each.shape[1] for each in kept], device=self.context.device)
+        kept_counts = torch.tensor([each.shape[1] for each in kept], device=self.context.device)[:, None]
+        counts = self._generated + kept_counts[:, 0]
         most_kept = max(each.shape[1] for each in kept)
         table = torch.stack([F.pad(each, (0, most_kept - each.shape[1])) for each in kept])
         index = torch.arange(int(counts.max()), device=self.context.device)
-        behind = index - self._generated[:, None]
-        of_prompt = table.take_along_dim(behind.clamp(0, most_kept - 1)[:, None], 2)
-        newest_first = self.context.lengths[:, None] - 1 - index
-        positions = torch.where((behind < 0)[:, None], newest_first[:, None], of_prompt)
+        front = self._generated.clamp_max(TILE)[:, None]
+        of_prompt = table.take_along_dim((index - front).clamp(0, most_kept - 1)[:, None], 2)
+        newest_first = self.context.lengths[:, None] - 1 - torch.where(index < front, index, index - kept_counts)
+        in_prompt = (index >= front) & (index < front + kept_counts)
+        positions = torch.where(in_prompt[:, None], of_prompt, newest_first[:, None])
         return select_positions(self.context, positions, counts[:, None].expand(-1, cache.kv_heads))
 
     def _vote(self, layer: int, cache: LayerCache, meter: Meter) -> None:

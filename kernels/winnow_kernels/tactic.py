@@ -14,8 +14,9 @@ What the paper leaves open:
   more than 16 members the first 16 are sampled, and stand for all.
 - A fit that does not fall is flat.
 - p = 1 takes everything, whatever the curve says.
-- Order: tokens in no cluster, newest first; then clusters by the best place that a query head of the group that needs
-  them gives them, then by their number.
+- Order: the newest tile of 64 tokens; then clusters by the best place that a query head of the group that needs them
+  gives them, then by their number; then the other tokens in no cluster, newest first. There may be thousands of those:
+  were they read first, the output would settle on them, and early termination would stop before the best clusters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from winnow_kernels.attend import group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.distribution_fit import Curve, RankedMass
-from winnow_kernels.early_termination import Termination
+from winnow_kernels.early_termination import TILE, Termination
 from winnow_kernels.gather import Meter, gather_keys, peek_keys
 from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
@@ -407,10 +408,12 @@ def _union(ranking: Ranking, tokens: Tensor, clusters: int) -> _Needs:
 
 
 def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Selection:
-    """Return a selection of the first ``kept_counts`` of ``kept``, then the first ``taken_counts`` of ``taken``."""
+    """Return a selection of the first ``kept_counts`` of ``kept`` and the first ``taken_counts`` of ``taken``."""
     counts = kept_counts + taken_counts
     places = torch.arange(int(counts.max()), device=counts.device)
-    from_taken = places - kept_counts[..., None]
-    at = torch.where(from_taken >= 0, from_taken + kept.shape[2], places)
+    front = kept_counts.clamp_max(TILE)[..., None]
+    behind = front + taken_counts[..., None]
+    at = torch.where(places < behind, places - front + kept.shape[2], places - taken_counts[..., None])
+    at = torch.where(places < front, places, at)
     both = torch.cat([kept, taken], -1)
     return Selection(both.gather(-1, at.clamp_max(both.shape[2] - 1)), counts)

@@ -100,7 +100,9 @@ def select(
     for count, fitted, outside, kept_weights, _ in per_head:
         held = sum(kept_weights[:limit]) + fitted[: min(count, lost)].sum()
         shares.append(held / (outside + fitted.sum()))
-    return Expected(positions[:limit], [count for count, *_ in per_head], float(np.mean(shares)), capped)
+    front = min(64, limit, len(kept))
+    ordered = positions[:front] + positions[len(kept) : limit] + positions[front : min(len(kept), limit)]
+    return Expected(ordered, [count for count, *_ in per_head], float(np.mean(shares)), capped)
 
 
 def _window_starts(clusters: int, window: int) -> tuple[int, int]:

@@ -45,8 +45,12 @@ def _check(
     window: int,
     budget: int,
 ) -> None:
-    """The generated tokens, the window, then the most votes, in that order."""
+    """The newest 64 generated tokens, the window, the most votes, then the other generated tokens, in that order."""
     window = min(window, prompt)
+    late = max(0, length - prompt - 64)
+    assert positions[len(positions) - late :] == list(range(prompt + late - 1, prompt - 1, -1))
+    kept = len(positions) - late
+    positions = positions[: length - prompt - late] + positions[kept:] + positions[length - prompt - late : kept]
     recent = list(range(length - 1, prompt - window - 1, -1))
     always = recent[: length - prompt + min(window, budget)]
     assert positions[: len(always)] == always
@@ -68,7 +72,7 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype)
     cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
     prompts, generated, budgets, windows, kernels = (
         [300, 40, 64, 9],
-        [5, 1, 0, 30],
+        [5, 1, 0, 150],
         [64, 20, 200, 4],
         [16, 32, 8, 6],
         [5, 1, 7, 3],
