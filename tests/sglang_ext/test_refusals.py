@@ -1,0 +1,180 @@
+"""What the attention backend does not serve ends the start, with one sentence that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from torch import nn
+
+from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
+from tests.models import ModelShape, write_model
+from tests.runtime import runtime_server
+
+SENTENCE = "Winnow: the server does not start, because --attention-backend winnow does not serve {}."
+
+SERVED_ARGUMENTS: dict[str, Any] = {
+    "speculative_algorithm": None,
+    "enable_mixed_chunk": False,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "radix_cache_backend": None,
+    "enable_streaming_session": False,
+    "disaggregation_mode": "null",
+    "enable_pdmux": False,
+    "enable_two_batch_overlap": False,
+    "tp_size": 1,
+    "pp_size": 1,
+    "enable_dp_attention": False,
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+}
+SERVED_MODEL: dict[str, Any] = {
+    "attention_arch": AttentionArch.MHA,
+    "is_encoder_decoder": False,
+    "is_generation": True,
+}
+
+
+def layer(number: int, **changes: Any) -> RadixAttention:
+    return RadixAttention(
+        **{"num_heads": 4, "head_dim": 64, "scaling": 0.125, "num_kv_heads": 2, "layer_id": number} | changes
+    )
+
+
+def pool(kind: type[object] = MHATokenToKVPool, dtype: torch.dtype = torch.float32) -> Any:
+    made: Any = object.__new__(kind)
+    made.dtype = dtype
+    return made
+
+
+def runner(
+    *layers: nn.Module,
+    arguments: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    cache: Any = None,
+) -> Any:
+    """Return what stands for a runner that is served, but for what the arguments say."""
+    return SimpleNamespace(
+        model=nn.ModuleList(layers or [layer(0), layer(1)]),
+        model_config=SimpleNamespace(**SERVED_MODEL | (config or {})),
+        server_args=SimpleNamespace(**SERVED_ARGUMENTS | (arguments or {})),
+        token_to_kv_pool=cache or pool(),
+    )
+
+
+def assert_refused(refused: Any, reason: str) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        refuse_what_is_not_served(refused)
+    assert refusal.value.code == SENTENCE.format(reason)
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        runner(),
+        runner(layer(0, sliding_window_size=128), layer(1)),
+        runner(cache=pool(dtype=torch.bfloat16)),
+        runner(cache=pool(dtype=torch.float16)),
+        runner(arguments={"prefill_attention_backend": "winnow", "decode_attention_backend": "winnow"}),
+    ],
+)
+def test_what_is_served_is_not_refused(served: Any) -> None:
+    refuse_what_is_not_served(served)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "speculative decoding (--speculative-algorithm)"),
+        ({"enable_mixed_chunk": True}, "mixed chunks (--enable-mixed-chunk)"),
+        ({"enable_hierarchical_cache": True}, "the hierarchical cache (--enable-hierarchical-cache)"),
+        ({"enable_lmcache": True}, "LMCache (--enable-lmcache)"),
+        ({"radix_cache_backend": "cpp"}, "another radix cache (--radix-cache-backend)"),
+        ({"enable_streaming_session": True}, "streaming sessions (--enable-streaming-session)"),
+        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation (--disaggregation-mode)"),
+        ({"enable_pdmux": True}, "prefill-decode multiplexing (--enable-pdmux)"),
+        ({"enable_two_batch_overlap": True}, "two-batch overlap (--enable-two-batch-overlap)"),
+        ({"tp_size": 2}, "tensor parallelism (--tensor-parallel-size)"),
+        ({"pp_size": 2}, "pipeline parallelism (--pipeline-parallel-size)"),
+        ({"enable_dp_attention": True}, "data-parallel attention (--enable-dp-attention)"),
+        ({"prefill_attention_backend": "triton"}, "another backend for prefill or decode than for the rest"),
+        ({"decode_attention_backend": "triton"}, "another backend for prefill or decode than for the rest"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], reason: str) -> None:
+    assert_refused(runner(arguments=arguments), reason)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"attention_arch": AttentionArch.MLA}, "multi-head latent attention (MLA)"),
+        ({"is_encoder_decoder": True}, "encoder-decoder models"),
+        ({"is_generation": False}, "models that do not generate"),
+    ],
+)
+def test_models(config: dict[str, Any], reason: str) -> None:
+    assert_refused(runner(config=config), reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scaling": 0.25}, "layers that scale their scores differently"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention that is not causal self-attention"),
+        ({"is_cross_attention": True}, "attention that is not causal self-attention"),
+        ({"logit_cap": 30.0}, "capped attention scores (logit_cap)"),
+        ({"v_head_dim": 32}, "keys and values of different sizes"),
+        ({"use_irope": True}, "attention whose temperature depends on the position"),
+    ],
+)
+def test_one_layer_that_is_not_served(changes: dict[str, Any], reason: str) -> None:
+    assert_refused(runner(layer(0), layer(1, **changes)), reason)
+
+
+def test_a_temperature_of_long_contexts() -> None:
+    grok = layer(1)
+    grok.xai_temperature_len = 1024
+    assert_refused(runner(layer(0), grok), "attention whose temperature depends on the position")
+
+
+def test_sinks_that_are_parameters() -> None:
+    with_sinks = layer(1)
+    with_sinks.sinks = nn.Parameter(torch.zeros(4))
+    assert_refused(runner(layer(0), with_sinks), "attention sinks that are parameters (gpt-oss)")
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (pool(MLATokenToKVPool), "a KV cache of the kind MLATokenToKVPool"),
+        (pool(type("Packed", (MHATokenToKVPool,), {})), "a KV cache of the kind Packed"),
+        (pool(dtype=torch.float8_e5m2), "a KV cache in float8_e5m2 (use float32, float16 or bfloat16)"),
+    ],
+)
+def test_caches(cache: Any, reason: str) -> None:
+    assert_refused(runner(cache=cache), reason)
+
+
+def test_layers_come_in_the_order_of_the_model() -> None:
+    layers = attention_layers(runner(layer(1), nn.Linear(2, 2), layer(0)))
+    assert [one.layer_id for one in layers] == [0, 1]
+
+
+def test_a_server_that_is_refused_says_why_and_ends(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", ModelShape())
+    log = tmp_path / "log"
+    arguments = ["--load-format", "dummy", "--attention-backend", "winnow", "--enable-mixed-chunk"]
+    with (
+        pytest.raises(RuntimeError, match=r"SGLang ended with (?!0:)"),
+        runtime_server(model, *arguments, "--max-total-tokens", "2048", log=log),
+    ):
+        pass
+    assert SENTENCE.format("mixed chunks (--enable-mixed-chunk)") in log.read_text().splitlines()
