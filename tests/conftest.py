@@ -25,6 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SessionOutcome(config.getoption("--record")), "session-outcome")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The tests of a file share its server: one process runs them all.
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 class SessionOutcome:
     """What became of each test of the session."""
 
@@ -40,7 +47,8 @@ class SessionOutcome:
             self.outcomes[report.nodeid] = "error" if report.failed and report.when != "call" else report.outcome
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.config.option.collectonly:
+        # A process that runs tests for another, which sees all outcomes.
+        if session.config.option.collectonly or hasattr(session.config, "workerinput"):
             return
         if session.exitstatus == pytest.ExitCode.OK and "passed" not in self.outcomes.values():
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -44,7 +44,9 @@ def start_up(folder: Path) -> Deployment:
     """``winnow up`` with the shipped model, ready."""
     port, runtime_port = free_port(), free_port()
     log = folder / "log"
-    process = start([*WINNOW, "up", "--device", "cpu", "--port", str(port), "--runtime-port", str(runtime_port)], log)
+    command = [*WINNOW, "up", "--device", "cpu", "--port", str(port), "--runtime-port", str(runtime_port)]
+    # Policies act at the lengths of tests.
+    process = start(command, log, {"WINNOW_CROSSOVER_TOKENS": "0"})
     deployment = Deployment(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{runtime_port}", process, log)
     wait_ready(deployment)
     return deployment

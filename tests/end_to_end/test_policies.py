@@ -14,8 +14,7 @@ from tests.end_to_end.deployment import Deployment
 from tests.end_to_end.test_answers import EXAMPLE, EXAMPLE_ANSWER
 from winnow_service.evaluation.tasks import TASKS
 
-# Long enough that no policy's steps run dense because they would not pay.
-WORDS = 9000
+WORDS = 4000
 SPARSE: dict[str, dict[str, Any]] = {
     "quest": {"decode": {"policy": "quest", "budget": 1024}},
     "snapkv": {"decode": {"policy": "snapkv", "budget": 1024}},
