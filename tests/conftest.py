@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SessionOutcome(config.getoption("--record")), "session-outcome")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The tests of a file share its server: one process runs them all.
     for item in items:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from tests.ports import free_port
 
 START_SECONDS = 240
 STOP_SECONDS = 30
@@ -33,7 +34,7 @@ def runtime_server(model: Path, *arguments: str, log: Path, **environment: str) 
     Raises:
         RuntimeError: the server ended, or was not ready within ``START_SECONDS``.
     """
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     settings = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"} | environment
@@ -68,10 +69,3 @@ def _wait_until_ready(process: subprocess.Popen[bytes], runtime: Runtime) -> Non
 
 def _end_of(log: Path) -> str:
     return log.read_text(errors="replace")[-4000:]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

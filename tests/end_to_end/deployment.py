@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import free_port
 from tests.service.processes import WINNOW, alive, descendants
-from tests.service.servers import free_port
 
 START_SECONDS = 240
 STOP_SECONDS = 60

@@ -21,8 +21,8 @@ from tests.end_to_end.deployment import (
     wait_readiness,
     wait_ready,
 )
+from tests.ports import free_port
 from tests.service.processes import WINNOW, alive, descendants
-from tests.service.servers import free_port
 from tests.service.test_streaming import events
 from winnow_service.cli.up import SHIPPED_MODEL
 from winnow_service.supervisor.programs import Device, runtime_program

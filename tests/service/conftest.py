@@ -9,8 +9,9 @@ import httpx
 import pytest_asyncio
 from pydantic import AnyHttpUrl
 
+from tests.ports import free_port
 from tests.service.fake_runtime import FakeRuntime
-from tests.service.servers import free_port, serving
+from tests.service.servers import serving
 from winnow_service.app import create_app
 from winnow_service.settings import Settings
 

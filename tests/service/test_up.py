@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.service.processes import Winnow, alive, descendants, winnow
-from tests.service.servers import free_port
 from tests.service.test_streaming import events
 from tests.service.waiting import eventually
 
