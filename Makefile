@@ -20,7 +20,7 @@ eval: $(INSTALLED) ## Measure a served model's accuracy (options: ARGS='--length
 	$(BIN)/winnow eval $(ARGS)
 
 test: lint packages ## Check style, types and import contracts, and run the tests
-	$(BIN)/pytest -m 'not full' -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest -m 'not full' -n 2 --dist loadfile $(ARGS)
 
 test-full: $(INSTALLED) packages ## Run the long tests and record the result in docs/records
 	$(BIN)/pytest -m full --record docs/records $(ARGS)

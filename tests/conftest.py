@@ -25,14 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SessionOutcome(config.getoption("--record")), "session-outcome")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The tests of a file share its server: one process runs them all.
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
-
-
 class SessionOutcome:
     """What became of each test of the session."""
 

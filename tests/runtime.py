@@ -15,7 +15,7 @@ import httpx
 
 from tests.ports import free_port
 
-START_SECONDS = 240
+START_SECONDS = 280
 STOP_SECONDS = 30
 
 

@@ -11,12 +11,10 @@ import pytest
 from tests.end_to_end.deployment import Deployment, start_up, stop
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.xdist_group("end to end"))
 
 
 @pytest.fixture(scope="session")
