@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.offline_model import OfflineModel
-from sglang_winnow.families import FAMILIES, Rows, effective_budget
+from sglang_winnow.families import FAMILIES, Rows, kept_by, thresholds_of
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy, PyramidKV, SnapKV
+from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.attend import attend
@@ -25,12 +25,9 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.dense import prefill
 from winnow_kernels.dense_step import DenseStep
-from winnow_kernels.early_termination import EarlyTermination, Termination
+from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
-from winnow_kernels.observation import ObservationBuffer
-from winnow_kernels.pyramidkv import PyramidKVParameters
-from winnow_kernels.snapkv import SnapKVParameters, SnapKVState
 
 PAGE_SIZE: Final = 16
 DENSE: Final = AttentionPolicy()
@@ -95,8 +92,7 @@ class PrefilledBatch:
         """Return the contexts of some prompts with ``decoded`` tokens of their answers."""
         lengths = torch.tensor([self.lengths[row] + decoded for row in rows], device=self.model.device)
         slots = self.slots[list(rows), : int(lengths.max())]
-        inside = torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
-        return Context(slots.where(inside, self.slots.numel()), lengths)
+        return Context.of(slots, lengths, self.slots.numel())
 
     def forget_answers(self) -> None:
         """Void what indexes hold of pages that an answer was written to: the next answer overwrites them."""
@@ -109,19 +105,10 @@ class PrefilledBatch:
     def state(self, row: int, policy: AttentionPolicy) -> RequestState:
         """Return the state of a request of one prompt that has been prefilled."""
         state = RequestState(policy, self.lengths[row])
-        decode = policy.decode
-        if isinstance(decode, SnapKV | PyramidKV):
-            budget = effective_budget(state, state.prompt_length, PAGE_SIZE)
-            assert budget is not None
-            parameters = (
-                PyramidKVParameters(budget, decode.kernel_size, self.model.layers)
-                if isinstance(decode, PyramidKV)
-                else SnapKVParameters(budget, decode.kernel_size)
-            )
-            observation = ObservationBuffer(decode.observation_window, state.prompt_length)
+        state.kept = kept_by(state, self.model.layers)
+        if state.kept is not None:
             for layer, queries in enumerate(self._last_queries[row]):
-                observation.record(layer, queries, state.prompt_length - len(queries))
-            state.kept = SnapKVState(parameters, observation)
+                state.kept.observation.record(layer, queries, state.prompt_length - len(queries))
         return state
 
 
@@ -195,8 +182,7 @@ class Decoding:
         return batch.model.log_probabilities(hidden[:, 0])
 
     def _make_step(self, context: Context, rows: Sequence[int]) -> DecodeStep:
-        stop = self._policy.early_termination
-        thresholds = None if stop is None else EarlyTermination(stop.scale, stop.direction, stop.patience)
+        thresholds = thresholds_of(self._policy)
         of_family = Rows(
             context=context,
             lengths=context.lengths.tolist(),

@@ -52,6 +52,18 @@ class Context:
     slots: Tensor
     lengths: Tensor
 
+    @classmethod
+    def of(cls, table: Tensor, lengths: Tensor, pool_slots: int) -> Context:
+        """Return the contexts whose tokens lie at the first ``lengths`` of each row of ``table``.
+
+        Args:
+            table: int64 [requests, longest]; beyond a request's length any number.
+            lengths: int64 [requests].
+            pool_slots: slots in the pool.
+        """
+        inside = torch.arange(table.shape[1], device=table.device) < lengths[:, None]
+        return cls(table.where(inside, pool_slots), lengths)
+
     @property
     def requests(self) -> int:
         return self.slots.shape[0]

@@ -187,6 +187,11 @@ def attend_with_mass(
     return output, mass[..., : queries.shape[2]]
 
 
+def causal_tokens(begin: int, end: int) -> int:
+    """Return what queries at positions ``begin`` to ``end - 1`` see causally: Σ (position + 1)."""
+    return (end * (end + 1) - begin * (begin + 1)) // 2
+
+
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge the outputs, [..., head dim], and log-sum-exps, [...], of attention over disjoint sets of tokens."""
     if len(parts) == 1:

@@ -115,7 +115,7 @@ class PrefillReads:
     @classmethod
     def of_dense(cls, prefix_length: int, length: int, block: int, cache: LayerCache) -> PrefillReads:
         """Return what a dense chunk reads whose queries lie at positions ``prefix_length`` to ``length - 1``."""
-        tokens = _causal_tokens(prefix_length, length) * cache.kv_heads
+        tokens = dense.causal_tokens(prefix_length, length) * cache.kv_heads
         ends = (min(start + block, length) for start in _block_starts(prefix_length, length, block))
         amount = sum(ends) * cache.kv_heads * 2 * cache.vector_bytes
         return cls(tokens, tokens, amount, amount)
@@ -286,11 +286,6 @@ def _block_starts(begin: int, end: int, block: int) -> range:
     return range(begin // block * block, end, block) if end > begin else range(0)
 
 
-def _causal_tokens(begin: int, end: int) -> int:
-    """Return Σ (position + 1) over positions ``begin`` to ``end - 1``."""
-    return (end * (end + 1) - begin * (begin + 1)) // 2
-
-
 def _batches(starts: list[int], kv_heads: int, parameters: QuokaPrefillParameters) -> Iterator[list[int]]:
     """Yield consecutive blocks that are scored together."""
     fit = SCORES_IN_BATCH // (kv_heads * parameters.queries * starts[-1])
@@ -317,12 +312,12 @@ def _attend_block(queries: Tensor, own: Tensor, selected: Tensor, cache: LayerCa
 def _block_reads(begin: int, start: int, end: int, selected: int, cache: LayerCache) -> PrefillReads:
     """Return what the block from ``start`` to ``end`` reads whose first query lies at ``begin``."""
     queries = end - begin
-    own = _causal_tokens(begin - start, end - start)
+    own = dense.causal_tokens(begin - start, end - start)
     scored_bytes = start * (cache.vector_bytes + KeyNorms.BYTES)
     attended_bytes = (selected + end - start) * 2 * cache.vector_bytes
     return PrefillReads(
         attended=cache.kv_heads * (queries * selected + own),
-        context=cache.kv_heads * _causal_tokens(begin, end),
+        context=cache.kv_heads * dense.causal_tokens(begin, end),
         read_bytes=cache.kv_heads * (scored_bytes + attended_bytes),
         context_bytes=cache.kv_heads * end * 2 * cache.vector_bytes,
     )

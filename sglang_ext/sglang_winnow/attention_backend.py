@@ -128,8 +128,4 @@ class WinnowAttentionBackend(AttentionBackend):
         lengths = forward_batch.seq_lens.long()
         table = self.req_to_token_pool.req_to_token
         slots = table[forward_batch.req_pool_indices, : int(forward_batch.seq_lens_cpu.max())].long()
-        return Context(slots.masked_fill_(_beyond(lengths, slots), self.indexes.caches[0].slots), lengths)
-
-
-def _beyond(lengths: Tensor, slots: Tensor) -> Tensor:
-    return torch.arange(slots.shape[1], device=slots.device) >= lengths[:, None]
+        return Context.of(slots, lengths, self.indexes.caches[0].slots)

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import FAMILIES, Rows, effective_budget, runs_dense
+from sglang_winnow.families import FAMILIES, Rows, effective_budget, runs_dense, thresholds_of
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -18,7 +18,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.dense import attend_all
 from winnow_kernels.dense_step import DenseStep
-from winnow_kernels.early_termination import EarlyTermination, Termination
+from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.tactic import TacticStep
 
@@ -120,15 +120,10 @@ def _group(
         step: DecodeStep = DenseStep(own, scale, None)
     else:
         own_states = [state for i in rows if (state := states[i]) is not None]
-        termination = Termination.of([_thresholds(state) for state in own_states], context.device)
+        termination = Termination.of([thresholds_of(state.policy) for state in own_states], context.device)
         of_family = Rows(own, [lengths[i] for i in rows], own_states, scale, termination, own_table_rows, statistics)
         step = FAMILIES[name](of_family, indexes)
     return _Group(None if everything else index, own_table_rows, step, Meter(len(rows), context.device))
-
-
-def _thresholds(state: RequestState) -> EarlyTermination | None:
-    policy = state.policy.early_termination
-    return None if policy is None else EarlyTermination(policy.scale, policy.direction, policy.patience)
 
 
 def _note_step(

@@ -13,6 +13,7 @@ from torch import Tensor
 from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.policy import (
+    AttentionPolicy,
     Delta,
     Dense,
     PyramidKV,
@@ -28,11 +29,13 @@ from winnow_kernels.cache import Context
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.delta import DeltaParameters, DeltaStep
 from winnow_kernels.dense_step import DenseStep
-from winnow_kernels.early_termination import Termination
+from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.indexes.clusters import clustered_until
+from winnow_kernels.observation import ObservationBuffer
+from winnow_kernels.pyramidkv import PyramidKVParameters
 from winnow_kernels.quest import QuestParameters, QuestStep
 from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
-from winnow_kernels.snapkv import SnapKVStep
+from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
 from winnow_kernels.streaming_llm import StreamingLLMParameters, StreamingLLMStep
 from winnow_kernels.tactic import TacticParameters, TacticStep
 
@@ -95,13 +98,40 @@ def effective_budget(state: RequestState, length: int, page_size: int) -> int | 
         case Quest() | Delta():
             return -(-policy.budget // page_size) * page_size
         case SnapKV() | PyramidKV():
-            return policy.budget or math.ceil((policy.budget_ratio or 0) * state.prompt_length)
+            return _of_prompt(policy, state.prompt_length)
         case QuokaDecode():
             return policy.budget or math.ceil((policy.budget_ratio or 0) * (length - 1))
         case Tactic():
             return policy.max_tokens
         case _:
             return None
+
+
+def thresholds_of(policy: AttentionPolicy) -> EarlyTermination | None:
+    """Return when a policy stops reading; None if it does not."""
+    stop = policy.early_termination
+    return None if stop is None else EarlyTermination(stop.scale, stop.direction, stop.patience)
+
+
+def kept_by(state: RequestState, layers: int) -> SnapKVState | None:
+    """Return what a request that is about to be prefilled will keep of its prompt; None if its policy keeps all.
+
+    Args:
+        state: of the request.
+        layers: how many the model has.
+    """
+    policy = state.policy.decode
+    if not isinstance(policy, SnapKV | PyramidKV):
+        return None
+    budget = _of_prompt(policy, state.prompt_length)
+    observation = ObservationBuffer(policy.observation_window, state.prompt_length)
+    if isinstance(policy, PyramidKV):
+        return SnapKVState(PyramidKVParameters(budget, policy.kernel_size, layers), observation)
+    return SnapKVState(SnapKVParameters(budget, policy.kernel_size), observation)
+
+
+def _of_prompt(policy: SnapKV | PyramidKV, prompt_length: int) -> int:
+    return policy.budget or math.ceil((policy.budget_ratio or 0) * prompt_length)
 
 
 def _streaming_llm(rows: Rows, indexes: Indexes) -> DecodeStep:

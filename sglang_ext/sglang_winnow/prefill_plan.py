@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sglang_winnow.families import kept_by
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import PyramidKV, QuokaPrefill, SnapKV
+from sglang_winnow.policy import QuokaPrefill
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import prefill
-from winnow_kernels.observation import ObservationBuffer
-from winnow_kernels.pyramidkv import PyramidKVParameters
+from winnow_kernels.dense import causal_tokens, prefill
 from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
-from winnow_kernels.snapkv import SnapKVParameters, SnapKVState
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,7 @@ class PrefillPlan:
             )
             row += new
             if quoka is not None:
-                own = Context(slots[None], context.lengths[i : i + 1])
-                pages = indexes.generations.complete_pages(own, 0, start)
-                built = indexes.key_norms.ensure(pages)
+                built = indexes.key_norms.ensure(indexes.generations.complete_pages(context, i, start))
                 statistics.add(table_rows[i : i + 1], Field.INDEX_BUILT_TOKENS, built * indexes.page_size)
         for chunk in self._chunks:
             if chunk.state is not None:
@@ -106,8 +101,7 @@ class PrefillPlan:
         """Nothing is left to do after the last layer."""
 
     def _count_dense(self, chunk: _Chunk, cache: LayerCache) -> None:
-        first, end = chunk.counted.start, chunk.counted.stop
-        pairs = (end * (end + 1) - first * (first + 1)) // 2 * cache.kv_heads
+        pairs = causal_tokens(chunk.counted.start, chunk.counted.stop) * cache.kv_heads
         self._count(chunk, (pairs, pairs, pairs * 2 * cache.vector_bytes, pairs * 2 * cache.vector_bytes))
 
     def _count(self, chunk: _Chunk, amounts: Sequence[int | Tensor]) -> None:
@@ -144,14 +138,9 @@ def _counted(state: RequestState | None, start: int, end: int) -> range:
 def _observe(chunk: _Chunk, layer: int, layers: int, queries: Tensor) -> None:
     """Keep the queries that vote, unless they have voted."""
     state = chunk.state
-    if state is None or not isinstance(decode := state.policy.decode, SnapKV | PyramidKV):
+    if state is None:
         return
     if state.kept is None:
-        budget = decode.budget or math.ceil((decode.budget_ratio or 0) * state.prompt_length)
-        observation = ObservationBuffer(decode.observation_window, state.prompt_length)
-        if isinstance(decode, PyramidKV):
-            state.kept = SnapKVState(PyramidKVParameters(budget, decode.kernel_size, layers), observation)
-        else:
-            state.kept = SnapKVState(SnapKVParameters(budget, decode.kernel_size), observation)
-    if layer not in state.kept.kept:
+        state.kept = kept_by(state, layers)
+    if state.kept is not None and layer not in state.kept.kept:
         state.kept.observation.record(layer, queries, chunk.start)
