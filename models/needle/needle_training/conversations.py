@@ -10,7 +10,7 @@ from typing import get_args
 from tokenizers import Tokenizer
 
 from needle_training.tokenizer import ASSISTANT, BEGIN, END, SYSTEM, USER
-from winnow_service.evaluation.sample import Sample
+from winnow_service.evaluation.sample import Question, Sample
 from winnow_service.evaluation.tasks import niah, records, variable_tracking, word_extraction
 from winnow_service.evaluation.tasks.niah import NeedleTask
 
@@ -111,19 +111,15 @@ class Conversations:
         while True:
             name, sample = make(random.Random(seed), words, questions)
             tokens = head + self._encode(sample.context)
-            turn = self._encode(sample.questions[0].text + sample.questions[0].answer)
-            if len(tokens) + len(turn) + 8 <= length or words <= 16:
+            needed = len(tokens) + sum(len(part) for part in self._turn(0, sample.questions[0], plain))
+            if needed <= length or words <= 16:
                 break
-            share = (length - 8) / (len(tokens) + len(turn))
+            share = length / needed
             # Half way when it is close: longer texts have rarer words, so tokens fall faster than words.
             words = max(16, int(words * (share if share < 0.7 else min(0.98, (1 + share) / 2))))
         answers = []
         for number, question in enumerate(sample.questions):
-            asked = ("\n\n" if number == 0 else "") + question.text + ("\nAnswer:" if plain else "")
-            opening = self._encode(asked)
-            if not plain:
-                opening = [self._special[USER]] * (number > 0) + opening + [self._special[ASSISTANT]]
-            reply = [*self._encode((" " if plain else "") + question.answer), self._special[END]]
+            opening, reply = self._turn(number, question, plain)
             if len(tokens) + len(opening) + len(reply) > length:
                 break
             tokens += opening
@@ -132,6 +128,14 @@ class Conversations:
             if plain:
                 break
         return Row(name, tokens[:length], answers)
+
+    def _turn(self, number: int, question: Question, plain: bool) -> tuple[list[int], list[int]]:
+        """Return the tokens of a question, and those of its answer."""
+        asked = ("\n\n" if number == 0 else "") + question.text + ("\nAnswer:" if plain else "")
+        opening = self._encode(asked)
+        if not plain:
+            opening = [self._special[USER]] * (number > 0) + opening + [self._special[ASSISTANT]]
+        return opening, [*self._encode((" " if plain else "") + question.answer), self._special[END]]
 
     def _head(self, rng: random.Random) -> list[int]:
         head = [self._special[BEGIN]]
