@@ -16,7 +16,7 @@ from winnow_service.app import create_app
 from winnow_service.settings import Settings
 
 BODY_LIMIT_BYTES = 2 * 1024 * 1024
-SILENCE_SECONDS = 1.0
+SILENCE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)

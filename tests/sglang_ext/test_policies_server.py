@@ -14,6 +14,8 @@ import pytest
 
 from tests.models import ModelShape, write_model, write_weights
 from tests.runtime import Runtime, runtime_server
+from tests.sglang_ext.answers import LOGPROBS, equal_steps, steps
+from tests.sglang_ext.answers import prompt_of as random_prompt
 
 SHAPE = ModelShape(layers=5, query_heads=4, kv_heads=2, context_length=4096)
 CHUNK = 256
@@ -21,6 +23,9 @@ KV_TOKENS = 6144
 TOKENS = 12
 # Log-probabilities of the same tokens, computed in batches of other shapes, differ by rounding.
 TOLERANCE = 2e-3
+# Rounding can also decide between two tokens of about equal score: another token in a selection of a hundred. Where a
+# request gets another's policy, tokens part, or log-probabilities by tenths (test_policies_differ_from_dense).
+TOLERANCE_OF_SELECTIONS = 3e-2
 
 TERMINATION = {"scale": 0.2, "direction": 0.2, "patience": 1}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -71,12 +76,10 @@ class Server:
         self.http.post("/flush_cache", params={"timeout": 30}).raise_for_status()
 
     def assert_as_alone(self, prompt: list[int], policy: str, answer: Any) -> None:
+        # What was retracted is computed anew, otherwise, and says so: no test here fills the pool.
+        assert answer["meta_info"]["attention"]["retracted"] == 0
         expected = self.alone(prompt, policy, len(answer["output_ids"]))
-        for got, wanted in zip(steps(answer), steps(expected), strict=True):
-            assert got["token"] == wanted["token"] or wanted["gap"] < TOLERANCE, policy
-            if got["token"] != wanted["token"]:
-                return
-            assert got["logprob"] == pytest.approx(wanted["logprob"], abs=TOLERANCE), policy
+        equal_steps(answer, expected, TOLERANCE if policy == "dense" else TOLERANCE_OF_SELECTIONS)
 
 
 def body(prompt: list[int], policy: str, tokens: int) -> dict[str, Any]:
@@ -88,23 +91,12 @@ def body(prompt: list[int], policy: str, tokens: int) -> dict[str, Any]:
             "ignore_eos": True,
             "custom_params": {"attention": json.dumps(POLICIES[policy])},
         },
-        "return_logprob": True,
-        "top_logprobs_num": 2,
+        **LOGPROBS,
     }
 
 
-def steps(answer: Any) -> list[dict[str, Any]]:
-    information = answer["meta_info"]
-    return [
-        {"token": token, "logprob": logprob, "gap": best[0][0] - best[1][0]}
-        for (logprob, token, _), best in zip(
-            information["output_token_logprobs"], information["output_top_logprobs"], strict=True
-        )
-    ]
-
-
 def prompt_of(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(2, SHAPE.vocab_size), k=length)
+    return random_prompt(length, seed, SHAPE.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +133,15 @@ def test_policies_differ_from_dense(server: Server) -> None:
         assert attention["decode"]["steps"] == TOKENS - 1
         assert attention["decode"]["dense_steps"] == 0
         differences = [
-            abs(got["logprob"] - wanted["logprob"]) for got, wanted in zip(steps(answer), steps(dense), strict=True)
+            abs(got.logprob - wanted.logprob) for got, wanted in zip(steps(answer), steps(dense), strict=True)
         ]
-        assert max(differences) > 1e-4, name
+        assert max(differences) > 2 * TOLERANCE_OF_SELECTIONS, name
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_mixed_batch(server: Server, seed: int) -> None:
     rng = random.Random(seed)
-    requests = [(prompt_of(rng.randint(200, 700), seed=10 * seed + i), name) for i, name in enumerate(NAMES)]
+    requests = [(prompt_of(rng.randint(200, 500), seed=10 * seed + i), name) for i, name in enumerate(NAMES)]
     server.flush()
     answers = server.ask_together(requests)
     for (prompt, name), answer in zip(requests, answers, strict=True):

@@ -19,7 +19,7 @@ from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, equal_steps, prompt_of
 
 # Each test starts two servers.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 TOKENS = 12
 AT_ONCE = 6
@@ -86,7 +86,6 @@ def test_equal_tokens(tmp_path: Path) -> None:
     compare(tmp_path, SHAPE, 100, tolerance=1e-3)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "tolerance", "followed_share"),
     [
