@@ -20,7 +20,8 @@ eval: $(INSTALLED) ## Measure a served model's accuracy (options: ARGS='--length
 	$(BIN)/winnow eval $(ARGS)
 
 test: lint packages ## Check style, types and import contracts, and run the tests
-	$(BIN)/pytest -m 'not full' -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile tests/kernels/gpu
 
 test-full: $(INSTALLED) packages ## Run the long tests and record the result in docs/records
 	$(BIN)/pytest -m full --record docs/records $(ARGS)
@@ -37,5 +38,5 @@ packages:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[runtime,dev]'
+	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --compile-bytecode --editable '.[runtime,dev]'
 	touch $@
