@@ -1,0 +1,89 @@
+"""What all decode kernels share: where the rows of a batch lie, what they selected, and what they read.
+
+Everything is a tensor at a fixed address, so that a CUDA graph can be captured once and replayed with other contents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import torch
+from torch import Tensor
+
+WHOLE: Final = -1
+"""As a selection's count: the whole context is attended to, and the selection holds no slots."""
+
+
+class Count(IntEnum):
+    """A column of ``DecodeBatch.counts``; as in ``winnow_kernels.gather.Meter``."""
+
+    CONTEXT = 0
+    ATTENDED = 1
+    CONTEXT_BYTES = 2
+    READ_BYTES = 3
+    TRAVERSALS = 4
+    TERMINATED = 5
+    TILES = 6
+    SKIPPED_TILES = 7
+
+
+COUNTS: Final = len(Count)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeBatch:
+    """The rows of a decode batch. A row is one request, or padding: one token of slot 0, dense.
+
+    Attributes:
+        page_size: slots in a page; a power of two, at least 16.
+        page_table: int32 [rows, pages]; the page, slot // ``page_size``, of each page of a context. Beyond it any page.
+        lengths: int32 [rows], at least 1; tokens in the context, with the one that is being decoded.
+        counts: int64 [rows, COUNTS]; what the rows read in this step, summed over layers and KV heads. Kernels add.
+    """
+
+    page_size: int
+    page_table: Tensor
+    lengths: Tensor
+    counts: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, longest: int, page_size: int, device: torch.device) -> DecodeBatch:
+        """Return a batch of ``rows`` padding rows, with room for contexts of ``longest`` tokens."""
+        return cls(
+            page_size,
+            torch.zeros(rows, -(-longest // page_size), dtype=torch.int32, device=device),
+            torch.ones(rows, dtype=torch.int32, device=device),
+            torch.zeros(rows, COUNTS, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context that there is room for."""
+        return self.page_table.shape[1] * self.page_size
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSelection:
+    """What each row and KV head attends to in one layer, in the order in which it is read.
+
+    Attributes:
+        slots: int32 [rows, KV heads, width]; from ``counts`` on their content means nothing.
+        counts: int32 [rows, KV heads]; at least 1, or ``WHOLE``.
+    """
+
+    slots: Tensor
+    counts: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, kv_heads: int, width: int, device: torch.device) -> DeviceSelection:
+        """Return the selection of rows that attend to everything, with room for ``width`` tokens a KV head."""
+        return cls(
+            torch.zeros(rows, kv_heads, width, dtype=torch.int32, device=device),
+            torch.full((rows, kv_heads), WHOLE, dtype=torch.int32, device=device),
+        )

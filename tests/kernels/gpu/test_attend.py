@@ -1,0 +1,324 @@
+"""Attention over selections on the device against the torch reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from tests.kernels.gpu.conftest import INTERPRETED
+from winnow_kernels.attend import attend as reference_attend
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.early_termination import EarlyTermination, Termination
+from winnow_kernels.gather import Meter
+from winnow_kernels.gpu.attend import AttendBuffers, Launch, attend
+from winnow_kernels.gpu.batch import WHOLE, DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.merge import MOST_SPLITS
+from winnow_kernels.selection import Selection
+
+# The interpreter multiplies matrices of bfloat16 as if they were integers.
+HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+# The interpreter takes 5 ms for a tile.
+LONGEST, EXAMPLES = (1500, 5) if INTERPRETED else (20_000, 200)
+SETTLING = EarlyTermination(0.05, 0.01, 2)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in a decode step: ``counts`` tokens of each row and KV head in random order, or ``WHOLE``."""
+
+    queries: Tensor
+    cache: LayerCache
+    context: Context
+    page_size: int
+    slots: Tensor
+    counts: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        lengths: Sequence[int],
+        counts: Sequence[Sequence[int]],
+        group: int,
+        head_dim: int,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Layer:
+        kv_heads, pool = len(counts[0]), sum(-(-n // page_size) for n in lengths) * page_size + page_size
+        generator = torch.Generator().manual_seed(seed)
+        context = scattered_context(lengths, pool, page_size, seed)
+        cache = random_cache(pool, kv_heads, head_dim, seed, dtype)
+        # A common part in all values, as in a model: outputs of random values alone never settle.
+        cache = replace(cache, values=cache.values + 3 * torch.randn(head_dim, generator=generator).to(dtype))
+        slots = torch.full((len(lengths), kv_heads, max(1, *map(max, counts))), pool, dtype=torch.int64)
+        for row, of_row in enumerate(counts):
+            for head, count in enumerate(of_row):
+                order = torch.randperm(lengths[row], generator=generator)[: max(0, count)]
+                slots[row, head, : max(0, count)] = context.slots[row, order]
+        queries = random_queries(len(lengths), kv_heads * group, head_dim, seed).to(dtype)
+        return cls(queries, cache, context, page_size, slots, torch.tensor(counts))
+
+    def row(self, row: int) -> Layer:
+        """The same pool, with one of the rows alone."""
+        only = slice(row, row + 1)
+        context = Context(self.context.slots[only], self.context.lengths[only])
+        return replace(
+            self, queries=self.queries[only], context=context, slots=self.slots[only], counts=self.counts[only]
+        )
+
+    def batch(self, device: torch.device) -> DecodeBatch:
+        batch = DecodeBatch.empty(len(self.queries), self.context.longest + 100, self.page_size, device)
+        for row, length in enumerate(self.context.lengths.tolist()):
+            pages = self.context.slots[row, : length : self.page_size] // self.page_size
+            batch.page_table[row, : len(pages)] = pages
+        batch.lengths.copy_(self.context.lengths)
+        return batch
+
+
+@dataclass(frozen=True)
+class Result:
+    output: Tensor
+    log_sum_exp: Tensor
+    counts: Tensor
+
+
+def expected(layer: Layer, scale: float, thresholds: Sequence[EarlyTermination | None]) -> Result:
+    whole, lengths = layer.counts == WHOLE, layer.context.lengths
+    longest = max(layer.context.longest, layer.slots.shape[2])
+    slots = torch.nn.functional.pad(layer.slots, (0, longest - layer.slots.shape[2]))
+    for row, head in whole.nonzero().tolist():
+        own = layer.context.slots[row, : int(lengths[row])]
+        slots[row, head, : len(own)] = own.flip(0) if thresholds[row] else own
+    meter = Meter(len(lengths), torch.device("cpu"))
+    meter.count_context(layer.context, layer.cache)
+    selection = Selection(slots, layer.counts.where(~whole, lengths[:, None]))
+    termination = Termination.of(thresholds, torch.device("cpu"))
+    attended = reference_attend(layer.queries, layer.cache, selection, scale, meter, termination)
+    columns = [meter.context, meter.attended, meter.context_bytes, meter.read_bytes]
+    columns += [meter.traversals, meter.terminated, meter.tiles, meter.skipped_tiles]
+    return Result(attended.output, attended.log_sum_exp, torch.stack(columns, 1))
+
+
+def actual(
+    layer: Layer, scale: float, thresholds: Sequence[EarlyTermination | None] | None, device: torch.device
+) -> Result:
+    """What the kernel yields; ``thresholds`` None for the variant without early termination."""
+    batch = layer.batch(device)
+    cache = LayerCache(layer.cache.keys.to(device), layer.cache.values.to(device))
+    selection = DeviceSelection(layer.slots.int().to(device), layer.counts.int().to(device))
+    rows, query_heads, head_dim = layer.queries.shape
+    # As in a model, queries are part of a wider tensor.
+    queries = torch.randn(rows, query_heads + 2, head_dim).to(layer.queries.dtype)[:, :query_heads].to(device)
+    queries.copy_(layer.queries)
+    buffers = AttendBuffers.empty(rows + 1, query_heads, cache)
+    output = torch.full_like(layer.queries, torch.nan, device=device)
+    tensor = None
+    if thresholds is not None:
+        of_rows = [(t.scale, t.direction, t.patience) if t else (0.0, 0.0, torch.inf) for t in thresholds]
+        tensor = torch.tensor(of_rows, dtype=torch.float32, device=device)
+    attend(queries, cache, batch, selection, scale, tensor, buffers, output)
+    return Result(output.cpu(), buffers.log_sum_exp[:rows].cpu(), batch.counts.cpu())
+
+
+def assert_equal(result: Result, correct: Result, tolerance: float) -> None:
+    torch.testing.assert_close(result.output, correct.output, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(result.log_sum_exp, correct.log_sum_exp, atol=tolerance, rtol=tolerance)
+    assert result.counts.tolist() == correct.counts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "page_size"),
+    [(2, 4, 64, 16), (1, 7, 96, 32), (2, 5, 128, 64), (1, 16, 256, 16), (3, 1, 64, 32)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF_PRECISIONS])
+def test_equals_the_reference(
+    kv_heads: int, group: int, head_dim: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    heads = range(kv_heads)
+    counts = [[300 + head for head in heads], [64] * kv_heads, [WHOLE] * kv_heads, [WHOLE] * kv_heads, [1] * kv_heads]
+    layer = Layer.random([310, 65, 1, 190, 7], counts, group, head_dim, page_size, dtype)
+    scale = head_dim**-0.5
+
+    result = actual(layer, scale, None, device)
+
+    assert_equal(result, expected(layer, scale, [None] * 5), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_long_contexts_have_longer_splits(device: torch.device) -> None:
+    layer = Layer.random([3000, 16600], [[WHOLE], [WHOLE]], group=3, head_dim=64)
+    assert_equal(actual(layer, 0.1, None, device), expected(layer, 0.1, [None, None]), 1e-5)
+
+
+@given(
+    lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=3),
+    left_out=st.lists(st.none() | st.integers(0, 50), min_size=3, max_size=3),
+    thresholds=st.builds(
+        EarlyTermination, st.sampled_from([0.003, 0.03]), st.sampled_from([0.0003, 0.003]), st.integers(1, 4)
+    ),
+    plain=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_early_termination_reads_what_the_reference_reads(
+    lengths: list[int],
+    left_out: list[int | None],
+    thresholds: EarlyTermination,
+    plain: int,
+    seed: int,
+    device: torch.device,
+) -> None:
+    counts = [
+        [WHOLE if n is None else max(1, length - n - 7 * head) for head in range(2)]
+        for length, n in zip(lengths, left_out, strict=False)
+    ]
+    layer = Layer.random(lengths, counts, group=2, head_dim=64, seed=seed)
+    of_rows = [None if row == plain else thresholds for row in range(len(lengths))]
+    assert_equal(actual(layer, 0.125, of_rows, device), expected(layer, 0.125, of_rows), 2e-5)
+
+
+def test_early_termination_in_several_splits(device: torch.device) -> None:
+    layer = Layer.random([3000, 2100], [[WHOLE], [2075]], group=5, head_dim=96)
+    thresholds = [SETTLING, replace(SETTLING, patience=6)]
+
+    result = actual(layer, 0.1, thresholds, device)
+
+    assert_equal(result, expected(layer, 0.1, thresholds), 2e-5)
+    assert int(result.counts[:, 7].min()) > 0
+
+
+@given(
+    lengths=st.lists(st.integers(1, LONGEST // 3), min_size=2, max_size=4),
+    whole=st.lists(st.booleans(), min_size=4, max_size=4),
+    settling=st.lists(st.booleans(), min_size=4, max_size=4),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_a_row_gets_the_same_bits_alone_and_among_neighbours(
+    lengths: list[int], whole: list[bool], settling: list[bool], seed: int, device: torch.device
+) -> None:
+    counts = [[WHOLE, WHOLE] if w else [n, max(1, n - 9)] for w, n in zip(whole, lengths, strict=False)]
+    thresholds = [SETTLING if s else None for s, _ in zip(settling, lengths, strict=False)]
+    layer = Layer.random(lengths, counts, group=3, head_dim=64, dtype=HALF_PRECISIONS[-1], seed=seed)
+
+    together = actual(layer, 0.125, thresholds, device)
+
+    for row, own in enumerate(thresholds):
+        # Alone, a row without early termination runs in the variant without.
+        alone = actual(layer.row(row), 0.125, [own] if own else None, device)
+        assert torch.equal(alone.output[0], together.output[row])
+        assert torch.equal(alone.log_sum_exp[0], together.log_sum_exp[row])
+        assert torch.equal(alone.counts[0], together.counts[row])
+
+
+def test_what_is_not_selected_may_hold_anything(device: torch.device) -> None:
+    layer = Layer.random([100, 40], [[3], [WHOLE]], group=4, head_dim=64)
+    correct = expected(layer, 0.125, [None, None])
+    used = torch.cat([layer.slots[0, 0, :3], layer.context.slots[1, :40]])
+    unused = torch.ones(layer.cache.slots, dtype=torch.bool)
+    unused[used] = False
+    layer.cache.keys[unused] = torch.nan
+    layer.cache.values[unused] = torch.inf
+    assert_equal(actual(layer, 0.125, None, device), correct, 1e-5)
+
+
+def test_counts_are_added(device: torch.device) -> None:
+    layer = Layer.random([100], [[30]], group=1, head_dim=64)
+    batch = layer.batch(device)
+    cache = LayerCache(layer.cache.keys.to(device), layer.cache.values.to(device))
+    selection = DeviceSelection(layer.slots.int().to(device), layer.counts.int().to(device))
+    output = torch.empty_like(layer.queries, device=device)
+    for _ in range(3):
+        buffers = AttendBuffers.empty(1, 1, cache)
+        attend(layer.queries.to(device), cache, batch, selection, 0.125, None, buffers, output)
+    assert batch.counts.tolist() == [[300, 90, 300 * 512, 90 * 512, 0, 0, 0, 0]]
+
+
+def test_padding_is_one_token_of_slot_zero(device: torch.device) -> None:
+    cache = random_cache(64, 2, 64)
+    cache = LayerCache(cache.keys.to(device), cache.values.to(device))
+    batch = DecodeBatch.empty(3, 64, 16, device)
+    queries = random_queries(3, 4, 64).to(device)
+    output = torch.empty_like(queries)
+    buffers = AttendBuffers.empty(3, 4, cache)
+    attend(queries, cache, batch, DeviceSelection.empty(3, 2, 8, device), 0.125, None, buffers, output)
+    torch.testing.assert_close(output, cache.values[0].repeat_interleave(2, 0).expand(3, -1, -1))
+
+
+def test_bytes_of_buffers() -> None:
+    buffers = AttendBuffers.empty(2, 32, LayerCache(*torch.empty(2, 16, 8, 128)))
+    partial = 2 * 32 * MOST_SPLITS * 129 * 4
+    assert buffers.bytes == partial + 2 * 32 * 4 + 2 * 8 * MOST_SPLITS * 4
+
+
+def _variant(head_dim: int, *, termination: bool) -> Variant:
+    launch = Launch.of(head_dim, 2)
+    half = dict.fromkeys(["queries_ptr", "keys_ptr", "values_ptr"], "*bf16")
+    floats = dict.fromkeys(["thresholds_ptr", "partial_outputs_ptr", "partial_masses_ptr"], "*fp32")
+    integers = ["page_table_ptr", "lengths_ptr", "slots_ptr", "selected_ptr", "tiles_read_ptr"]
+    strides = ["query_row_stride", "query_head_stride", "slot_stride", "kv_head_stride"]
+    sizes = dict.fromkeys([*strides, "pairs", "page_table_stride", "selection_width"], "i32")
+    return Variant(
+        "winnow_kernels.gpu.attend:attend_kernel",
+        {**half, **floats, **dict.fromkeys(integers, "*i32"), **sizes, "scale_log2": "fp32"},
+        {
+            **_shape(head_dim, termination=termination),
+            "page_bits": 4,
+            "padded_pairs": 256,
+            "tiles_ahead": launch.tiles_ahead,
+        },
+        divisible=strides,
+        num_warps=launch.warps,
+    )
+
+
+def _merge_variant(head_dim: int) -> Variant:
+    floats = ["partial_outputs_ptr", "partial_masses_ptr", "thresholds_ptr", "log_sum_exp_ptr"]
+    integers = ["tiles_read_ptr", "lengths_ptr", "selected_ptr"]
+    sizes = ["output_row_stride", "output_head_stride", "token_bytes"]
+    return Variant(
+        "winnow_kernels.gpu.merge:merge_kernel",
+        {
+            **dict.fromkeys(floats, "*fp32"),
+            **dict.fromkeys(integers, "*i32"),
+            **dict.fromkeys(sizes, "i32"),
+            "output_ptr": "*bf16",
+            "counts_ptr": "*i64",
+        },
+        _shape(head_dim, termination=True),
+        divisible=sizes,
+    )
+
+
+def _shape(head_dim: int, *, termination: bool) -> dict[str, int | bool]:
+    return {
+        "kv_heads": 8,
+        "group": 4,
+        "head_dim": head_dim,
+        "padded_dim": triton.next_power_of_2(head_dim),
+        "termination": termination,
+    }
+
+
+def test_fits_a_hopper_multiprocessor() -> None:
+    """As many programs as the launch counts on, without spills, with tiles loaded while others are attended to."""
+    cases = [(64, True), (128, True), (256, True), (128, False)]
+    variants = [_variant(head_dim, termination=termination) for head_dim, termination in cases]
+    *attends, merge = compile_for_hopper([*variants, _merge_variant(256)])
+    assert merge.local_bytes == 0
+    for (head_dim, termination), variant, compiled in zip(cases, variants, attends, strict=True):
+        launch = Launch.of(head_dim, 2)
+        programs = launch.programs_with_termination if termination else launch.programs
+        assert compiled.local_bytes == 0
+        assert programs * variant.num_warps * 32 * compiled.registers <= 64 << 10
+        assert programs * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024
+        assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.ptx))) > 0
