@@ -1,4 +1,8 @@
-"""K-means over many small sets of keys at once (Tactic, section 3.2 and appendix C.2)."""
+"""K-means over many small sets of keys at once (Tactic, section 3.2 and appendix C.2).
+
+Distances are those to the centroids as they are stored: rounded to the keys' dtype. Of keys in half precision every
+product is then exact in float32, so that on tensor cores, too, only the order of additions can make a difference.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +28,39 @@ def kmeans(keys: Tensor, clusters: int, iterations: int = ITERATIONS, seed: int 
         seed: of the draw.
 
     Returns:
-        Labels, int64 [problems, keys], and centroids, float32 [problems, clusters, head dim]: the means of their
-        members; a cluster that has lost all its members stays where it last was.
+        Labels, int64 [problems, keys], and centroids, of the keys' dtype [problems, clusters, head dim]: the means of
+        their members; a cluster that has lost all its members stays where it last was.
 
     Raises:
         ValueError: ``clusters`` or ``iterations`` is out of bounds.
     """
-    count = keys.shape[1]
-    if not 1 <= clusters <= count:
-        raise ValueError(f"clusters must lie between 1 and the number of keys, {count}, not {clusters}")
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, not {iterations}")
+    dtype = keys.dtype
+    centroids = keys[:, drawn_members(keys.shape[1], clusters, seed).to(keys.device)]
     keys = keys.float()
-    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:clusters].sort().values
-    centroids = keys[:, drawn.to(keys.device)]
-    labels = _nearest(keys, centroids)
+    labels = _nearest(keys, centroids.float())
     for iteration in range(1, iterations + 1):
         sums, sizes = _sums(keys, labels, clusters)
-        centroids = torch.where(sizes > 0, sums / sizes.clamp_min(1), centroids)
+        centroids = torch.where(sizes > 0, (sums / sizes.clamp_min(1)).to(dtype), centroids)
         if iteration == iterations:
             break
-        moved = _nearest(keys, centroids)
+        moved = _nearest(keys, centroids.float())
         if torch.equal(moved, labels):
             break
         labels = moved
     return labels, centroids
+
+
+def drawn_members(count: int, clusters: int, seed: int = _SEED) -> Tensor:
+    """Return which of ``count`` keys are the first centroids, int64 [clusters], ascending.
+
+    Raises:
+        ValueError: there are more clusters than keys, or none.
+    """
+    if not 1 <= clusters <= count:
+        raise ValueError(f"clusters must lie between 1 and the number of keys, {count}, not {clusters}")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:clusters].sort().values
 
 
 def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:

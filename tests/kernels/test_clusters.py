@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from tests.kernels.caches import random_cache
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex, Spans, clustered_until
 from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.kmeans import kmeans
 
 SPAN, PAGE, SLOTS, DIM = 64, 16, 1024, 8
@@ -24,10 +25,10 @@ CPU = torch.device("cpu")
 class Server:
     """A pool of pages, its index, and requests made of pages."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, capacity: int | None = None) -> None:
         self.caches = [random_cache(SLOTS, KV_HEADS, DIM, seed=layer, dtype=dtype) for layer in range(LAYERS)]
         self.generations = PageGenerations(SLOTS, PAGE, CPU)
-        self.index = ClusterIndex(self.caches, self.generations, SPAN)
+        self.index = ClusterIndex(self.caches, self.generations, SPAN, capacity)
 
     def write(self, pages: list[int], seed: int) -> None:
         """Begin pages and fill them with keys."""
@@ -48,6 +49,20 @@ class Server:
         """Starts of the spans that each request can use."""
         spans = self.index.lookup(context, context.lengths // SPAN * SPAN)
         return [starts[:count].tolist() for starts, count in zip(spans.starts, spans.counts, strict=True)]
+
+    def hold(self, holder: int, pages: list[int]) -> list[int]:
+        """The entries that ``holder`` holds of the spans of ``pages``."""
+        return self.index.hold(holder, torch.tensor(pages, dtype=torch.int64)).entries.tolist()
+
+    def assert_entry(self, entry: int, pages: list[int]) -> None:
+        """The entry holds the clusters of the keys that are in ``pages`` now."""
+        slots = (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        for cache, layer in zip(self.caches, self.index.layers, strict=True):
+            labels, centroids = kmeans(cache.keys[slots].transpose(0, 1), SPAN // 16)
+            assert torch.equal(layer.centroids[:, entry], centroids)
+            assert torch.equal(layer.offsets[:, entry].long(), labels.argsort(dim=1, stable=True))
+            assert layer.sizes[:, entry].tolist() == [row.bincount(minlength=SPAN // 16).tolist() for row in labels]
+            assert bool((layer.firsts[:, entry, 0] == entry * SPAN).all())
 
 
 def members_of(index: ClusterIndex, layer: int, spans: Spans, request: int, head: int) -> list[list[int]]:
@@ -167,6 +182,166 @@ def test_whole_spans_are_built() -> None:
     server = Server()
     with pytest.raises(ValueError, match="tokens"):
         server.index.ensure(server.context([1, 2, 3, 4, 5]), 0, SPAN + PAGE)
+
+
+def test_a_capacity_is_kept_and_nothing_moves() -> None:
+    server = Server(capacity=3)
+    addresses = [layer.centroids.data_ptr() for layer in server.index.layers]
+    for turn in range(4):
+        pages = list(range(1 + 12 * turn, 13 + 12 * turn))
+        entries = server.hold(turn, pages)
+        assert sorted(entries) == [0, 1, 2]
+        for number, entry in enumerate(entries):
+            server.assert_entry(entry, pages[4 * number : 4 * number + 4])
+        server.index.release(turn)
+    assert server.index.entries == 3
+    assert [layer.centroids.data_ptr() for layer in server.index.layers] == addresses
+
+
+def test_what_is_held_is_not_replaced() -> None:
+    server = Server(capacity=3)
+    first, second = [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]
+    entries = server.hold(1, first)
+    assert len(entries) == 2
+    # One entry is left: the second request's last span stays unclustered.
+    held = server.index.hold(2, torch.tensor(second))
+    assert len(held.entries) == 1
+    assert held.built_tokens == SPAN
+    assert server.usable(server.context(first, second)) == [[0, 64], [0]]
+    assert server.hold(3, [21, 22, 23, 24]) == []
+    for entry, pages in zip(entries, (first[:4], first[4:]), strict=True):
+        server.assert_entry(entry, pages)
+
+    server.index.release(1)
+    assert len(server.hold(2, second)) == 2
+    server.index.release(2)
+    server.index.release(2)  # a request that holds nothing
+    assert len(server.hold(3, [21, 22, 23, 24])) == 1
+
+
+def test_a_request_does_not_replace_its_own_spans() -> None:
+    server = Server(capacity=2)
+    pages = list(range(1, 13))
+    server.index.ensure(server.context(pages), 0, 2 * SPAN)
+    server.write(pages[:4], seed=1)
+    # The second span's clusters are used by nobody, and older than any; to the third they must not go.
+    held = server.index.hold(1, torch.tensor(pages))
+    assert held.built_tokens == SPAN
+    assert len(held.entries) == 2
+    server.assert_entry(held.entries.tolist()[1], pages[4:8])
+
+
+def test_what_was_used_last_is_replaced_last() -> None:
+    server = Server(capacity=3)
+    spans = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    for holder in (0, 1, 2, 0):
+        server.hold(holder, spans[holder])
+        server.index.release(holder)
+    server.hold(3, spans[3])
+    assert server.usable(server.context(*spans)) == [[0], [], [0], [0]]
+
+
+def test_a_shared_span_is_held_until_the_last_holder_lets_go() -> None:
+    server = Server(capacity=1)
+    shared, other = [1, 2, 3, 4], [5, 6, 7, 8]
+    assert server.hold(1, shared) == server.hold(2, shared) == [0]
+    server.index.release(1)
+    assert server.hold(3, other) == []
+    server.index.release(2)
+    assert server.hold(3, other) == [0]
+    server.assert_entry(0, other)
+
+
+def test_a_holder_grows() -> None:
+    server = Server(capacity=4)
+    pages = list(range(1, 17))
+    entries = server.hold(1, pages[:8])
+    held = server.index.hold(1, torch.tensor(pages))
+    assert held.built_tokens == 2 * SPAN
+    assert held.entries.tolist()[:2] == entries
+    assert held.entries.dtype == torch.int32
+    server.index.release(1)
+    assert len(server.hold(2, list(range(21, 37)))) == 4
+
+
+@given(data=st.data(), capacity=st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_held_entries_are_sound_whatever_comes_and_goes(data: st.DataObject, capacity: int) -> None:
+    """Tenants share prefixes, finish, and are evicted; pages are written anew; entries are replaced."""
+    server = Server(capacity=capacity)
+    free = list(range(1, SLOTS // PAGE))
+    prefixes: list[tuple[int, ...]] = [()]
+    running: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+    writes = 0
+    for holder in range(data.draw(st.integers(1, 14), label="events")):
+        event = data.draw(st.sampled_from(["start", "start", "grow", "finish", "evict"]), label="event")
+        if event in ("start", "grow"):
+            who = holder
+            pages = data.draw(st.sampled_from(prefixes), label="prefix")
+            if event == "grow" and running:
+                who = data.draw(st.sampled_from(sorted(running)), label="who")
+                pages = running[who][0]
+            new = [free.pop(0) for _ in range(4 * data.draw(st.integers(0, 2), label="spans")) if len(free) > 8]
+            new = new[: len(new) // 4 * 4]
+            if new:
+                writes += 1
+                server.write(new, seed=writes)
+            pages = (*pages, *new)
+            running[who] = pages, server.hold(who, list(pages))
+            prefixes = [*prefixes, *(pages[:end] for end in range(4, len(pages) + 1, 4) if pages[:end] not in prefixes)]
+            others = {
+                span for other, (its, entries) in running.items() if other != who for span in _spans(its, entries)
+            }
+            wanted = {pages[at : at + 4] for at in range(0, len(pages), 4)}
+            assert len(running[who][1]) == len(wanted) or len(others | wanted) > capacity
+        elif event == "finish" and running:
+            who = data.draw(st.sampled_from(sorted(running)), label="who")
+            del running[who]
+            server.index.release(who)
+        elif event == "evict":
+            used = {page for pages, _ in running.values() for page in pages}
+            gone = {page for pages in prefixes for page in pages} - used
+            prefixes = [pages for pages in prefixes if not gone & set(pages)]
+            free = [*sorted(gone), *free]
+        for pages, entries in running.values():
+            for span, entry in _spans(pages, entries).items():
+                server.assert_entry(entry, list(span))
+
+
+def _spans(pages: tuple[int, ...], entries: list[int]) -> dict[tuple[int, ...], int]:
+    """The spans of a request that are held, and their entries."""
+    return {pages[4 * number : 4 * number + 4]: entry for number, entry in enumerate(entries)}
+
+
+def test_holders_bring_whole_spans() -> None:
+    with pytest.raises(ValueError, match="pages"):
+        Server().index.hold(1, torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize(("head_dim", "share"), [(64, 0.0406), (96, 0.0375), (128, 0.0359), (256, 0.0336)])
+def test_memory_is_at_most_a_twentieth_of_the_caches(head_dim: int, share: float) -> None:
+    shape = PoolShape(layers=32, kv_heads=8, head_dim=head_dim, element_size=2)
+    assert ClusterIndex.bytes_per_slot(shape, PAGE) / shape.slot_bytes == pytest.approx(share, abs=1e-4)
+
+
+def test_what_is_predicted_is_what_is_allocated() -> None:
+    slots = 4096
+    caches = [random_cache(slots, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    index = ClusterIndex(caches, PageGenerations(slots, PAGE, CPU), 256, capacity=slots // 256)
+    tensors = [value for value in [*vars(index).values(), *vars(index._tables).values()] if isinstance(value, Tensor)]
+    predicted = ClusterIndex.bytes_per_slot(PoolShape.of(caches), PAGE, 256)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == predicted * slots
+
+
+def test_layers_must_be_alike() -> None:
+    caches = [random_cache(64, 1, 8), random_cache(64, 1, 16)]
+    with pytest.raises(ValueError, match="one shape"):
+        ClusterIndex(caches, PageGenerations(64, 16, CPU), 64)
+
+
+def test_capacity_is_checked() -> None:
+    with pytest.raises(ValueError, match="capacity"):
+        Server(capacity=0)
 
 
 @pytest.mark.parametrize("span", [48, 63, 72])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from winnow_kernels.kmeans import kmeans
+from winnow_kernels.kmeans import drawn_members, kmeans
 
 
 def _keys(problems: int, count: int, dim: int, seed: int = 0) -> Tensor:
@@ -72,6 +72,30 @@ def test_the_draw_decides() -> None:
     first, again, other = (kmeans(keys, 16, seed=seed)[0] for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_distances_are_those_to_the_centroids_that_are_returned(dtype: torch.dtype) -> None:
+    """One more assignment, to what k iterations return, is what the next iteration labels by."""
+    keys = (3 + _keys(4, 256, 16)).to(dtype)
+    for iterations in (1, 4):
+        _, centroids = kmeans(keys, 16, iterations=iterations)
+        assert centroids.dtype == dtype
+        distances = torch.cdist(keys.double(), centroids.double())
+        labels, _ = kmeans(keys, 16, iterations=iterations + 1)
+        nearest = distances.gather(2, labels[..., None])[..., 0]
+        torch.testing.assert_close(nearest, distances.amin(2), atol=1e-5, rtol=0)
+
+
+def test_drawn_members_are_the_first_centroids() -> None:
+    drawn = drawn_members(64, 8)
+    assert drawn.tolist() == sorted(set(drawn.tolist()))
+    keys = torch.zeros(1, 64, 2)
+    keys[0, drawn, 0] = torch.arange(8.0)
+    keys[0, :, 1] = torch.arange(64.0) // 8 * 100
+    labels, _ = kmeans(keys, 8, iterations=1)
+    expected = torch.cdist(keys[0], keys[0, drawn]).argmin(1)
+    assert torch.equal(labels[0], expected)
 
 
 @pytest.mark.parametrize(("clusters", "iterations", "field"), [(0, 1, "clusters"), (9, 1, "clusters"), (2, 0, "iter")])

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.gpu import kmeans as gpu_kmeans
+from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.indexes.cluster_tables import ClusterTables
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.kmeans import CLUSTER_SIZE, kmeans
+from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.kmeans import CLUSTER_SIZE, drawn_members
 
 SPAN = 1024
 """Tokens in a span, unless a server says otherwise."""
 MIN_SPAN = 64
 RECLUSTER_TOKENS = 2048
 """Decoded tokens are clustered when so many are in no cluster (Tactic, section 1)."""
-_KMEANS_BYTES = 64 * 2**20
-"""Bound on the distances that one K-means holds at a time."""
 
 
 def clustered_until(prompt_length: int, length: int, span: int) -> int:
@@ -82,42 +85,101 @@ class Clusters:
     sizes: Tensor
 
 
-class ClusterIndex:
-    """Clusters of spans, for all layers, built when first needed.
+@dataclass(frozen=True)
+class HeldSpans:
+    """What a request can use of its clusters.
 
-    Entries whose tag no longer holds are used again before space for new ones is made, so there are never more entries
-    than live ones or than the pool has spans, whichever is larger. An entry is found by its span's last page.
+    Attributes:
+        entries: int32 [spans]; of its leading spans, span 0 first. What lies behind them is in no cluster.
+        built_tokens: how many tokens were clustered anew.
+    """
+
+    entries: Tensor
+    built_tokens: int
+
+
+class ClusterIndex:
+    """Clusters of spans, for all layers, built when first needed. An entry is found by its span's last page.
+
+    Space is found in this order: entries whose tag no longer holds; then
+
+    - without a capacity (how a CPU server runs): new space, so that there are never more entries than live ones or
+      than the pool has spans, whichever is larger;
+    - with one: entries that no request holds, the one that was not used for the longest time first. If there are too
+      few of these, spans stay unclustered, those nearest to the context's end. Nothing moves, so CUDA graphs can read
+      the tables: a request's entries are written down once, when it takes ``hold`` of them.
+
+    ``ensure``, ``lookup`` and ``hold`` wait for the GPU; ``release`` does not. All of them, and the kernels that read
+    the tables, must run on one stream.
 
     Attributes:
         caches: every layer's KV cache.
         generations: of the pool's pages.
         span: tokens in a span.
         clusters: clusters of a span and KV head; 16 tokens each on average.
+        layers: each layer's entries; with a capacity they are the same tensors for ever.
     """
 
-    def __init__(self, caches: Sequence[LayerCache], generations: PageGenerations, span: int = SPAN) -> None:
-        """Raises ValueError if ``span`` is too short, or no multiple of the page and cluster sizes."""
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        generations: PageGenerations,
+        span: int = SPAN,
+        capacity: int | None = None,
+        in_triton: bool | None = None,
+    ) -> None:
+        """Allocate ``capacity`` entries; ``in_triton`` says who builds, by default Triton where there is CUDA.
+
+        Raises:
+            ValueError: ``span`` is too short, no multiple of the page and cluster sizes, or too long for Triton;
+                ``capacity`` is less than 1; or the caches are not all of one shape and dtype.
+        """
         page_size = generations.page_size
         if span < MIN_SPAN or span % page_size or span % CLUSTER_SIZE:
             raise ValueError(
                 f"span: must be at least {MIN_SPAN} and a multiple of {CLUSTER_SIZE} and of the page size, "
                 f"{page_size}; it is {span}"
             )
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity: must be at least 1; it is {capacity}")
+        self.shape = PoolShape.of(caches)
         self.caches = caches
         self.generations = generations
         self.span = span
         self.clusters = span // CLUSTER_SIZE
-        self._by_last_page = torch.full_like(generations.counts, -1)
         device = generations.counts.device
-        pages = span // page_size
-        self._tag_pages = torch.zeros(0, pages, dtype=torch.int64, device=device)
-        self._tag_generations = torch.zeros_like(self._tag_pages)
-        self._layers = [_LayerClusters.empty(cache, span) for cache in caches]
+        can_fit = gpu_kmeans.fits(self.clusters, self.shape.head_dim)
+        self.in_triton = device.type == "cuda" and can_fit if in_triton is None else in_triton
+        if self.in_triton and not can_fit:
+            raise ValueError(f"span: {span} tokens of {self.shape.head_dim} numbers are too many for a Triton program")
+        self._grows = capacity is None
+        entries = capacity or 0
+        self._by_last_page = torch.full_like(generations.counts, -1)
+        self._tag_pages = torch.zeros(entries, span // page_size, dtype=torch.int64, device=device)
+        self._tag_generations = torch.full_like(self._tag_pages, -1)
+        self._last_used = torch.zeros(entries, dtype=torch.int64, device=device)
+        self._holders = torch.zeros_like(self._last_used)
+        self._held: dict[int, Tensor] = {}
+        self._uses = 0
+        self._tables = ClusterTables.empty(caches[0], self.shape.layers, entries, span)
+        self.layers = self._tables.layers()
+
+    @classmethod
+    def bytes_per_slot(cls, shape: PoolShape, page_size: int, span: int = SPAN) -> float:
+        """Return what an index with an entry for every span of the pool adds to a slot."""
+        tag_numbers = 2 * span // page_size + 2
+        of_span = ClusterTables.bytes_per_entry(shape, span) + tag_numbers * torch.int64.itemsize
+        return of_span / span + torch.int64.itemsize / page_size
 
     @property
     def entries(self) -> int:
         """Entries that there is space for."""
         return self._tag_pages.shape[0]
+
+    def warm_up(self) -> None:
+        """Compile what ``ensure`` launches, which takes seconds: before the first request has to wait for it."""
+        if self.in_triton:
+            self._launch(self._last_used.new_empty(0), self._tag_pages[:0])
 
     def ensure(self, context: Context, request: int, tokens: int) -> int:
         """Build what is missing or outdated of the clusters of a request's first ``tokens`` tokens, all written.
@@ -135,23 +197,35 @@ class ClusterIndex:
         """
         if tokens % self.span:
             raise ValueError(f"tokens: must be a multiple of the span, {self.span}; it is {tokens}")
-        pages = self._span_pages(context, tokens)[request]
-        entries, usable = self._lookup(pages)
-        missing = (~usable).nonzero()[:, 0]
-        if len(missing) == 0:
-            return 0
-        entries = self._free_entries(len(missing))
-        pages = pages[missing]
-        # From here on until the tag is written they belong to no page.
-        self._tag_generations[entries] = -1
-        positions = missing[:, None] * self.span + torch.arange(self.span, device=context.device)
-        slots = context.slots[request][positions]
-        for cache, layer in zip(self.caches, self._layers, strict=True):
-            layer.build(cache, entries, slots)
-        self._tag_pages[entries] = pages
-        self._tag_generations[entries] = self.generations.counts[pages]
-        self._by_last_page[pages[:, -1]] = entries
-        return len(missing) * self.span
+        return self._ensure(self._span_pages(context, tokens)[request]).built_tokens
+
+    def hold(self, holder: int, pages: Tensor) -> HeldSpans:
+        """Build what is missing as ``ensure`` does, and keep the leading usable spans' entries for ``holder``.
+
+        The entries stay as they are until the holder releases them or takes hold anew, as after further tokens were
+        clustered. The holder must keep its pages for as long.
+
+        Args:
+            holder: a number of the caller's choice, the request's.
+            pages: int64 [spans × pages in a span]; the request's leading pages, all written.
+
+        Raises:
+            ValueError: the pages are not those of whole spans.
+        """
+        if len(pages) * self.generations.page_size % self.span:
+            raise ValueError(f"pages: must fill whole spans of {self.span} tokens; they are {len(pages)}")
+        held = self._ensure(pages.view(-1, self.span // self.generations.page_size))
+        entries = held.entries.long()
+        self._holders.index_add_(0, entries, torch.ones_like(entries))
+        self.release(holder)
+        self._held[holder] = entries
+        return held
+
+    def release(self, holder: int) -> None:
+        """Let go of what ``holder`` holds, if anything: from now on it may be replaced."""
+        entries = self._held.pop(holder, None)
+        if entries is not None:
+            self._holders.index_add_(0, entries, -torch.ones_like(entries))
 
     def lookup(self, context: Context, tokens: Tensor) -> Spans:
         """Return the usable spans among each request's first ``tokens``, int64 [requests], multiples of the span."""
@@ -169,16 +243,16 @@ class ClusterIndex:
 
     def read(self, layer: int, spans: Spans) -> Clusters:
         """Return the clusters of ``spans``."""
-        return self._layers[layer].read(spans.entries)
+        return Clusters(*self.layers[layer].read(spans.entries))
 
     def member_bytes(self, layer: int) -> int:
         """Return the bytes read to find one member of a cluster: where the cluster begins, and the member's offset."""
-        stored = self._layers[layer]
+        stored = self.layers[layer]
         return stored.firsts.element_size() + stored.offsets.element_size()
 
     def read_bytes(self, layer: int) -> int:
         """Return the bytes of one span's centroids and sizes, of all KV heads, in ``layer``."""
-        return self._layers[layer].entry_bytes
+        return self.layers[layer].entry_bytes
 
     def members(self, layer: int, spans: Spans, clusters: Tensor, ranks: Tensor) -> Tensor:
         """Return the positions of clusters' members.
@@ -192,7 +266,7 @@ class ClusterIndex:
         flat = clusters.flatten(1)
         places = spans.cluster_places.gather(1, flat).view_as(clusters)
         starts = spans.cluster_starts.gather(1, flat).view_as(clusters)
-        return starts + self._layers[layer].offsets_of(places, ranks)
+        return starts + self.layers[layer].offsets_of(places, ranks)
 
     def _span_pages(self, context: Context, tokens: int) -> Tensor:
         """Return the pages of the spans in the first ``tokens`` positions, [requests, spans, pages]; -1 for none."""
@@ -212,103 +286,76 @@ class ClusterIndex:
         )
         return entries, matches.all(-1) & (found >= 0)
 
-    def _free_entries(self, wanted: int) -> Tensor:
-        """Return ``wanted`` entries that are not live, making space for more if there are too few."""
+    def _ensure(self, pages: Tensor) -> HeldSpans:
+        """Make as many leading spans usable as there is space for; ``pages`` is [spans, pages in a span]."""
+        entries, usable = self._lookup(pages)
+        missing = (~usable).nonzero()[:, 0]
+        usable_spans, built = len(pages), len(missing)
+        self._uses += 1
+        if len(missing):
+            found = entries[usable]
+            self._last_used[found] = self._uses
+            free = self._claim(len(missing), found)
+            built = len(free)
+            if built < len(missing):
+                usable_spans = int(missing[built])
+                missing = missing[:built]
+            self._build(free, pages[missing])
+            entries[missing] = free
+        self._last_used[entries[:usable_spans]] = self._uses
+        return HeldSpans(entries[:usable_spans].int(), built * self.span)
+
+    def _build(self, entries: Tensor, pages: Tensor) -> None:
+        """Cluster spans, given as their pages, [n, pages in a span], into ``entries``, [n]."""
+        # From here on until the tag is written they belong to no page.
+        self._tag_generations[entries] = -1
+        if self.in_triton:
+            self._launch(entries, pages)
+        else:
+            page_size = self.generations.page_size
+            slots = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
+            for cache, layer in zip(self.caches, self.layers, strict=True):
+                layer.build(cache, entries, slots)
+        self._tag_pages[entries] = pages
+        self._tag_generations[entries] = self.generations.counts[pages]
+        self._by_last_page[pages[:, -1]] = entries
+
+    def _launch(self, entries: Tensor, pages: Tensor) -> None:
+        gpu_kmeans.cluster_spans(self._pools, pages, entries, self._drawn, self._tables)
+
+    @cached_property
+    def _pools(self) -> KeyPools:
+        return KeyPools.of(self.caches)
+
+    @cached_property
+    def _drawn(self) -> Tensor:
+        return drawn_members(self.span, self.clusters).int().to(self.generations.counts.device)
+
+    def _claim(self, wanted: int, found: Tensor) -> Tensor:
+        """Return up to ``wanted`` entries to build in, none of them held or among those ``found`` for this request."""
         live = (self._tag_generations == self.generations.counts[self._tag_pages]).all(1)
         # Two spans with the same last page: only the one built later can be found.
         live &= self._by_last_page[self._tag_pages[:, -1]] == torch.arange(self.entries, device=live.device)
-        free = (~live).nonzero()[:, 0]
-        if len(free) < wanted:
+        last_used = self._last_used.masked_fill(~live, -1)
+        kept = self._holders > 0
+        kept[found] = True
+        if self._grows:
+            kept |= live
+        by_use = last_used.masked_fill(kept, torch.iinfo(torch.int64).max).argsort(stable=True)
+        free = by_use[: self.entries - int(kept.sum())]
+        if self._grows and len(free) < wanted:
             in_pool = -(-self.caches[0].slots // self.span)
             needed = self.entries + wanted - len(free)
             self._grow(max(needed, min(2 * self.entries, in_pool)))
-            return self._free_entries(wanted)
+            return self._claim(wanted, found)
         return free[:wanted]
 
     def _grow(self, entries: int) -> None:
         more = entries - self.entries
-        self._tag_pages = torch.cat([self._tag_pages, self._tag_pages.new_zeros(more, self._tag_pages.shape[1])])
-        self._tag_generations = torch.cat(
-            [self._tag_generations, self._tag_generations.new_full((more, self._tag_pages.shape[1]), -1)]
-        )
-        self._layers = [layer.grown(more) for layer in self._layers]
-
-
-@dataclass
-class _LayerClusters:
-    """One layer's entries. KV heads come first, so that a head's centroids of many spans are one matrix.
-
-    Attributes:
-        centroids: [KV heads, entries, clusters, head dim], in the cache's dtype.
-        sizes: int16, or int32 if a span is too long for that, [KV heads, entries, clusters].
-        firsts: int32, same shape; where in a head's ``offsets``, all entries in a row, a cluster's members begin.
-        offsets: as ``sizes``, [KV heads, entries, span]; offsets of tokens in the span, cluster by cluster.
-    """
-
-    centroids: Tensor
-    sizes: Tensor
-    firsts: Tensor
-    offsets: Tensor
-
-    @classmethod
-    def empty(cls, cache: LayerCache, span: int) -> _LayerClusters:
-        clusters = span // CLUSTER_SIZE
-        dtype = torch.int16 if span <= torch.iinfo(torch.int16).max else torch.int32
-        numbers = torch.zeros(cache.kv_heads, 0, clusters, dtype=dtype, device=cache.keys.device)
-        return cls(
-            cache.keys.new_zeros(cache.kv_heads, 0, clusters, cache.head_dim),
-            numbers,
-            numbers.int(),
-            numbers.new_zeros(cache.kv_heads, 0, span),
-        )
-
-    @property
-    def entry_bytes(self) -> int:
-        kv_heads, _, clusters, head_dim = self.centroids.shape
-        return kv_heads * clusters * (head_dim * self.centroids.element_size() + self.sizes.element_size())
-
-    def grown(self, more: int) -> _LayerClusters:
-        return _LayerClusters(
-            *(
-                torch.cat([t, t.new_zeros(t.shape[0], more, *t.shape[2:])], dim=1)
-                for t in (self.centroids, self.sizes, self.firsts, self.offsets)
-            )
-        )
-
-    def build(self, cache: LayerCache, entries: Tensor, slots: Tensor) -> None:
-        """Cluster the keys at ``slots``, [n, span], into ``entries``, [n]."""
-        clusters, span = self.sizes.shape[2], self.offsets.shape[2]
-        at_once = max(1, _KMEANS_BYTES // (4 * cache.kv_heads * span * clusters))
-        for some, some_slots in zip(entries.split(at_once), slots.split(at_once), strict=True):
-            keys = cache.keys[some_slots].transpose(1, 2)
-            labels, centroids = kmeans(keys.flatten(0, 1), clusters)
-            sizes = torch.zeros(labels.shape[0], clusters, dtype=torch.int64, device=labels.device)
-            sizes.scatter_add_(1, labels, torch.ones_like(labels))
-            heads_first = (len(some), cache.kv_heads)
-            self.centroids[:, some] = centroids.to(cache.keys.dtype).unflatten(0, heads_first).transpose(0, 1)
-            self.sizes[:, some] = sizes.to(self.sizes.dtype).unflatten(0, heads_first).transpose(0, 1)
-            firsts = (sizes.cumsum(1) - sizes).int().unflatten(0, heads_first).transpose(0, 1)
-            self.firsts[:, some] = firsts + some[:, None].int() * span
-            by_cluster = labels.argsort(dim=1, stable=True).to(self.offsets.dtype)
-            self.offsets[:, some] = by_cluster.unflatten(0, heads_first).transpose(0, 1)
-
-    def read(self, entries: Tensor) -> Clusters:
-        requests, spans = entries.shape
-
-        def of_spans(table: Tensor) -> Tensor:
-            read = table.index_select(1, entries.flatten())
-            return read.view(read.shape[0], requests, spans * read.shape[2], *read.shape[3:])
-
-        return Clusters(of_spans(self.centroids), of_spans(self.sizes))
-
-    def offsets_of(self, places: Tensor, ranks: Tensor) -> Tensor:
-        """Return members' offsets in their span, int64.
-
-        Args:
-            places: int64 [requests, KV heads, n]; clusters, counted through a head's entries.
-            ranks: int64, same shape; which member.
-        """
-        heads = torch.arange(self.sizes.shape[0], device=places.device)[:, None]
-        firsts = self.firsts.flatten().take(places + heads * self.firsts[0].numel())
-        addresses = (heads * self.offsets[0].numel() + ranks).add_(firsts)
-        return self.offsets.flatten().take(addresses.clamp_max_(self.offsets.numel() - 1)).long()
+        of_tags = (more, self._tag_pages.shape[1])
+        self._tag_pages = torch.cat([self._tag_pages, self._tag_pages.new_zeros(of_tags)])
+        self._tag_generations = torch.cat([self._tag_generations, self._tag_generations.new_full(of_tags, -1)])
+        self._last_used = torch.cat([self._last_used, self._last_used.new_zeros(more)])
+        self._holders = torch.cat([self._holders, self._holders.new_zeros(more)])
+        self._tables = self._tables.grown(more)
+        self.layers = self._tables.layers()

@@ -8,28 +8,47 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu import index_builds
+from winnow_kernels.gpu.batch import DecodeBatch
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
+from winnow_kernels.indexes.pool_shape import PoolShape
 
 
 class KeyNorms(PageIndex):
     """Reciprocal norms of the keys of complete pages.
 
     Attributes:
-        reciprocals: for each layer, float32 [slots, KV heads]; of slots in pages that were not built, 0.
+        reciprocals: float32 [layers, slots, KV heads]; of slots in pages that were not built, 0.
     """
 
     BYTES = 4
     """Bytes of one key's reciprocal norm."""
 
-    def __init__(self, caches: Sequence[LayerCache], generations: PageGenerations) -> None:
-        super().__init__(caches, generations)
-        self.reciprocals = [torch.zeros(c.slots, c.kv_heads, device=c.keys.device) for c in caches]
+    def __init__(
+        self, caches: Sequence[LayerCache], generations: PageGenerations, in_triton: bool | None = None
+    ) -> None:
+        super().__init__(caches, generations, in_triton)
+        slots = caches[0].slots
+        self.reciprocals = torch.zeros(
+            self.shape.layers, slots, self.shape.kv_heads, dtype=torch.float32, device=self.built.device
+        )
+
+    @classmethod
+    def bytes_per_slot(cls, shape: PoolShape, page_size: int) -> float:
+        """Return what the index adds to a slot of the pool."""
+        return shape.heads * cls.BYTES + cls.BYTES_PER_PAGE / page_size
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
         """Compute the entries of ``pages``, int64 [n], from the layer's keys."""
         size = self.generations.page_size
         slots = pages[:, None] * size + torch.arange(size, device=pages.device)
         self.reciprocals[layer][slots] = reciprocal_norms(self.page_keys(cache, pages))
+
+    def launch(self, pages: Tensor) -> None:
+        index_builds.build_norms(self.pools, pages, self.reciprocals, self.generations.page_size)
+
+    def extend(self, batch: DecodeBatch, active: Tensor) -> None:
+        index_builds.extend_norms(self.pools, batch, active, self.reciprocals, self.built, self.generations.counts)
 
 
 def reciprocal_norms(vectors: Tensor) -> Tensor:

@@ -9,24 +9,42 @@ from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gather import Meter
+from winnow_kernels.gpu import index_builds
+from winnow_kernels.gpu.batch import DecodeBatch
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
+from winnow_kernels.indexes.pool_shape import PoolShape
 
 
 class PageBounds(PageIndex):
     """Key bounds of complete pages, in the cache's dtype, in which they are exact.
 
     Attributes:
-        bounds: for each layer [pages, KV heads, 2 × head dim]; a page's maxima, then its minima.
+        bounds: [layers, pages, KV heads, 2 × head dim]; a page's maxima, then its minima.
     """
 
-    def __init__(self, caches: Sequence[LayerCache], generations: PageGenerations) -> None:
-        super().__init__(caches, generations)
-        pages = len(generations.counts)
-        self.bounds = [cache.keys.new_zeros(pages, cache.kv_heads, 2 * cache.head_dim) for cache in caches]
+    def __init__(
+        self, caches: Sequence[LayerCache], generations: PageGenerations, in_triton: bool | None = None
+    ) -> None:
+        super().__init__(caches, generations, in_triton)
+        shape = self.shape
+        self.bounds = caches[0].keys.new_zeros(
+            shape.layers, len(generations.counts), shape.kv_heads, 2 * shape.head_dim
+        )
+
+    @classmethod
+    def bytes_per_slot(cls, shape: PoolShape, page_size: int) -> float:
+        """Return what the index adds to a slot of the pool: 1 ÷ ``page_size`` of the slot, and its tag's share."""
+        return (shape.heads * 2 * shape.head_dim * shape.element_size + cls.BYTES_PER_PAGE) / page_size
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
         keys = self.page_keys(cache, pages)
         self.bounds[layer][pages] = torch.cat((keys.amax(1), keys.amin(1)), dim=-1)
+
+    def launch(self, pages: Tensor) -> None:
+        index_builds.build_bounds(self.pools, pages, self.bounds, self.generations.page_size)
+
+    def extend(self, batch: DecodeBatch, active: Tensor) -> None:
+        index_builds.extend_bounds(self.pools, batch, active, self.bounds, self.built, self.generations.counts)
 
     def upper_scores(self, layer: int, grouped: Tensor, pages: Tensor, counts: Tensor, meter: Meter) -> Tensor:
         """Return, for each query head and page, the greatest score that a key within the page's bounds can have.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.gpu.batch import DecodeBatch
+from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.indexes.pool_shape import PoolShape
 
 
 class PageGenerations:
@@ -19,14 +23,18 @@ class PageGenerations:
         counts: int64 [pages], on the cache's device.
     """
 
+    BYTES_PER_PAGE = 8
+
     def __init__(self, slots: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.counts = torch.zeros(-(-slots // page_size), dtype=torch.int64, device=device)
 
     def written(self, slots: Tensor) -> None:
-        """Note that a forward pass writes ``slots``, int64 [tokens]; call before its first layer."""
-        begun = slots[slots % self.page_size == 0] // self.page_size
-        self.counts.index_add_(0, begun, torch.ones_like(begun))
+        """Note that a forward pass writes ``slots``, int64 [tokens]; call before its first layer.
+
+        It waits for nothing on a GPU and can be captured in a CUDA graph.
+        """
+        self.counts.index_add_(0, slots // self.page_size, (slots % self.page_size == 0).to(self.counts.dtype))
 
     def complete_pages(self, context: Context, request: int, tokens: int) -> Tensor:
         """Return the pages that ``request``'s first ``tokens`` tokens fill, int64 [tokens // page_size]."""
@@ -35,7 +43,10 @@ class PageGenerations:
 
 
 class PageIndex(ABC):
-    """Side tensors of complete pages, for all layers, built when first needed.
+    """Side tensors of complete pages, for all layers: allocated once, built when first needed.
+
+    On a GPU all layers are built in one launch. At decode ``extend`` keeps up with the tokens written, inside the
+    step's CUDA graph; ``ensure`` waits for the GPU and is for the first step of a request that needs the index.
 
     Attributes:
         caches: every layer's KV cache.
@@ -43,10 +54,32 @@ class PageIndex(ABC):
         built: int64 [pages]; the generation that a page's entry was built from, -1 for none.
     """
 
-    def __init__(self, caches: Sequence[LayerCache], generations: PageGenerations) -> None:
+    BYTES_PER_PAGE = 8
+    """Bytes of ``built``, beside what a page index keeps for each layer and KV head."""
+
+    def __init__(
+        self, caches: Sequence[LayerCache], generations: PageGenerations, in_triton: bool | None = None
+    ) -> None:
+        """Allocate nothing but ``built``; ``in_triton`` says who builds, by default Triton where there is CUDA.
+
+        Raises:
+            ValueError: the caches are not all of one shape and dtype.
+        """
+        self.shape = PoolShape.of(caches)
         self.caches = caches
         self.generations = generations
         self.built = torch.full_like(generations.counts, -1)
+        self.in_triton = self.built.is_cuda if in_triton is None else in_triton
+
+    @cached_property
+    def pools(self) -> KeyPools:
+        """Every layer's keys, for a kernel."""
+        return KeyPools.of(self.caches)
+
+    def warm_up(self) -> None:
+        """Compile what ``ensure`` launches, which takes seconds: before the first request has to wait for it."""
+        if self.in_triton:
+            self.launch(self.built.new_empty(0))
 
     def ensure(self, pages: Tensor) -> int:
         """Build what is missing or outdated among ``pages``, int64 [n]: complete in every layer.
@@ -55,14 +88,34 @@ class PageIndex(ABC):
         """
         missing = pages[self.built[pages] != self.generations.counts[pages]].unique()
         if len(missing):
-            for layer, cache in enumerate(self.caches):
-                self.build(layer, cache, missing)
+            if self.in_triton:
+                self.launch(missing)
+            else:
+                for layer, cache in enumerate(self.caches):
+                    self.build(layer, cache, missing)
             self.built[missing] = self.generations.counts[missing]
         return len(missing)
 
     @abstractmethod
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
-        """Compute the entries of ``pages``, int64 [n], from the layer's keys."""
+        """Compute the entries of ``pages``, int64 [n], from the layer's keys, in torch."""
+
+    @abstractmethod
+    def launch(self, pages: Tensor) -> None:
+        """Compute the entries of ``pages``, int64 [n], in all layers, in Triton."""
+
+    @abstractmethod
+    def extend(self, batch: DecodeBatch, active: Tensor) -> None:
+        """Build the entries of the pages that the tokens before the newest ones have completed; one launch.
+
+        Call once a decode step, before its first layer, from a request's first step after ``ensure`` on. It does
+        nothing for a row unless its newest token begins a page. It waits for nothing and can be captured in a CUDA
+        graph, after ``warm_up`` and a first call.
+
+        Args:
+            batch: the step's rows.
+            active: int32 [rows]; 0 where nothing shall be done.
+        """
 
     def page_keys(self, cache: LayerCache, pages: Tensor) -> Tensor:
         """Return the keys of ``pages``: [n, page size, KV heads, head dim]."""

@@ -1,0 +1,135 @@
+"""Where the clusters of spans are stored, and how torch builds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.kmeans import CLUSTER_SIZE, kmeans
+
+_KMEANS_BYTES = 64 * 2**20
+"""Bound on the distances that one K-means holds at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterTables:
+    """All layers' entries, contiguous. Those of a layer are ``LayerClusters``.
+
+    Attributes:
+        centroids: [layers, KV heads, entries, clusters, head dim], in the cache's dtype.
+        sizes: int16, or int32 if a span is too long for that, [layers, KV heads, entries, clusters].
+        firsts: int32, same shape.
+        offsets: as ``sizes``, [layers, KV heads, entries, span].
+    """
+
+    centroids: Tensor
+    sizes: Tensor
+    firsts: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def empty(cls, cache: LayerCache, layers: int, entries: int, span: int) -> ClusterTables:
+        """Return space for ``entries`` spans in as many layers, each like ``cache``."""
+        clusters = span // CLUSTER_SIZE
+        heads_first = (layers, cache.kv_heads, entries)
+        sizes = torch.zeros(*heads_first, clusters, dtype=_number_type(span), device=cache.keys.device)
+        return cls(
+            cache.keys.new_zeros(*heads_first, clusters, cache.head_dim),
+            sizes,
+            torch.zeros_like(sizes, dtype=torch.int32),
+            sizes.new_zeros(*heads_first, span),
+        )
+
+    @staticmethod
+    def bytes_per_entry(shape: PoolShape, span: int) -> int:
+        """Return the bytes of one span's clusters, in all layers."""
+        number = _number_type(span).itemsize
+        cluster = shape.head_dim * shape.element_size + number + torch.int32.itemsize
+        return shape.heads * (span // CLUSTER_SIZE * cluster + span * number)
+
+    def grown(self, more: int) -> ClusterTables:
+        """Return the same entries, elsewhere, with space for ``more``."""
+        return ClusterTables(
+            *(
+                torch.cat([t, t.new_zeros(*t.shape[:2], more, *t.shape[3:])], dim=2)
+                for t in (self.centroids, self.sizes, self.firsts, self.offsets)
+            )
+        )
+
+    def layers(self) -> list[LayerClusters]:
+        """Return views of each layer's entries."""
+        tables = (self.centroids, self.sizes, self.firsts, self.offsets)
+        return [LayerClusters(*of_layer) for of_layer in zip(*tables, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerClusters:
+    """One layer's entries. KV heads come first, so that a head's centroids of many spans are one matrix.
+
+    All are contiguous; the centroids of a KV head's entry lie in one block.
+
+    Attributes:
+        centroids: [KV heads, entries, clusters, head dim], in the cache's dtype.
+        sizes: int16, or int32 if a span is too long for that, [KV heads, entries, clusters].
+        firsts: int32, same shape; where in a head's ``offsets``, all entries in a row, a cluster's members begin.
+        offsets: as ``sizes``, [KV heads, entries, span]; offsets of tokens in the span, cluster by cluster, and in each
+            cluster by position.
+    """
+
+    centroids: Tensor
+    sizes: Tensor
+    firsts: Tensor
+    offsets: Tensor
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry's centroids and sizes, of all KV heads."""
+        kv_heads, _, clusters, head_dim = self.centroids.shape
+        return kv_heads * clusters * (head_dim * self.centroids.element_size() + self.sizes.element_size())
+
+    def build(self, cache: LayerCache, entries: Tensor, slots: Tensor) -> None:
+        """Cluster the keys at ``slots``, [n, span], into ``entries``, [n]."""
+        clusters, span = self.sizes.shape[2], self.offsets.shape[2]
+        at_once = max(1, _KMEANS_BYTES // (4 * cache.kv_heads * span * clusters))
+        for some, some_slots in zip(entries.split(at_once), slots.split(at_once), strict=True):
+            keys = cache.keys[some_slots].transpose(1, 2)
+            labels, centroids = kmeans(keys.flatten(0, 1), clusters)
+            sizes = torch.zeros(labels.shape[0], clusters, dtype=torch.int64, device=labels.device)
+            sizes.scatter_add_(1, labels, torch.ones_like(labels))
+            heads_first = (len(some), cache.kv_heads)
+            self.centroids[:, some] = centroids.unflatten(0, heads_first).transpose(0, 1)
+            self.sizes[:, some] = sizes.to(self.sizes.dtype).unflatten(0, heads_first).transpose(0, 1)
+            firsts = (sizes.cumsum(1) - sizes).int().unflatten(0, heads_first).transpose(0, 1)
+            self.firsts[:, some] = firsts + some[:, None].int() * span
+            by_cluster = labels.argsort(dim=1, stable=True).to(self.offsets.dtype)
+            self.offsets[:, some] = by_cluster.unflatten(0, heads_first).transpose(0, 1)
+
+    def read(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return centroids and sizes of ``entries``, int64 [requests, spans]: those of a request's spans in a row."""
+        requests, spans = entries.shape
+
+        def of_spans(table: Tensor) -> Tensor:
+            read = table.index_select(1, entries.flatten())
+            return read.view(read.shape[0], requests, spans * read.shape[2], *read.shape[3:])
+
+        return of_spans(self.centroids), of_spans(self.sizes)
+
+    def offsets_of(self, places: Tensor, ranks: Tensor) -> Tensor:
+        """Return members' offsets in their span, int64.
+
+        Args:
+            places: int64 [requests, KV heads, n]; clusters, counted through a head's entries.
+            ranks: int64, same shape; which member.
+        """
+        heads = torch.arange(self.sizes.shape[0], device=places.device)[:, None]
+        firsts = self.firsts.flatten().take(places + heads * self.firsts[0].numel())
+        addresses = (heads * self.offsets[0].numel() + ranks).add_(firsts)
+        return self.offsets.flatten().take(addresses.clamp_max_(self.offsets.numel() - 1)).long()
+
+
+def _number_type(span: int) -> torch.dtype:
+    return torch.int16 if span <= torch.iinfo(torch.int16).max else torch.int32

@@ -1,0 +1,162 @@
+"""Page bounds, key norms and clusters, built and extended by Triton: what torch builds, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.caches import random_cache
+from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu.batch import DecodeBatch
+from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.key_norms import KeyNorms
+from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.indexes.pages import PageGenerations
+
+SLOTS, LAYERS = 512, 2
+KINDS = [PageBounds, KeyNorms]
+
+
+def caches_on(
+    device: torch.device, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32
+) -> list[LayerCache]:
+    caches = [random_cache(SLOTS, kv_heads, head_dim, seed=layer, dtype=dtype) for layer in range(LAYERS)]
+    return [LayerCache(cache.keys.to(device), cache.values.to(device)) for cache in caches]
+
+
+def entries_of(index: PageBounds | KeyNorms) -> Tensor:
+    return index.bounds if isinstance(index, PageBounds) else index.reciprocals
+
+
+def assert_same(one: PageBounds | KeyNorms, other: PageBounds | KeyNorms) -> None:
+    # Torch adds a norm's squares in another order.
+    torch.testing.assert_close(entries_of(one), entries_of(other), atol=0, rtol=0 if type(one) is PageBounds else 1e-6)
+    assert torch.equal(one.built, other.built)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "head_dim", "page_size"),
+    [
+        (torch.float32, 2, 64, 16),
+        (torch.bfloat16, 8, 128, 16),
+        (torch.float16, 3, 96, 32),
+        (torch.bfloat16, 5, 256, 64),
+        (torch.float32, 1, 8, 8),
+    ],
+)
+def test_equals_torch(
+    device: torch.device,
+    kind: type[PageBounds | KeyNorms],
+    dtype: torch.dtype,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+) -> None:
+    caches = caches_on(device, kv_heads, head_dim, dtype)
+    generations = PageGenerations(SLOTS, page_size, device)
+    in_triton, in_torch = (kind(caches, generations, in_triton=triton) for triton in (True, False))
+    in_triton.warm_up()
+    assert_same(in_triton, in_torch)
+    # A page twice, and pages out of order.
+    for pages in ([7, 3, 7, 0], [SLOTS // page_size - 1], [3, 2]):
+        listed = torch.tensor(pages, device=device)
+        assert in_triton.ensure(listed) == in_torch.ensure(listed)
+        assert_same(in_triton, in_torch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extends_rows_whose_newest_token_begins_a_page(device: torch.device, kind: type[PageBounds | KeyNorms]) -> None:
+    caches = caches_on(device)
+    generations = PageGenerations(SLOTS, 16, device)
+    generations.counts += torch.arange(len(generations.counts), device=device)
+    in_triton, in_torch = (kind(caches, generations, in_triton=triton) for triton in (True, False))
+    # In the middle of a page, at its end, at the next one's begin; not active; padding.
+    lengths = [24, 32, 33, 65, 17, 33, 1]
+    active = [1, 1, 1, 2048, 1, 0, 1]
+    batch = DecodeBatch.empty(len(lengths), 80, 16, device)
+    batch.lengths.copy_(torch.tensor(lengths))
+    batch.page_table.copy_(torch.arange(35).view(7, 5).flip(0))
+    in_triton.extend(batch, torch.tensor(active, dtype=torch.int32, device=device))
+    completed = batch.page_table[[2, 3, 4], [1, 3, 0]].long()
+    in_torch.ensure(completed)
+    assert_same(in_triton, in_torch)
+    assert in_triton.ensure(completed) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keeps_up_with_decoding(device: torch.device, kind: type[PageBounds | KeyNorms]) -> None:
+    caches = caches_on(device)
+    generations = PageGenerations(SLOTS, 16, device)
+    index, reference = kind(caches, generations, in_triton=True), kind(caches, generations, in_triton=False)
+    batch = DecodeBatch.empty(2, 80, 16, device)
+    batch.page_table.copy_(torch.tensor([[3, 9, 4, 1, 7], [20, 21, 22, 23, 24]]))
+    active = torch.ones(2, dtype=torch.int32, device=device)
+    prompts = [30, 32]
+    generator = torch.Generator().manual_seed(3)
+    for step in range(40):
+        lengths = [prompt + step + 1 for prompt in prompts]
+        batch.lengths.copy_(torch.tensor(lengths))
+        newest = torch.tensor([length - 1 for length in lengths], device=device)
+        slots = batch.page_table[[0, 1], newest // 16].long() * 16 + newest % 16
+        generations.written(slots)
+        complete = torch.cat([batch.page_table[row, : (n - 1) // 16] for row, n in enumerate(lengths)]).long()
+        if step == 0:
+            index.ensure(complete)
+        index.extend(batch, active)
+        for cache in caches:
+            cache.keys[slots] = torch.randn(2, 2, 16, generator=generator).to(device)
+        reference.ensure(complete)
+        assert index.ensure(complete) == 0
+        assert_same(index, reference)
+
+
+def test_clusters_are_those_of_torch(device: torch.device) -> None:
+    caches = caches_on(device)
+    generations = PageGenerations(SLOTS, 16, device)
+    pages = torch.tensor([5, 1, 9, 2, 8, 3, 7, 4, 20, 21, 22, 23], device=device)
+    indexes = [ClusterIndex(caches, generations, 64, 4, in_triton=triton) for triton in (True, False)]
+    indexes[0].warm_up()
+    held = [index.hold(0, pages) for index in indexes]
+    assert [h.built_tokens for h in held] == [192, 192]
+    assert held[0].entries.tolist() == held[1].entries.tolist()
+    for one, other in zip(*(index.layers for index in indexes), strict=True):
+        for name in ("sizes", "firsts", "offsets", "centroids"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-6, rtol=0)
+
+
+def test_a_span_too_long_for_a_program_is_refused() -> None:
+    generations = PageGenerations(8192, 16, torch.device("cpu"))
+    caches = [random_cache(8192, 1, 128)]
+    with pytest.raises(ValueError, match="4096 tokens of 128 numbers"):
+        ClusterIndex(caches, generations, 4096, in_triton=True)
+    ClusterIndex(caches, generations, 4096, in_triton=False)
+
+
+def _variant(kernel: str, head_dim: int, kv_heads: int, page_size: int) -> Variant:
+    types = dict.fromkeys(("addresses_ptr", "pages_ptr", "built_ptr", "generations_ptr"), "*i64")
+    types |= dict.fromkeys(("table_ptr", "lengths_ptr", "active_ptr"), "*i32")
+    types |= {"first_ptr": "*bf16", "bounds_ptr": "*bf16", "reciprocals_ptr": "*fp32"}
+    types |= {"table_stride": "i32", "layer_stride": "i64", "slot_stride": "i32", "head_stride": "i32"}
+    constants = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
+    if "bounds" in kernel:
+        constants["columns"] = 1024
+    else:
+        constants |= {"keys": 64, "block_dim": 128 if head_dim == 96 else head_dim}
+    return Variant(
+        f"winnow_kernels.gpu.index_builds:{kernel}",
+        types,
+        constants,
+        divisible=("layer_stride", "slot_stride", "head_stride"),
+    )
+
+
+def test_kernels_fit_a_multiprocessor() -> None:
+    kernels = ("_bounds_kernel", "_extend_bounds_kernel", "_norms_kernel", "_extend_norms_kernel")
+    shapes = [(128, 8, 16), (96, 8, 64)]
+    for kernel in compile_for_hopper([_variant(name, *shape) for name in kernels for shape in shapes]):
+        assert kernel.local_bytes == 0
+        assert kernel.shared_bytes <= SHARED_LIMIT
+        assert "ld.global.v4.b32" in kernel.ptx  # keys come 16 bytes at a time

@@ -1,0 +1,233 @@
+"""Clusters of spans by Triton: the same as the reference's, whatever they are built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.caches import random_cache
+from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from tests.kernels.gpu.conftest import INTERPRETED
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.gpu.kmeans import cluster_spans, fits
+from winnow_kernels.indexes.cluster_tables import ClusterTables
+from winnow_kernels.kmeans import ITERATIONS, drawn_members, kmeans
+
+PAGE, SLOTS, CAPACITY = 16, 1024, 11
+# The interpreter cannot multiply matrices of bfloat16, and takes seconds for a problem of full size.
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+HEADS = 1 if INTERPRETED else 6
+SHAPES = [(96, 256)] if INTERPRETED else [(64, 1024), (96, 1024), (128, 1024), (256, 1024), (128, 512), (128, 64)]
+
+
+@dataclass
+class Case:
+    """Spans of a pool, and where their clusters go."""
+
+    caches: list[LayerCache]
+    pages: Tensor
+    entries: Tensor
+    span: int
+
+    def empty(self) -> ClusterTables:
+        tables = ClusterTables.empty(self.caches[0], len(self.caches), CAPACITY, self.span)
+        for table in (tables.centroids, tables.sizes, tables.firsts, tables.offsets):
+            table.fill_(-7)
+        return tables
+
+    def reference(self) -> ClusterTables:
+        tables = self.empty()
+        slots = (self.pages[..., None] * PAGE + torch.arange(PAGE, device=self.pages.device)).flatten(1)
+        for cache, layer in zip(self.caches, tables.layers(), strict=True):
+            layer.build(cache, self.entries, slots)
+        return tables
+
+    def built(self, some: slice = slice(None), iterations: int = ITERATIONS) -> ClusterTables:
+        tables = self.empty()
+        drawn = drawn_members(self.span, self.span // 16).to(self.pages.device)
+        cluster_spans(KeyPools.of(self.caches), self.pages[some], self.entries[some], drawn, tables, iterations)
+        return tables
+
+
+def a_case(
+    device: torch.device,
+    spans: int = 2,
+    span: int = 64,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    caches = []
+    for layer in range(layers):
+        cache = random_cache(SLOTS, kv_heads, head_dim, seed=layer, dtype=dtype)
+        caches.append(LayerCache(cache.keys.to(device), cache.values.to(device)))
+    generator = torch.Generator().manual_seed(5)
+    pages = torch.randperm(SLOTS // PAGE, generator=generator)[: spans * span // PAGE].view(spans, -1)
+    entries = torch.randperm(CAPACITY, generator=generator)[:spans]
+    return Case(caches, pages.to(device), entries.to(device), span)
+
+
+def tables_of(tables: ClusterTables) -> tuple[Tensor, ...]:
+    return tables.sizes, tables.firsts, tables.offsets, tables.centroids
+
+
+@pytest.mark.parametrize(
+    ("dtype", "span", "kv_heads", "head_dim"),
+    [
+        (torch.float32, 64, 3, 8),
+        (torch.float16, 128, 2, 16),
+        # Neither 6 clusters, nor keys of 24 numbers, nor spans of 96 fill a power of two.
+        (torch.float32, 96, 1, 24),
+        (torch.float16, 80, 1, 16),
+        (torch.float32, 512, 1, 64),
+    ],
+)
+def test_equals_the_reference(
+    device: torch.device, dtype: torch.dtype, span: int, kv_heads: int, head_dim: int
+) -> None:
+    case = a_case(device, 2, span, kv_heads, head_dim, 1 if span > 128 else 2, dtype)
+    for built, expected in zip(tables_of(case.built()), tables_of(case.reference()), strict=True):
+        torch.testing.assert_close(built, expected, atol=1e-6 if dtype == torch.float32 else 0, rtol=0)
+
+
+def spread(case: Case, tables: ClusterTables) -> float:
+    """The squared distances of all members to their stored centroids, which must be their means."""
+    total = 0.0
+    for cache, layer in zip(case.caches, tables.layers(), strict=True):
+        for entry, pages in zip(case.entries, case.pages, strict=True):
+            slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()
+            for head in range(cache.kv_heads):
+                offsets, sizes = layer.offsets[head, entry].long(), layer.sizes[head, entry].tolist()
+                assert sorted(offsets.tolist()) == list(range(case.span))
+                clusters = cache.keys[slots, head].float()[offsets].split(sizes)
+                for members, centroid in zip(clusters, layer.centroids[head, entry].float(), strict=True):
+                    if len(members):
+                        torch.testing.assert_close(centroid, members.mean(0), atol=1e-3, rtol=2**-7)
+                    total += float((members - centroid).square().sum())
+    return total
+
+
+@pytest.mark.parametrize(("head_dim", "span"), SHAPES)
+def test_half_precision_gives_the_references_labels_up_to_ties(device: torch.device, head_dim: int, span: int) -> None:
+    """After two iterations, before what a near tie has changed can spread."""
+    case = a_case(device, 1, span, HEADS, head_dim, HEADS, HALF)
+    built = case.built(iterations=2)
+    slots = (case.pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten()
+    wrong = 0
+    for cache, layer in zip(case.caches, built.layers(), strict=True):
+        expected, _ = kmeans(cache.keys[slots].transpose(0, 1), span // 16, iterations=2)
+        offsets, sizes = layer.offsets[:, case.entries[0]].long(), layer.sizes[:, case.entries[0]].long()
+        for head, labels in enumerate(expected):
+            clusters = torch.arange(span // 16, device=device).repeat_interleave(sizes[head])
+            wrong += int((labels[offsets[head]] != clusters).sum())
+    assert wrong <= 0.001 * HEADS * HEADS * span
+
+
+@pytest.mark.parametrize(("head_dim", "span"), SHAPES)
+def test_half_precision_gives_clusters_as_tight_as_the_references(
+    device: torch.device, head_dim: int, span: int
+) -> None:
+    case = a_case(device, 1, span, HEADS, head_dim, HEADS, HALF)
+    assert spread(case, case.built()) == pytest.approx(spread(case, case.reference()), rel=0.01)
+
+
+def test_a_span_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    case = a_case(device, spans=3, kv_heads=2)
+    together = case.built()
+    for number, entry in enumerate(case.entries.tolist()):
+        alone = case.built(slice(number, number + 1))
+        for all_of_it, table in zip(tables_of(together), tables_of(alone), strict=True):
+            assert torch.equal(all_of_it[:, :, entry], table[:, :, entry])
+
+
+def test_other_entries_stay_as_they_are(device: torch.device) -> None:
+    case = a_case(device)
+    others = [entry for entry in range(CAPACITY) if entry not in case.entries.tolist()]
+    for built, empty in zip(tables_of(case.built()), tables_of(case.empty()), strict=True):
+        assert torch.equal(built[:, :, others], empty[:, :, others])
+
+
+def test_keys_that_are_all_the_same_fill_one_cluster(device: torch.device) -> None:
+    case = a_case(device)
+    for cache in case.caches:
+        cache.keys.fill_(0.5)
+    built = case.built()
+    for entry in case.entries.tolist():
+        assert built.sizes[0, 0, entry].tolist() == [64] + [0] * 3
+        assert built.offsets[0, 0, entry].tolist() == list(range(64))
+        assert bool((built.centroids[0, 0, entry] == 0.5).all())
+
+
+def test_a_pool_may_have_space_between_its_slots(device: torch.device) -> None:
+    case = a_case(device)
+    wide = [torch.zeros(SLOTS, 2, 1, 16, device=device) for _ in case.caches]
+    for pool, cache in zip(wide, case.caches, strict=True):
+        pool[:, 0] = cache.keys
+    strided = Case([LayerCache(pool[:, 0], pool[:, 1]) for pool in wide], case.pages, case.entries, case.span)
+    for built, expected in zip(tables_of(strided.built()), tables_of(case.built()), strict=True):
+        assert torch.equal(built, expected)
+
+
+def test_caches_are_checked() -> None:
+    cache = random_cache(64, 2, 16)
+    with pytest.raises(ValueError, match="layout"):
+        KeyPools.of([cache, random_cache(64, 1, 16)])
+    with pytest.raises(ValueError, match="float64"):
+        KeyPools.of([random_cache(64, 2, 16, dtype=torch.float64)])
+    with pytest.raises(ValueError, match="next to each other"):
+        KeyPools.of([LayerCache(cache.keys.transpose(1, 2), cache.values)])
+    shifted = torch.zeros(64 * 2 * 16 + 1)[1:].view(64, 2, 16)
+    with pytest.raises(ValueError, match="bytes"):
+        KeyPools.of([LayerCache(shifted, shifted)])
+
+
+def test_too_many_centroids_are_refused(device: torch.device) -> None:
+    assert fits(128, 128)
+    assert fits(64, 256)
+    assert not fits(256, 96)
+    case = a_case(device, spans=1, span=1024, head_dim=512)
+    with pytest.raises(ValueError, match="too many"):
+        case.built()
+
+
+def _lloyd(head_dim: int, clusters: int = 64, keys: str = "bf16", warps: int = 4) -> Variant:
+    pointers = dict.fromkeys(("addresses_ptr", "pages_ptr", "entries_ptr"), "*i64")
+    pointers |= {"first_ptr": f"*{keys}", "centroids_ptr": f"*{keys}", "drawn_ptr": "*i32"}
+    pointers |= {"sizes_ptr": "*i16", "firsts_ptr": "*i32", "labels_ptr": "*i16"}
+    numbers = dict.fromkeys(("slot_stride", "head_stride", "kv_heads", "capacity", "iterations"), "i32")
+    constants = {"span": 16 * clusters, "clusters": clusters, "head_dim": head_dim, "page_size": PAGE, "tile": 64}
+    constants |= {"block_clusters": clusters, "block_dim": 128 if head_dim == 96 else head_dim}
+    return Variant(
+        "winnow_kernels.gpu.kmeans:_lloyd_kernel",
+        pointers | numbers,
+        constants,
+        divisible=("slot_stride", "head_stride"),
+        num_warps=warps,
+        num_stages=2,
+    )
+
+
+def test_kernels_fit_a_multiprocessor() -> None:
+    lloyd = [
+        *(_lloyd(head_dim) for head_dim in (64, 96, 128)),
+        _lloyd(128, keys="fp16"),
+        _lloyd(256, warps=8),
+        _lloyd(128, clusters=128, warps=8),
+    ]
+    order = Variant(
+        "winnow_kernels.gpu.kmeans:_order_kernel",
+        {"entries_ptr": "*i64", "offsets_ptr": "*i16", "kv_heads": "i32", "capacity": "i32"},
+        {"span": 1024, "clusters": 64, "block_span": 1024},
+    )
+    compiled = compile_for_hopper([*lloyd, order])
+    for kernel in compiled:
+        assert kernel.local_bytes == 0
+        assert kernel.shared_bytes <= SHARED_LIMIT
+    for kernel in compiled[:-1]:
+        assert "wgmma.mma_async" in kernel.ptx
+        assert "cp.async.cg.shared.global" in kernel.ptx  # keys come 16 bytes at a time
