@@ -39,6 +39,12 @@ DENSE_TERMINATION_WARNING: Final = (
     "early_termination over a full cache reads the newest tokens first and loses retrieval: 99.3 -> 78.7 at 32K in"
     " ART's Table 2. Combine it with a sparse decode policy."
 )
+TACTIC_TAIL_TOKENS: Final = 2048
+"""At most so many tokens at the end of a context are in no cluster yet; ``tactic`` reads them before all others."""
+TACTIC_CAP_WARNING: Final = (
+    f"decode.max_tokens is less than the {TACTIC_TAIL_TOKENS} newest tokens that tactic may have to read before"
+    " anything else: steps that have so many read nothing older."
+)
 
 MAX_POLICY_BYTES: Final = 64 * 1024
 MAX_MESSAGE_CHARACTERS: Final = 400
@@ -315,6 +321,8 @@ class AttentionPolicy(_Contract):
         """Return what the client should know about a policy that is served all the same."""
         if isinstance(self.decode, Dense) and self.early_termination is not None:
             return [DENSE_TERMINATION_WARNING]
+        if isinstance(self.decode, Tactic) and (self.decode.max_tokens or TACTIC_TAIL_TOKENS) < TACTIC_TAIL_TOKENS:
+            return [TACTIC_CAP_WARNING]
         return []
 
 

@@ -20,6 +20,8 @@ from sglang_winnow.policy import (
     MAX_POLICY_BYTES,
     MAX_TOKENS,
     PREFILL_POLICIES,
+    TACTIC_CAP_WARNING,
+    TACTIC_TAIL_TOKENS,
     AttentionPolicy,
     Delta,
     Dense,
@@ -34,6 +36,7 @@ from sglang_winnow.policy import (
     parse_policy,
 )
 from tests.policy_strategies import json_values, mutated_policies, valid_policies
+from winnow_kernels.indexes.clusters import SPAN, clustered_until
 
 NAMES = "dense, streaming_llm, quest, snapkv, pyramidkv, delta, tactic, quoka"
 
@@ -285,6 +288,18 @@ def test_dense_with_early_termination_is_warned_about() -> None:
     assert warning.isascii()
     assert AttentionPolicy(decode=Tactic(), early_termination=EarlyTermination()).warnings() == []
     assert AttentionPolicy().warnings() == []
+
+
+@pytest.mark.parametrize("tokens", [16, TACTIC_TAIL_TOKENS - 1, TACTIC_TAIL_TOKENS, None])
+def test_a_cap_below_the_unclustered_tokens_is_warned_about(tokens: int | None) -> None:
+    warnings = AttentionPolicy(decode=Tactic(max_tokens=tokens)).warnings()
+    assert warnings == ([TACTIC_CAP_WARNING] if tokens is not None and tokens < TACTIC_TAIL_TOKENS else [])
+
+
+@given(prompt=st.integers(1, 10_000), generated=st.integers(1, 20_000))
+def test_no_more_tokens_are_unclustered_than_the_warning_says(prompt: int, generated: int) -> None:
+    length = prompt + generated
+    assert length - clustered_until(prompt, length, SPAN) <= TACTIC_TAIL_TOKENS
 
 
 def checked(policy: AttentionPolicy, profile: tuple[int, ...] | None = None) -> AttentionPolicy:
