@@ -24,7 +24,7 @@ test: lint packages ## Check style, types and import contracts, and run the test
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile tests/kernels/gpu
 
 test-full: $(INSTALLED) packages ## Run the long tests and record the result in docs/records
-	$(BIN)/pytest -m full --record docs/records $(ARGS)
+	$(BIN)/pytest -m full --record=docs/records $(ARGS)
 
 lint: $(INSTALLED) ## Check style, types and import contracts
 	$(BIN)/ruff check
