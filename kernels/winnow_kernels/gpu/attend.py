@@ -27,7 +27,7 @@ from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.early_termination import PROBE, TILE
-from winnow_kernels.gpu.batch import WHOLE, DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.batch import WHOLE_TO_THE_END, DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, merge_kernel, splits_of, tiles_of_split
 
 LARGEST_GROUP: Final = 16
@@ -36,7 +36,7 @@ LARGEST_GROUP: Final = 16
 _HEADS = tl.constexpr(LARGEST_GROUP)
 _TILE = tl.constexpr(TILE)
 _PROBE = tl.constexpr(PROBE)
-_WHOLE = tl.constexpr(WHOLE)
+_TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _FOREVER = tl.constexpr(float(1 << 24))
@@ -253,14 +253,14 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
         row = pair // kv_heads
         kv_head = pair % kv_heads
         count = tl.load(selected_ptr + pair)
-        whole = count == _WHOLE
+        whole = count < 0
         tokens = tl.where(whole, tl.load(lengths_ptr + row), count)
         stops = tokens < 0
         if termination:
             scale_bound = tl.load(thresholds_ptr + row * 3)
             direction_bound = tl.load(thresholds_ptr + row * 3 + 1)
             patience = tl.load(thresholds_ptr + row * 3 + 2)
-            stops = patience < INFINITY
+            stops = (patience < INFINITY) & (count != _TO_THE_END)
         first, every, own = tiles_of_split(split, tokens, stops)
 
         # A selection is a table of pages of one slot.
@@ -335,11 +335,12 @@ def _splits_up_to(
     """Return how many splits each pair and those before it have: int32 [padded pairs]."""
     pair = tl.arange(0, padded_pairs)
     row = pair // kv_heads
-    tokens = tl.load(selected_ptr + pair, mask=pair < pairs, other=0)
-    tokens = tl.where(tokens == _WHOLE, tl.load(lengths_ptr + row, mask=pair < pairs, other=0), tokens)
+    count = tl.load(selected_ptr + pair, mask=pair < pairs, other=0)
+    tokens = tl.where(count < 0, tl.load(lengths_ptr + row, mask=pair < pairs, other=0), count)
     stops = tokens < 0
     if termination:
-        stops = tl.load(thresholds_ptr + row * 3 + 2, mask=pair < pairs, other=INFINITY) < INFINITY
+        patience = tl.load(thresholds_ptr + row * 3 + 2, mask=pair < pairs, other=INFINITY)
+        stops = (patience < INFINITY) & (count != _TO_THE_END)
     return tl.cumsum(splits_of(tokens, stops), axis=0)
 
 

@@ -14,6 +14,10 @@ from torch import Tensor
 
 WHOLE: Final = -1
 """As a selection's count: the whole context is attended to, and the selection holds no slots."""
+WHOLE_TO_THE_END: Final = -2
+"""As a selection's count: like ``WHOLE``, and early termination leaves this layer of the row alone."""
+ELSEWHERE: Final = 0
+"""As a selection's count: another kernel attends for the row in this layer, and counts what it reads."""
 
 
 class Count(IntEnum):
@@ -74,7 +78,7 @@ class DeviceSelection:
 
     Attributes:
         slots: int32 [rows, KV heads, width]; from ``counts`` on their content means nothing.
-        counts: int32 [rows, KV heads]; at least 1, or ``WHOLE``.
+        counts: int32 [rows, KV heads]; at least 1, or ``WHOLE``, ``WHOLE_TO_THE_END`` or ``ELSEWHERE``.
     """
 
     slots: Tensor

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.early_termination import MAX_SPLITS, TILE, TILES_PER_SPLIT
-from winnow_kernels.gpu.batch import COUNTS, WHOLE, Count
+from winnow_kernels.gpu.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count
 
 MOST_SPLITS: Final = 64
 """Of a selection; a power of two, and no less than with early termination."""
@@ -28,7 +28,8 @@ _RUNS_TO_FILL = tl.constexpr(16)
 _TILE = tl.constexpr(TILE)
 _TILES_PER_SPLIT = tl.constexpr(TILES_PER_SPLIT)
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
-_WHOLE = tl.constexpr(WHOLE)
+_TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
+_ELSEWHERE = tl.constexpr(ELSEWHERE)
 _COUNTS = tl.constexpr(COUNTS)
 _CONTEXT = tl.constexpr(int(Count.CONTEXT))
 _ATTENDED = tl.constexpr(int(Count.ATTENDED))
@@ -99,10 +100,12 @@ def merge_kernel(
     row = pair // kv_heads
     length = tl.load(lengths_ptr + row)
     count = tl.load(selected_ptr + pair)
-    tokens = tl.where(count == _WHOLE, length, count)
+    if count == _ELSEWHERE:
+        return
+    tokens = tl.where(count < 0, length, count)
     stops = tokens < 0
     if termination:
-        stops = tl.load(thresholds_ptr + row * 3 + 2) < INFINITY
+        stops = (tl.load(thresholds_ptr + row * 3 + 2) < INFINITY) & (count != _TO_THE_END)
     splits = splits_of(tokens, stops)
 
     split = tl.arange(0, _MOST_SPLITS)

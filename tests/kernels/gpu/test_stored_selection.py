@@ -1,0 +1,63 @@
+"""SnapKV's and PyramidKV's selector on a GPU against the torch reference."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, on_device, untouched
+from winnow_kernels.gather import Meter
+from winnow_kernels.gpu.stored_selection import StoredRows, select
+from winnow_kernels.observation import ObservationBuffer
+from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
+
+SLOTS, KV_HEADS, LAYERS = 4096, 2, 3
+
+
+def _state(prompt_length: int, kept: int, seed: int) -> SnapKVState:
+    """A request that keeps ``kept`` tokens of its prompt in the first layer, one less in each after."""
+    state = SnapKVState(SnapKVParameters(kept, 5), ObservationBuffer(8, prompt_length))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(LAYERS):
+        orders = [torch.randperm(prompt_length, generator=generator) for _ in range(KV_HEADS)]
+        state.kept[layer] = torch.stack(orders)[:, : kept - layer]
+    return state
+
+
+def _rows(states: list[SnapKVState | None], device: torch.device) -> StoredRows:
+    rows = StoredRows.empty(len(states), LAYERS, 10_000, device)
+    used = 7
+    for row, state in enumerate(states):
+        if state is not None:
+            rows.prompt_lengths[row] = state.prompt_length
+            for layer, kept in state.kept.items():
+                rows.offsets[row, layer], rows.kept[row, layer] = used, kept.shape[1]
+                rows.positions[used : used + kept.numel()] = kept.flatten().to(device, torch.int32)
+                used += kept.numel()
+    return rows
+
+
+def test_rows_are_the_references_and_other_families_stay_untouched(device: torch.device) -> None:
+    context = scattered_context([1500, 60, 101, 300, 20, 170], SLOTS)
+    states = [_state(300, 40, 0), None, _state(100, 50, 1), _state(170, 9, 2), _state(19, 19, 3), _state(105, 30, 4)]
+    batch = on_device(context, device)
+    rows = _rows(states, device)
+    cache, queries = random_cache(SLOTS, KV_HEADS, 8), random_queries(1, KV_HEADS, 8)
+    for layer in range(LAYERS):
+        selection = untouched(batch, KV_HEADS, 1280)
+        select(layer, batch, rows, selection)
+        for row, state in enumerate(states):
+            if state is None:
+                check_untouched(selection, row)
+                continue
+            step = SnapKVStep(context.rows([row]), 1.0, None, [state])
+            check_equal(selection, row, step.select(layer, queries, cache, Meter(1, torch.device("cpu"))))
+    assert (batch.counts == 0).all()
+
+
+def test_a_selection_that_has_no_room_is_the_whole_context(device: torch.device) -> None:
+    batch = on_device(scattered_context([190, 189], SLOTS), device)
+    selection = untouched(batch, KV_HEADS, 100)
+    select(0, batch, _rows([_state(100, 11, 0), _state(100, 11, 0)], device), selection)
+    check_whole(selection, 0)
+    assert (selection.counts[1] == 100).all()
