@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -75,19 +76,27 @@ class Rows:
 
 
 def runs_dense(state: RequestState, length: int, page_size: int) -> bool:
-    """Return whether a step at a context of ``length`` tokens reads everything though the policy is not dense.
+    """Return whether a step at a context of ``length`` tokens reads everything though the policy is not dense."""
+    return not isinstance(state.policy.decode, Dense) and length <= dense_until(state, page_size)
+
+
+def dense_until(state: RequestState, page_size: int) -> int:
+    """Return the longest context, in tokens, at which a step of a request reads everything, whatever its policy.
 
     It does where the budget covers the context, and below the length from which on the policy has been seen to be no
     slower than dense.
     """
     policy = state.policy.decode
     if isinstance(policy, Dense):
-        return False
-    if length <= crossover_tokens(policy.policy):
-        return True
-    budget = effective_budget(state, length, page_size)
-    covered = state.prompt_length if isinstance(policy, SnapKV | PyramidKV) else length
-    return budget is not None and covered <= budget
+        return 0
+    crossover = crossover_tokens(policy.policy)
+    if isinstance(policy, SnapKV | PyramidKV):
+        covers = _of_prompt(policy, state.prompt_length) >= state.prompt_length
+        return sys.maxsize if covers else crossover
+    if isinstance(policy, QuokaDecode) and policy.budget is None:
+        # A share of the tokens before the newest is never all of them.
+        return crossover
+    return max(crossover, effective_budget(state, state.prompt_length, page_size) or 0)
 
 
 def effective_budget(state: RequestState, length: int, page_size: int) -> int | None:

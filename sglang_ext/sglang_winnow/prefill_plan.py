@@ -51,6 +51,7 @@ class PrefillPlan:
     ) -> None:
         self._indexes = indexes
         self._statistics = statistics
+        self._dense_layers = 0
         self._chunks: list[_Chunk] = []
         row = 0
         for i, (state, start, new) in enumerate(zip(states, prefix_lengths, new_lengths, strict=True)):
@@ -87,22 +88,31 @@ class PrefillPlan:
             else:
                 norms = self._indexes.key_norms.reciprocals[layer]
                 output[chunk.rows], reads = quoka_prefill(own, chunk.slots, cache, scale, chunk.quoka, norms)
-            if window is None and chunk.counted:
-                if chunk.quoka is None:
-                    self._count_dense(chunk, cache)
-                else:
-                    amounts = (reads.context, reads.attended, reads.context_bytes, reads.read_bytes)
-                    self._count(chunk, amounts)
-            if window is None:
-                _observe(chunk, layer, len(self._indexes.caches), own)
+            if window is None and chunk.counted and chunk.quoka is not None:
+                self._count(chunk, (reads.context, reads.attended, reads.context_bytes, reads.read_bytes))
+        if window is None:
+            self.note(layer, queries)
         return output
 
-    def finish(self) -> None:
-        """Nothing is left to do after the last layer."""
+    @property
+    def is_dense(self) -> bool:
+        """Whether all requests attend to everything: SGLang's own backends can compute that."""
+        return all(chunk.quoka is None for chunk in self._chunks)
 
-    def _count_dense(self, chunk: _Chunk, cache: LayerCache) -> None:
-        pairs = causal_tokens(chunk.counted.start, chunk.counted.stop) * cache.kv_heads
-        self._count(chunk, (pairs, pairs, pairs * 2 * cache.vector_bytes, pairs * 2 * cache.vector_bytes))
+    def note(self, layer: int, queries: Tensor) -> None:
+        """Keep of a layer's ``queries`` what policies need later; call once for each layer that is counted."""
+        self._dense_layers += 1
+        for chunk in self._chunks:
+            _observe(chunk, layer, len(self._indexes.caches), queries[chunk.rows])
+
+    def finish(self) -> None:
+        """Count what dense requests have read; call after the last layer."""
+        cache = self._indexes.caches[0]
+        for chunk in self._chunks:
+            if chunk.counted and chunk.quoka is None:
+                tokens = causal_tokens(chunk.counted.start, chunk.counted.stop)
+                pairs = tokens * cache.kv_heads * self._dense_layers
+                self._count(chunk, (pairs, pairs, pairs * 2 * cache.vector_bytes, pairs * 2 * cache.vector_bytes))
 
     def _count(self, chunk: _Chunk, amounts: Sequence[int | Tensor]) -> None:
         fields = (
