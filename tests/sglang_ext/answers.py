@@ -6,6 +6,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+# Log-probabilities of the same tokens, computed in batches of other shapes, differ by rounding.
+TOLERANCE = 2e-3
+# Rounding can also decide between two tokens of about equal score: another token in a selection of a hundred. Where a
+# request gets another's policy, tokens part, or log-probabilities by tenths.
+TOLERANCE_OF_SELECTIONS = 3e-2
+
 
 @dataclass(frozen=True)
 class Step:

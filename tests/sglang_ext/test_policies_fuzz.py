@@ -24,7 +24,7 @@ from sglang_winnow.server_information import PARAMETER, ServedModel
 from tests.models import ModelShape, write_model, write_weights
 from tests.policy_strategies import Json, json_values, mutated_policies, valid_policies
 from tests.runtime import runtime_server
-from tests.sglang_ext.answers import LOGPROBS, equal_steps, prompt_of
+from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
 
 SHAPE = ModelShape(layers=5, query_heads=4, kv_heads=2, context_length=4096)
 CHUNK = 256
@@ -32,7 +32,6 @@ CHUNK = 256
 KV_TOKENS = 4096
 AT_ONCE = 6
 LONGEST = 1200
-TOLERANCE = 2e-3
 # What the indexes of this pool and torch's own caches may still come to once the first requests have been served.
 MOST_GROWTH = 128 * 2**20
 
@@ -205,7 +204,7 @@ def serve(folder: Path, page_size: int, *arguments: str) -> Iterator[Server]:
 
 def ask_whatever(server: Server, requests: int) -> None:
     before = server.dense()
-    rounds = requests // AT_ONCE
+    rounds = -(-requests // AT_ONCE)
     outcomes: Counter[str] = Counter()
     answered: list[tuple[Asked, Any]] = []
     memory: list[dict[str, int]] = []
@@ -243,7 +242,7 @@ def ask_whatever(server: Server, requests: int) -> None:
         alone = server.ask(asked)
         if answer["meta_info"]["num_retractions"] == 0:
             try:
-                equal_steps(answer, alone, TOLERANCE)
+                equal_steps(answer, alone, TOLERANCE_OF_SELECTIONS)
             except AssertionError as error:
                 raise AssertionError((asked, answer["meta_info"]["attention"])) from error
 

@@ -14,18 +14,13 @@ import pytest
 
 from tests.models import ModelShape, write_model, write_weights
 from tests.runtime import Runtime, runtime_server
-from tests.sglang_ext.answers import LOGPROBS, equal_steps, steps
+from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, steps
 from tests.sglang_ext.answers import prompt_of as random_prompt
 
 SHAPE = ModelShape(layers=5, query_heads=4, kv_heads=2, context_length=4096)
 CHUNK = 256
 KV_TOKENS = 6144
 TOKENS = 12
-# Log-probabilities of the same tokens, computed in batches of other shapes, differ by rounding.
-TOLERANCE = 2e-3
-# Rounding can also decide between two tokens of about equal score: another token in a selection of a hundred. Where a
-# request gets another's policy, tokens part, or log-probabilities by tenths (test_policies_differ_from_dense).
-TOLERANCE_OF_SELECTIONS = 3e-2
 
 TERMINATION = {"scale": 0.2, "direction": 0.2, "patience": 1}
 POLICIES: dict[str, dict[str, Any]] = {
