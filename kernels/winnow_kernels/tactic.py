@@ -14,6 +14,9 @@ What the paper leaves open:
   more than 16 members the first 16 are sampled, and stand for all.
 - A fit that does not fall is flat.
 - p = 1 takes everything, whatever the curve says.
+- A KV head that would read more than three quarters of the context (after the cap) attends to all of it, as ``dense``
+  does, newest first: to read everything in a row costs less than to look most of it up. Where the tokens in no cluster
+  are so many by themselves, nothing is scored and no index is read.
 - Order: the newest tile of 64 tokens; then clusters by the best place that a query head of the group that needs them
   gives them, then by their number; then the other tokens in no cluster, newest first. There may be thousands of those:
   were they read first, the output would settle on them, and early termination would stop before the best clusters.
@@ -34,7 +37,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.distribution_fit import Curve, RankedMass
 from winnow_kernels.early_termination import TILE, Termination
-from winnow_kernels.gather import Meter, gather_keys, peek_keys
+from winnow_kernels.gather import Meter, peek_keys
 from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
 from winnow_kernels.selection import Selection
@@ -44,6 +47,8 @@ WINDOW_CLUSTERS = 4
 WINDOW_CENTRES = (0.1, 0.6)
 LISTED_SHARE = 0.25
 """Share of the clusters that are ranked at first; all of them where a query head needs more."""
+WHOLE_SHARE = 0.75
+"""A KV head that would attend to more than this share of the context attends to all of it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class TacticParameters:
 
     Attributes:
         p: share of the attention mass that each query head's tokens are to hold; above 0, at most 1.
-        max_tokens: cap on the union of each KV head, at least 1; None for none.
+        max_tokens: cap on the union of each KV head, at least 1; None for none. What is within it but more than
+            ``WHOLE_SHARE`` of the context becomes the whole context.
     """
 
     p: float
@@ -119,7 +125,7 @@ class TacticStep(DecodeStep):
 
     Attributes:
         estimated_share: float64 [requests]; the share of attention mass that the fit believes to be attended, a mean
-            over query heads, summed over the layers so far.
+            over query heads, summed over the layers so far; 1 where everything is.
         capped: bool [requests]; where ``max_tokens`` has cut a selection in some layer so far.
     """
 
@@ -154,7 +160,6 @@ class TacticStep(DecodeStep):
                 f"clustered: must be less than the lengths, {context.lengths.tolist()}; it is {clustered.tolist()}"
             )
         self.index = index
-        self.spans = index.lookup(context, clustered)
         device = context.device
         self.estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=device)
         self.capped = torch.zeros(context.requests, dtype=torch.bool, device=device)
@@ -164,6 +169,14 @@ class TacticStep(DecodeStep):
         self._cap = (
             torch.tensor([longest if c is None else c for c in caps], device=device).view(-1, 1) if any(caps) else None
         )
+        self.spans = index.lookup(context, clustered)
+        kept = (context.lengths - self.spans.counts * index.span)[:, None]
+        whole = self._exceeds(kept if self._cap is None else torch.minimum(kept, self._cap))
+        self._whole = whole[:, 0]
+        if bool(whole.any()):
+            self.spans = index.lookup(context, clustered.masked_fill(self._whole, 0))
+            if self._cap is not None:
+                self._cap.masked_fill_(whole, longest)
         self._keep_unclustered()
         self._plan_lists()
 
@@ -189,7 +202,9 @@ class TacticStep(DecodeStep):
         )
 
     def _kept_scores(self, grouped: Tensor, kept: Selection, cache: LayerCache, meter: Meter) -> Tensor:
-        scores = grouped @ gather_keys(cache, kept, meter).to(grouped.dtype).mT * self.scale
+        # Where everything is kept, no score matters: a kernel reads none.
+        meter.count_bytes((kept.counts.sum(1) * cache.vector_bytes).masked_fill(self._whole, 0))
+        scores = grouped @ peek_keys(cache, kept).to(grouped.dtype).mT * self.scale
         return scores.masked_fill_(~kept.filled[:, :, None], -torch.inf)
 
     def _estimate(self, layer: int, grouped: Tensor, kept_scores: Tensor, cache: LayerCache, meter: Meter) -> Estimate:
@@ -335,6 +350,10 @@ class TacticStep(DecodeStep):
         scores = (grouped[..., None, :] @ keys.mT)[..., 0, :] * self.scale
         return scores.masked_fill(~valid, -torch.inf)
 
+    def _exceeds(self, counts: Tensor) -> Tensor:
+        """Return whether ``counts``, [requests, n], are so much of the context that all of it is read instead."""
+        return counts > WHOLE_SHARE * self.context.lengths[:, None]
+
     def _select_kept(self, kept: Selection, kept_scores: Tensor) -> Selection:
         counts = kept.counts if self._cap is None else self._capped_kept(kept)
         self.estimated_share += _share_of_first(kept_scores, counts).mean((1, 2))
@@ -352,8 +371,9 @@ class TacticStep(DecodeStep):
         kept_counts = kept.counts
         outside = mass.outside
         if self._cap is not None:
-            self.capped |= (kept_counts + taken > self._cap).any(1)
-            kept_counts = self._capped_kept(kept)
+            wanted = kept_counts + taken
+            self.capped |= ((wanted > self._cap) & ~self._exceeds(wanted.minimum(self._cap))).any(1)
+            kept_counts = torch.minimum(kept_counts, self._cap)
             room = self._cap - kept_counts
             # No query head's list is cut before the best place of the first cluster that is not taken whole.
             cut = (needs.ends <= room[..., None]).sum(-1, keepdim=True)
@@ -363,14 +383,27 @@ class TacticStep(DecodeStep):
             tokens = torch.minimum(tokens, first_lost[..., None].double())
             taken = torch.minimum(taken, room)
             outside = mass.outside * _share_of_first(kept_scores, kept_counts)
-        self.estimated_share += ((outside + mass.held_by(tokens)) / mass.total).mean((1, 2))
+        whole = self._exceeds(kept_counts + taken)
+        taken = taken.masked_fill(whole, 0)
+        share = (outside + mass.held_by(tokens)) / mass.total
+        self.estimated_share += share.masked_fill_(whole[..., None], 1.0).mean((1, 2))
 
         places = torch.arange(int(taken.max()), device=taken.device).expand(*taken.shape, -1).contiguous()
         at = torch.searchsorted(needs.ends, places, right=True).clamp_max_(needs.ends.shape[-1] - 1)
         before = torch.nn.functional.pad(needs.ends, (1, 0)).gather(-1, at)
         positions = self.index.members(layer, self.spans, needs.clusters.gather(-1, at), places - before)
         meter.count_bytes(taken.sum(1) * self.index.member_bytes(layer))
-        return _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
+        selected = _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
+        return self._with_whole(selected, whole) if bool(whole.any()) else selected
+
+    def _with_whole(self, selected: Selection, whole: Tensor) -> Selection:
+        """Return ``selected``, but the whole context, newest first, for the KV heads that ``whole`` marks."""
+        lengths = self.context.lengths[:, None]
+        newest_first = self.context.slots_at((lengths - 1 - self.context.positions).clamp_min(0))
+        slots = torch.nn.functional.pad(selected.slots, (0, self.context.longest - selected.width))
+        return Selection(
+            torch.where(whole[..., None], newest_first[:, None], slots), selected.counts.where(~whole, lengths)
+        )
 
 
 def _cluster_scores(grouped: Tensor, clusters: Clusters) -> Tensor:

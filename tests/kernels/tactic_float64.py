@@ -52,8 +52,9 @@ def select(
     max_tokens: int | None,
 ) -> Expected:
     """``queries`` [group, head dim]; ``keys`` [length, head dim]; ``clusters`` in the order of their numbers."""
+    newest_first = list(reversed(range(length)))
     clustered = {position for _, members in clusters for position in members}
-    kept = [position for position in reversed(range(length)) if position not in clustered]
+    kept = [position for position in newest_first if position not in clustered]
     total = len(clustered)
     best: dict[int, int] = {}
     needed: dict[int, int] = {}
@@ -96,6 +97,8 @@ def select(
     capped = max_tokens is not None and len(positions) > max_tokens
     limit = max_tokens if max_tokens is not None else len(positions)
     lost = 0 if limit <= len(kept) else union[limit - len(kept)][1] if capped else total
+    if min(limit, len(positions)) > 0.75 * length:
+        return Expected(newest_first, [count for count, *_ in per_head], 1.0, False)
     shares = []
     for count, fitted, outside, kept_weights, _ in per_head:
         held = sum(kept_weights[:limit]) + fitted[: min(count, lost)].sum()

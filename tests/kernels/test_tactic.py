@@ -120,7 +120,8 @@ def test_what_always_holds(
                 assert set(slots) <= set(context)
                 assert slots[: len(kept[: min(cap or 64, 64)])] == kept[: min(cap or 64, 64)]
                 assert set(kept[: cap or None]) <= set(slots)
-                assert cap is None or len(slots) <= cap
+                assert len(slots) <= 0.75 * length or slots == context[::-1]
+                assert cap is None or len(slots) <= cap or min(cap, length) > 0.75 * length
             if not step.capped[request]:
                 assert float(step.estimated_share[request]) >= min(share, 0.999) - 1e-6
             assert 0 < float(step.estimated_share[request]) <= 1 + 1e-6
@@ -169,8 +170,8 @@ def test_any_scale_of_scores(sharpness: float) -> None:
         assert step.estimated_share.isfinite().all()
         assert (selection.counts >= 104).all()
     if sharpness < 1:
-        # All weights alike: nine tenths of the tokens.
-        assert (selection.counts >= 900).all()
+        # All weights alike: nine tenths of the tokens, and so all.
+        assert (selection.counts == 1000).all()
 
 
 def test_all_keys_the_same() -> None:
@@ -178,9 +179,27 @@ def test_all_keys_the_same() -> None:
     a_case.cache.keys.fill_(1.0)
     index = ClusterIndex([a_case.cache], PageGenerations(SLOTS, 16, CPU), SPAN)
     index.ensure(a_case.context, 0, 896)
-    step = replace(a_case, index=index).step([TacticParameters(0.8995)])
+    step = replace(a_case, index=index).step([TacticParameters(0.7495)])
     selection = step.select(0, a_case.queries(2), a_case.cache, Meter(1, CPU))
-    assert selection.counts.tolist() == [[900, 900]]
+    assert selection.counts.tolist() == [[750, 750]]
+
+
+def test_most_of_the_context_becomes_all_of_it() -> None:
+    a_case = case([1000, 1000, 1000], [896, 896, 896])
+    a_case.cache.keys.fill_(1.0)
+    index = ClusterIndex([a_case.cache], PageGenerations(SLOTS, 16, CPU), SPAN)
+    for row in range(3):
+        index.ensure(a_case.context, row, 896)
+    parameters = [TacticParameters(0.8), TacticParameters(0.8, 760), TacticParameters(0.8, 750)]
+    step = replace(a_case, index=index).step(parameters)
+    meter = Meter(3, CPU)
+    selection = step.select(0, a_case.queries(2), a_case.cache, meter)
+    assert selection.counts.tolist() == [[1000, 1000], [1000, 1000], [750, 750]]
+    assert slots_of(selection, 0, 1) == a_case.context.slots[0].flip(0).tolist()
+    assert step.capped.tolist() == [False, False, True]
+    assert step.estimated_share.tolist() == pytest.approx([1.0, 1.0, 0.75], abs=1e-3)
+    # The members that the third looks up: two bytes of an offset, four of where a cluster begins.
+    assert int(meter.read_bytes[2] - meter.read_bytes[0]) == 2 * (750 - 104) * 6
 
 
 def test_a_span_that_is_gone_is_attended_in_full() -> None:
@@ -214,7 +233,8 @@ def test_counts_what_it_reads() -> None:
             sampled += 18 + sum(min(16, size) for size in windows)
     selected = int(selection.counts[0].sum()) - 2 * 104
     expected = index + sampled * (vector + 6) + 2 * 104 * vector + selected * 6
-    assert meter.read_bytes.tolist() == [expected, 2 * 60 * vector]
+    # The other request has no clusters: it attends to everything, and nothing is scored.
+    assert meter.read_bytes.tolist() == [expected, 0]
     step.attend(0, queries, a_case.cache, meter)
     assert meter.attended.tolist() == [int(selection.counts[0].sum()), 120]
 

@@ -1,0 +1,351 @@
+"""Tactic's selection (``winnow_kernels.tactic``): from centroids to slots without sorting anything, in five launches.
+
+    1. score   query · centroid for the whole group at once, and the exact weights' sum of the tokens in no cluster
+    2. rank    for each query head the clusters of its first 2 % of tokens and of its two windows, by threshold
+    3. sample  the exact weights of their members; a cluster that several query heads look at is read once
+    4. fit     for each query head how many tokens it takes; the last of a group unites what the group takes
+    5. slots   the slots of the members that are taken
+
+What must be read: of each cluster a centroid, of each KV head once the sampled keys that some query head of its group
+needs, and the keys of the tokens in no cluster: with one centroid for 16 keys, 2 % of exact weights and half of them
+shared, 3 % and about 2.5 % of what dense attention reads. ``DecodeBatch.counts`` counts more, what the reference
+counts: a sampled key for each query head. Beside that each query head writes and reads back 4 bytes a cluster (steps
+1 to 4, from the L2 cache mostly), and 2 and 4 look at all of its clusters some twenty times in registers.
+
+Where the order of reading matters, two launches more (``in_order``: early termination, or a cap that cuts), and where
+there may be a cap a third, for what is left of the share. Rows that do not need them leave them at once.
+
+The set of tokens is the reference's, up to exactly equal scores and to rounding (``winnow_kernels.gpu.tactic_fit``). Of
+clusters with equal scores the one with the lower number comes first. Without ``in_order`` clusters come by number.
+A row or KV head that attends to everything has ``WHOLE`` for a count: no selection is wider than three quarters of the
+longest context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu import tactic_order, tactic_samples, tactic_scores, tactic_slots
+from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.tactic_fit import fit_kernel
+from winnow_kernels.gpu.tactic_order import best_kernel, capped_share_kernel, place_kernel
+from winnow_kernels.gpu.tactic_ranks import rank_kernel
+from winnow_kernels.gpu.tactic_samples import sample_kernel
+from winnow_kernels.gpu.tactic_scores import score_kernel
+from winnow_kernels.gpu.tactic_slots import slot_kernel
+from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, TAIL_SPLITS, TacticWorkspace
+from winnow_kernels.indexes.cluster_tables import LayerClusters
+from winnow_kernels.kmeans import CLUSTER_SIZE
+from winnow_kernels.tactic import WHOLE_SHARE
+
+MOST_CLUSTERS: Final = 16_384
+"""Clusters of a row, at most, and so many that a program holds: those of a context of 256K tokens."""
+
+_LOG2_E: Final = 1.4426950408889634
+
+
+@dataclass(frozen=True, eq=False)
+class TacticBatch:
+    """The parameters of a batch's rows.
+
+    Attributes:
+        entries: int32 [rows, spans]; index entries of the row's leading usable spans, span 0 first. Beyond them any.
+        clustered: int32 [rows]; tokens in these spans, less than the row's length. What comes behind them is always
+            attended to.
+        p: float64 [rows]; share of the attention mass, 0 for a row of another family.
+        caps: int32 [rows]; cap on the union of each KV head, 0 for none.
+        by_priority: int32 [rows]; not 0 where clusters must come in order, as early termination needs them.
+    """
+
+    entries: Tensor
+    clustered: Tensor
+    p: Tensor
+    caps: Tensor
+    by_priority: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, spans: int, device: torch.device) -> TacticBatch:
+        """Return the parameters of ``rows`` rows of other families, with room for ``spans`` spans each."""
+        clustered, caps, by_priority = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        entries = torch.zeros(rows, spans, dtype=torch.int32, device=device)
+        return cls(entries, clustered, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
+
+
+@dataclass(frozen=True, eq=False)
+class TacticStatistics:
+    """What the fit believes, of the layers so far in a step; whoever begins a step sets them to 0.
+
+    Attributes:
+        shares: float64 [rows, query heads]; share of the attention mass that is believed to be attended, added up over
+            layers. ``TacticStep.estimated_share`` is its mean over query heads.
+        capped: int32 [rows]; not 0 where a cap has cut a selection.
+    """
+
+    shares: Tensor
+    capped: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, query_heads: int, device: torch.device) -> TacticStatistics:
+        return cls(
+            torch.zeros(rows, query_heads, dtype=torch.float64, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+
+def selection_width(longest: int) -> int:
+    """Return how wide a selection must be for contexts of ``longest`` tokens."""
+    return int(WHOLE_SHARE * longest)
+
+
+def warps_of(block: int) -> int:
+    """Return the warps of a program that holds ``block`` clusters.
+
+    As many as a block needs for its registers; of ``MOST_CLUSTERS``, twice what 128K of context need, some spill
+    nevertheless.
+    """
+    return 32 if block == MOST_CLUSTERS else min(16, max(4, block // 256))
+
+
+def select(
+    queries: Tensor,
+    cache: LayerCache,
+    clusters: LayerClusters,
+    batch: DecodeBatch,
+    rows: TacticBatch,
+    selection: DeviceSelection,
+    workspace: TacticWorkspace,
+    statistics: TacticStatistics,
+    scale: float,
+    *,
+    in_order: bool,
+    capped: bool,
+) -> None:
+    """Write the slots and counts of the family's rows in one layer; count what is read, and what is believed.
+
+    Args:
+        queries: [rows, query heads, head dim], contiguous in the last two dimensions, of the dtype of the keys.
+        cache: the layer's KV cache; keys contiguous in the last dimension.
+        clusters: the layer's index.
+        batch: the batch.
+        rows: parameters of its rows.
+        selection: what is written to, at least ``selection_width`` wide.
+        workspace: for as many rows, heads and spans.
+        statistics: what is added to.
+        scale: what scores are multiplied by before the softmax.
+        in_order: whether some row may be ``by_priority`` or capped; without it their clusters would come by number.
+        capped: whether some row may have a cap; ``in_order`` must be true then.
+
+    Raises:
+        ValueError: the selection is too narrow, the group or the contexts are too large, or ``capped`` is said
+            without ``in_order``.
+    """
+    kv_heads, width = selection.slots.shape[1:]
+    query_heads, head_dim = queries.shape[1:]
+    group = query_heads // kv_heads
+    capacity, of_span = clusters.sizes.shape[1:]
+    span = clusters.offsets.shape[2]
+    block, known_block = workspace.scores.shape[2], workspace.known.shape[2]
+    if batch.longest > MOST_CLUSTERS * CLUSTER_SIZE:
+        raise ValueError(f"batch: contexts of at most {MOST_CLUSTERS * CLUSTER_SIZE} tokens, not {batch.longest}")
+    if width < selection_width(batch.longest):
+        raise ValueError(f"selection: must have room for {selection_width(batch.longest)} tokens; it has for {width}")
+    if group > LARGEST_GROUP:
+        raise ValueError(f"queries: at most {LARGEST_GROUP} query heads for a KV head; there are {group}")
+    if capped and not in_order:
+        raise ValueError("capped: what a cap cuts depends on the order, so in_order must be true")
+
+    keys = cache.keys
+    dim_block = max(16, triton.next_power_of_2(head_dim))
+    member_bytes = cache.vector_bytes + clusters.firsts.element_size() + clusters.offsets.element_size()
+    scale_log2 = scale * _LOG2_E
+    of_row = (batch.lengths, rows.entries, rows.clustered, rows.p, rows.caps)
+    of_index = (clusters.sizes, clusters.firsts, clusters.offsets)
+    key_strides = (queries.stride(0), keys.stride(0), keys.stride(1))
+    row_strides = (batch.page_table.stride(0), rows.entries.stride(0), capacity)
+    heads = {"kv_heads": kv_heads, "group": group}
+    dims = {"head_dim": head_dim, "dim_block": dim_block}
+    layout = {"page_size": batch.page_size, "span": span, "of_span": of_span}
+    warps = warps_of(block)
+
+    tiles = triton.cdiv(rows.entries.shape[1] * of_span, tactic_scores.TILE)
+    score_kernel[(TAIL_SPLITS + tiles, kv_heads, batch.rows)](
+        queries,
+        keys,
+        clusters.centroids,
+        batch.page_table,
+        *of_row,
+        batch.counts,
+        workspace.scores,
+        workspace.tails,
+        scale_log2,
+        *key_strides,
+        *row_strides,
+        clusters.entry_bytes,
+        kv_heads * cache.vector_bytes,
+        block,
+        **heads,
+        **dims,
+        **layout,
+        tile=tactic_scores.TILE,
+        tail_splits=TAIL_SPLITS,
+        num_warps=4,
+    )
+    rank_kernel[(query_heads, batch.rows)](
+        workspace.scores,
+        clusters.sizes,
+        *of_row,
+        batch.counts,
+        workspace.ranks,
+        workspace.known,
+        workspace.windows,
+        rows.entries.stride(0),
+        capacity,
+        member_bytes,
+        block,
+        known_block,
+        query_heads,
+        group=group,
+        span=span,
+        of_span=of_span,
+        block=block,
+        num_warps=warps,
+    )
+    sample_kernel[(tactic_samples.SPLITS + group, kv_heads, batch.rows)](
+        queries,
+        keys,
+        *of_index,
+        batch.page_table,
+        *of_row,
+        workspace.scores,
+        workspace.ranks,
+        workspace.windows,
+        workspace.masses,
+        workspace.window_masses,
+        workspace.listed,
+        workspace.needed,
+        scale_log2,
+        *key_strides,
+        *row_strides,
+        clusters=block,
+        **heads,
+        **dims,
+        **layout,
+        splits=tactic_samples.SPLITS,
+        num_warps=4,
+    )
+    fit_kernel[(query_heads, batch.rows)](
+        queries,
+        keys,
+        *of_index,
+        batch.page_table,
+        *of_row,
+        batch.counts,
+        workspace.scores,
+        workspace.masses,
+        workspace.known,
+        workspace.tails,
+        workspace.window_masses,
+        workspace.ranks,
+        workspace.cuts,
+        workspace.fits,
+        workspace.shares,
+        workspace.arrivals,
+        workspace.unions,
+        workspace.listed,
+        workspace.needed,
+        workspace.places,
+        statistics.capped,
+        selection.counts,
+        scale_log2,
+        *key_strides,
+        *row_strides,
+        member_bytes - cache.vector_bytes,
+        **heads,
+        **dims,
+        **layout,
+        block=block,
+        known_block=known_block,
+        num_warps=warps,
+    )
+    if in_order:
+        order_grid = (tactic_order.SPLITS, kv_heads, batch.rows)
+        best_kernel[order_grid](
+            clusters.sizes,
+            rows.entries,
+            rows.p,
+            rows.by_priority,
+            workspace.scores,
+            workspace.cuts,
+            workspace.unions,
+            workspace.listed,
+            workspace.best,
+            rows.entries.stride(0),
+            capacity,
+            block,
+            **heads,
+            of_span=of_span,
+            compared=tactic_order.COMPARED,
+            num_warps=4,
+        )
+        place_kernel[order_grid](
+            rows.p,
+            rows.by_priority,
+            workspace.unions,
+            workspace.needed,
+            workspace.best,
+            workspace.places,
+            block,
+            kv_heads=kv_heads,
+            compared=tactic_order.COMPARED,
+            num_warps=4,
+        )
+    if capped:
+        capped_share_kernel[(query_heads, batch.rows)](
+            queries,
+            keys,
+            *of_index,
+            batch.page_table,
+            *of_row,
+            workspace.scores,
+            workspace.masses,
+            workspace.known,
+            workspace.ranks,
+            workspace.cuts,
+            workspace.fits,
+            workspace.unions,
+            workspace.shares,
+            scale_log2,
+            *key_strides,
+            *row_strides,
+            **heads,
+            **dims,
+            **layout,
+            clusters=block,
+            known_block=known_block,
+            num_warps=4,
+        )
+    slot_kernel[(tactic_slots.SPLITS, kv_heads, batch.rows)](
+        clusters.firsts,
+        clusters.offsets,
+        batch.page_table,
+        *of_row,
+        workspace.unions,
+        workspace.listed,
+        workspace.needed,
+        workspace.places,
+        workspace.shares,
+        statistics.shares,
+        selection.slots,
+        *row_strides,
+        block,
+        width,
+        **heads,
+        **layout,
+        num_warps=4,
+    )

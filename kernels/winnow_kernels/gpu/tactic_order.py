@@ -1,0 +1,266 @@
+"""The order in which clusters are read, and what a cap leaves of them (``winnow_kernels.gpu.tactic``).
+
+Only early termination and a cap that cuts need an order. A cluster's place is how much of others comes before it: that
+takes as many comparisons as pairs of listed clusters, for some hundred clusters less than a sort, and splits well.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from winnow_kernels.gpu.tactic_fit import curve_mass, member_weights
+from winnow_kernels.gpu.tactic_state import (
+    NOTHING,
+    Cut,
+    Fit,
+    Rank,
+    Union,
+    addresses_of,
+    is_idle,
+    kept_tokens,
+    keys_at,
+    slots_at,
+    through,
+    tied,
+)
+from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, counted_threshold, ordered
+
+SPLITS: Final = 16
+"""Programs among which the listed clusters of a row and KV head are dealt out."""
+COMPARED: Final = 64
+"""Clusters that are compared with as many others at a time."""
+
+_CUTS = tl.constexpr(len(Cut))
+_KEY = tl.constexpr(int(Cut.KEY))
+_LAST = tl.constexpr(int(Cut.LAST))
+_TOKENS = tl.constexpr(int(Cut.TOKENS))
+_RANKS = tl.constexpr(len(Rank))
+_KNOWN = tl.constexpr(int(Rank.KNOWN))
+_KNOWN_CLUSTERS = tl.constexpr(int(Rank.KNOWN_CLUSTERS))
+_FITS = tl.constexpr(len(Fit))
+_REFERENCE = tl.constexpr(int(Fit.REFERENCE))
+_OUTSIDE = tl.constexpr(int(Fit.OUTSIDE))
+_FIRST = tl.constexpr(int(Fit.FIRST))
+_TOTAL = tl.constexpr(int(Fit.TOTAL))
+_A = tl.constexpr(int(Fit.A))
+_B = tl.constexpr(int(Fit.B))
+_END = tl.constexpr(int(Fit.END))
+_UNIONS = tl.constexpr(len(Union))
+_UNION_CLUSTERS = tl.constexpr(int(Union.CLUSTERS))
+_UNION_TAKEN = tl.constexpr(int(Union.TAKEN))
+_UNION_WANTED = tl.constexpr(int(Union.WANTED))
+_UNION_LOST = tl.constexpr(int(Union.LOST))
+_TOKEN_TILE = tl.constexpr(64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _needs_order(union_ptr: tl.tensor, is_ordered: tl.tensor) -> tl.tensor:
+    """Return whether the clusters of a union that is not everything must be read in order."""
+    taken = tl.load(union_ptr + _UNION_TAKEN)
+    return (taken > 0) & ((is_ordered != 0) | (tl.load(union_ptr + _UNION_WANTED) > taken))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def best_kernel(
+    sizes_ptr: tl.tensor,
+    entries_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    ordered_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    unions_ptr: tl.tensor,
+    listed_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    entries_stride: tl.tensor,
+    capacity: tl.tensor,
+    clusters: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    of_span: tl.constexpr,
+    compared: tl.constexpr,
+) -> None:
+    """Find the listed clusters' best places in the lists of the query heads that need them."""
+    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    union_ptr = unions_ptr + of_kv_head * _UNIONS
+    if tl.load(shares_ptr + row) == 0:
+        return
+    if _needs_order(union_ptr, tl.load(ordered_ptr + row)) == 0:
+        return
+    listed_ptr += of_kv_head * clusters
+    entries_ptr += row * entries_stride
+    listed = tl.load(union_ptr + _UNION_CLUSTERS)
+    for begin in range(part * compared, listed, tl.num_programs(0) * compared):
+        place = begin + tl.arange(0, compared)
+        number = tl.load(listed_ptr + place, mask=place < listed, other=0)
+        best = tl.full((compared,), HIGHEST, tl.int32)
+        for head in range(group):
+            of_head = of_kv_head * group + head
+            key = ordered(tl.load(scores_ptr + of_head * clusters + number, mask=place < listed, other=0.0))
+            cut_key = tl.load(cuts_ptr + of_head * _CUTS + _KEY)
+            is_needed = through(key, number, cut_key, tl.load(cuts_ptr + of_head * _CUTS + _LAST))
+            start = tl.zeros((compared,), tl.int32)
+            for other_begin in range(0, listed, compared):
+                other_place = other_begin + tl.arange(0, compared)
+                is_other = other_place < listed
+                other = tl.load(listed_ptr + other_place, mask=is_other, other=0)
+                other_key = ordered(tl.load(scores_ptr + of_head * clusters + other, mask=is_other, other=0.0))
+                addresses = addresses_of(entries_ptr, other, is_other, kv_head, capacity, of_span)
+                size = tl.load(sizes_ptr + addresses, mask=is_other, other=0).to(tl.int32)
+                precedes = through(other_key[None, :], other[None, :], key[:, None], number[:, None] - 1)
+                start += tl.sum(tl.where(precedes, size[None, :], 0), axis=1)
+            best = tl.where(is_needed, tl.minimum(best, start), best)
+        tl.store(best_ptr + of_kv_head * clusters + place, best, mask=place < listed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_kernel(
+    shares_ptr: tl.tensor,
+    ordered_ptr: tl.tensor,
+    unions_ptr: tl.tensor,
+    needed_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    clusters: tl.tensor,
+    kv_heads: tl.constexpr,
+    compared: tl.constexpr,
+) -> None:
+    """Put the listed clusters in order: by best place, then by number; and find what the cap cuts first."""
+    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    union_ptr = unions_ptr + of_kv_head * _UNIONS
+    if tl.load(shares_ptr + row) == 0:
+        return
+    if _needs_order(union_ptr, tl.load(ordered_ptr + row)) == 0:
+        return
+    needed_ptr += of_kv_head * clusters
+    best_ptr += of_kv_head * clusters
+    listed, taken = tl.load(union_ptr + _UNION_CLUSTERS), tl.load(union_ptr + _UNION_TAKEN)
+    for begin in range(part * compared, listed, tl.num_programs(0) * compared):
+        place = begin + tl.arange(0, compared)
+        is_listed = place < listed
+        best = tl.load(best_ptr + place, mask=is_listed, other=0)
+        before = tl.zeros((compared,), tl.int32)
+        for other_begin in range(0, listed, compared):
+            other_place = other_begin + tl.arange(0, compared)
+            other_best = tl.load(best_ptr + other_place, mask=other_place < listed, other=HIGHEST)
+            needed = tl.load(needed_ptr + other_place, mask=other_place < listed, other=0)
+            # They are listed by number.
+            precedes = (other_best[None, :] < best[:, None]) | (
+                (other_best[None, :] == best[:, None]) & (other_place[None, :] < place[:, None])
+            )
+            before += tl.sum(tl.where(precedes, needed[None, :], 0), axis=1)
+        tl.store(places_ptr + of_kv_head * clusters + place, before, mask=is_listed)
+        needed = tl.load(needed_ptr + place, mask=is_listed, other=0)
+        is_cut = is_listed & (before <= taken) & (before + needed > taken)
+        tl.store(union_ptr + _UNION_LOST + place * 0, best + taken - before, mask=is_cut)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
+    queries_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    entries_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    caps_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    known_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    fits_ptr: tl.tensor,
+    unions_ptr: tl.tensor,
+    head_shares_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    query_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    entries_stride: tl.tensor,
+    capacity: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    page_size: tl.constexpr,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
+    clusters: tl.constexpr,
+    known_block: tl.constexpr,
+) -> None:
+    """State the share of one query head that a cap leaves; keys that were read for the fit are looked at once more."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    kv_head = head // group
+    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
+    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    union_ptr = unions_ptr + (row.to(tl.int64) * kv_heads + kv_head) * _UNIONS
+    if is_idle(share, length, clustered, cap) | (cap == 0):
+        return
+    taken, wanted = tl.load(union_ptr + _UNION_TAKEN), tl.load(union_ptr + _UNION_WANTED)
+    kept = kept_tokens(length, clustered, cap)
+    if (taken < 0) | (kept + taken == length - clustered + wanted):
+        return
+    of_head = row.to(tl.int64) * (kv_heads * group) + head
+    keys_ptr += kv_head * head_stride
+    table_ptr += row * table_stride
+    entries_ptr += row * entries_stride
+    fits_ptr += of_head * _FITS
+    reference = tl.load(fits_ptr + _REFERENCE).to(tl.float32)
+    query = row.to(tl.int64) * query_stride + head * head_dim
+
+    held = tl.load(fits_ptr + _OUTSIDE)
+    if kept < length - clustered:
+        dims = tl.arange(0, dim_block)
+        of_query = tl.load(queries_ptr + query + dims, mask=dims < head_dim, other=0.0).to(tl.float32)
+        held = held * 0
+        for begin in range(0, kept, _TOKEN_TILE):
+            newest = begin + tl.arange(0, _TOKEN_TILE)
+            slots = slots_at(table_ptr, length - 1 - newest, newest < kept, page_size)
+            keys = keys_at(keys_ptr, slots, newest < kept, slot_stride, head_dim, dim_block).to(tl.float32)
+            scores = tl.sum(keys * of_query[None, :], axis=1) * scale_log2
+            weights = tl.exp2(tl.where(newest < kept, scores - reference, NOTHING))
+            held += tl.sum(weights.to(tl.float64), axis=0)
+    tokens = tl.load(cuts_ptr + of_head * _CUTS + _TOKENS)
+    if wanted > taken:
+        # No list is cut before the best place of the first token that is lost.
+        tokens = tl.minimum(tokens, tl.where(taken > 0, tl.load(union_ptr + _UNION_LOST), 0))
+    if tokens > 0:
+        known = tl.load(ranks_ptr + of_head * _RANKS + _KNOWN)
+        first = tl.load(fits_ptr + _FIRST)
+        a, b = tl.load(fits_ptr + _A), tl.load(fits_ptr + _B)
+        if tokens >= known:
+            end = tl.load(fits_ptr + _END).to(tl.int32)
+            held += first + curve_mass(a, b, known, tl.minimum(tokens, end).to(tl.float64))
+        else:
+            known_clusters = tl.load(ranks_ptr + of_head * _RANKS + _KNOWN_CLUSTERS)
+            place = tl.arange(0, known_block)
+            is_known = place < known_clusters
+            numbers = tl.load(known_ptr + of_head * known_block + place, mask=is_known, other=0)
+            keys = ordered(tl.load(scores_ptr + of_head * clusters + numbers, mask=is_known, other=0.0))
+            keys = tl.where(is_known, keys, LOWEST)
+            addresses = addresses_of(entries_ptr, numbers, is_known, kv_head, capacity, of_span)
+            sizes = tl.load(sizes_ptr + addresses, mask=is_known, other=0).to(tl.int32)
+            key, _, reached = counted_threshold(keys, tl.where(is_known, counted(sizes), 0), tokens, tokens < 0)
+            last, start = tied(keys, sizes, numbers, key, reached, tokens)
+            is_before = is_known & through(keys, numbers, key, last - 1)
+            masses = tl.load(masses_ptr + of_head * clusters + numbers, mask=is_before, other=NOTHING)
+            held += tl.sum(tl.exp2(masses - reference).to(tl.float64), axis=0)
+            address = addresses_of(entries_ptr, last, last >= 0, kv_head, capacity, of_span)
+            for begin in range(0, tokens - start, _TOKEN_TILE):
+                ranks = begin + tl.arange(0, _TOKEN_TILE)
+                weights = member_weights(
+                    queries_ptr, keys_ptr, firsts_ptr, offsets_ptr, table_ptr, query, address, last, ranks,
+                    ranks < tokens - start, kv_head, reference, scale_log2, slot_stride, capacity, head_dim, dim_block,
+                    of_span, span, page_size,
+                )  # fmt: skip
+                held += tl.sum(weights, axis=0)
+    tl.store(head_shares_ptr + of_head, held / tl.load(fits_ptr + _TOTAL))

@@ -1,0 +1,111 @@
+"""Scoring what can be scored at once: all centroids, and the tokens in no cluster (``winnow_kernels.gpu.tactic``)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from winnow_kernels.gpu.tactic_state import (
+    GROUP_BLOCK,
+    NOTHING,
+    addresses_of,
+    count_read,
+    group_queries,
+    is_idle,
+    keys_at,
+    slots_at,
+)
+
+TILE: Final = 128
+"""Centroids of a program, and tokens that are scored at a time."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def score_kernel(
+    queries_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    centroids_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    entries_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    caps_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    tails_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    query_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    entries_stride: tl.tensor,
+    capacity: tl.tensor,
+    entry_bytes: tl.tensor,
+    key_bytes: tl.tensor,
+    clusters: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    page_size: tl.constexpr,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
+    tile: tl.constexpr,
+    tail_splits: tl.constexpr,
+) -> None:
+    """Score one tile of centroids, or one split of the tokens in no cluster, for all query heads of a group.
+
+    The first ``tail_splits`` programs of a row and KV head have the tokens, the others the centroids.
+    """
+    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
+    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    if is_idle(share, length, clustered, cap):
+        return
+    heads = tl.arange(0, GROUP_BLOCK)
+    of_heads = (row * kv_heads + kv_head).to(tl.int64) * group + heads
+    queries = group_queries(queries_ptr, row, kv_head, query_stride, group, head_dim, dim_block)
+    if part < tail_splits:
+        if (part == 0) & (kv_head == 0):
+            spans = clustered // span
+            count_read(
+                counts_ptr, row, spans.to(tl.int64) * entry_bytes + (length - clustered).to(tl.int64) * key_bytes
+            )
+        largest = tl.full((GROUP_BLOCK,), NOTHING, tl.float32)
+        mass = tl.zeros((GROUP_BLOCK,), tl.float32)
+        for begin in range(clustered + part * tile, length, tail_splits * tile):
+            positions = begin + tl.arange(0, tile)
+            is_token = positions < length
+            slots = slots_at(table_ptr + row * table_stride, positions, is_token, page_size)
+            keys = keys_at(keys_ptr + kv_head * head_stride, slots, is_token, slot_stride, head_dim, dim_block)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+            scores = tl.where(is_token[None, :], scores, NOTHING)
+            above = tl.maximum(largest, tl.max(scores, axis=1))
+            weights = tl.where(is_token[None, :], tl.exp2(scores - above[:, None]), 0.0)
+            mass = mass * tl.exp2(largest - above) + tl.sum(weights, axis=1)
+            largest = above
+        tail_ptr = tails_ptr + (of_heads * tail_splits + part) * 2
+        tl.store(tail_ptr, largest, mask=heads < group)
+        tl.store(tail_ptr + 1, mass, mask=heads < group)
+    else:
+        numbers = (part - tail_splits) * tile + tl.arange(0, tile)
+        is_cluster = numbers < clustered // span * of_span
+        if (part - tail_splits) * tile < clustered // span * of_span:
+            addresses = addresses_of(
+                entries_ptr + row * entries_stride, numbers, is_cluster, kv_head, capacity, of_span
+            )
+            dims = tl.arange(0, dim_block)
+            centroids = tl.load(
+                centroids_ptr + addresses[:, None] * head_dim + dims[None, :],
+                mask=is_cluster[:, None] & (dims < head_dim)[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(queries, tl.trans(centroids), input_precision="ieee")
+            tl.store(
+                scores_ptr + of_heads[:, None] * clusters + numbers[None, :],
+                scores,
+                mask=(heads < group)[:, None] & is_cluster[None, :],
+            )

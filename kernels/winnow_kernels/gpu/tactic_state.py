@@ -1,0 +1,317 @@
+"""What the kernels of ``winnow_kernels.gpu.tactic`` hand on to each other, and functions that several of them use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from winnow_kernels.gpu.batch import COUNTS, Count
+from winnow_kernels.kmeans import CLUSTER_SIZE
+from winnow_kernels.tactic import LISTED_SHARE, WHOLE_SHARE, WINDOW_CLUSTERS
+
+LARGEST_GROUP: Final = 16
+"""Query heads of a KV head: the rows of a tensor core's tile, which smaller groups are padded to."""
+TAIL_SPLITS: Final = 16
+"""Programs among which the tokens in no cluster are dealt out, of a row and KV head."""
+WINDOWS: Final = 2 * WINDOW_CLUSTERS
+"""Clusters of a query head's near and far window."""
+
+NOTHING: Final = tl.constexpr(-1e30)
+"""Logarithm of no mass; finite, so that differences stay numbers."""
+GROUP_BLOCK: Final = tl.constexpr(LARGEST_GROUP)
+_WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
+_COUNTS = tl.constexpr(COUNTS)
+_READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
+
+
+class Rank(IntEnum):
+    """A number in ``TacticWorkspace.ranks``.
+
+    KNOWN tokens, in KNOWN_CLUSTERS clusters, have exact weights: up to and with those of cluster KNOWN_LAST, whose key
+    is KNOWN_KEY and before which KNOWN_START tokens come. Windows hold …_TOKENS, after …_BEFORE others.
+    """
+
+    KNOWN = 0
+    KNOWN_CLUSTERS = 1
+    KNOWN_KEY = 2
+    KNOWN_LAST = 3
+    KNOWN_START = 4
+    NEAR_BEFORE = 5
+    NEAR_TOKENS = 6
+    FAR_BEFORE = 7
+    FAR_TOKENS = 8
+
+
+class Cut(IntEnum):
+    """A number in ``TacticWorkspace.cuts``: a query head takes TOKENS, the last TAKEN of them from cluster LAST."""
+
+    KEY = 0
+    LAST = 1
+    TAKEN = 2
+    TOKENS = 3
+
+
+class Fit(IntEnum):
+    """A number in ``TacticWorkspace.fits``: log2 of the unit of all masses, masses, the curve and its end."""
+
+    REFERENCE = 0
+    OUTSIDE = 1
+    FIRST = 2
+    TOTAL = 3
+    A = 4
+    B = 5
+    END = 6
+
+
+class Union(IntEnum):
+    """A number in ``TacticWorkspace.unions``.
+
+    Attributes:
+        CLUSTERS: how many are listed.
+        TAKEN: tokens taken of them, within the cap; -1 where the whole context is attended to instead.
+        WANTED: tokens needed of them.
+        LOST: the best place, in a list of the group, of the first token that the cap cuts.
+    """
+
+    CLUSTERS = 0
+    TAKEN = 1
+    WANTED = 2
+    LOST = 3
+
+
+@dataclass(frozen=True, eq=False)
+class TacticWorkspace:
+    """What is handed on from launch to launch, for one layer at a time.
+
+    For a row, 9 bytes a cluster and query head, and 16 a cluster and KV head: 104 MiB for 32 rows of 128K tokens with
+    32 query and 8 KV heads. What is not by cluster is less than a hundredth of that.
+
+    Attributes:
+        scores: float32 [rows, query heads, clusters]; query · centroid.
+        masses: float32, same shape; of the clusters with exact weights the logarithm (base 2) of the weights' sum.
+        known: int32 [rows, query heads, clusters / 4]; the clusters with exact weights, by number.
+        tails: float32 [rows, query heads, TAIL_SPLITS, 2]; of the tokens in no cluster: the largest score, and the sum
+            of the weights relative to it.
+        windows: int32 [rows, query heads, WINDOWS]; clusters of both windows.
+        window_masses: float32, same shape; logarithms of their masses, as the sample has them.
+        ranks: int32 [rows, query heads, Rank].
+        cuts: int32 [rows, query heads, Cut].
+        fits: float64 [rows, query heads, Fit].
+        shares: float64 [rows, query heads]; share of the mass that is believed to be attended in this layer.
+        arrivals: int32 [rows, KV heads]; query heads that have their cut; 0 between layers.
+        unions: int32 [rows, KV heads, Union].
+        listed: int32 [rows, KV heads, clusters]; clusters of which something is taken. Before that, scratch.
+        needed: int32, same shape; how many members of them. Before that, scratch.
+        places: int32, same shape; how many tokens come before them.
+        best: int32, same shape; their best place in a list of the group, where the order matters.
+    """
+
+    scores: Tensor
+    masses: Tensor
+    known: Tensor
+    tails: Tensor
+    windows: Tensor
+    window_masses: Tensor
+    ranks: Tensor
+    cuts: Tensor
+    fits: Tensor
+    shares: Tensor
+    arrivals: Tensor
+    unions: Tensor
+    listed: Tensor
+    needed: Tensor
+    places: Tensor
+    best: Tensor
+
+    @classmethod
+    def empty(
+        cls, rows: int, query_heads: int, kv_heads: int, spans: int, span: int, device: torch.device
+    ) -> TacticWorkspace:
+        """Return space for ``rows`` rows with at most ``spans`` spans of ``span`` tokens each."""
+        clusters = block_of(spans * span // CLUSTER_SIZE)
+        heads, kv = (rows, query_heads), (rows, kv_heads)
+
+        def space(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            scores=space(*heads, clusters, dtype=torch.float32),
+            masses=space(*heads, clusters, dtype=torch.float32),
+            known=space(*heads, known_block_of(clusters)),
+            tails=space(*heads, TAIL_SPLITS, 2, dtype=torch.float32),
+            windows=space(*heads, WINDOWS),
+            window_masses=space(*heads, WINDOWS, dtype=torch.float32),
+            ranks=space(*heads, len(Rank)),
+            cuts=space(*heads, len(Cut)),
+            fits=space(*heads, len(Fit), dtype=torch.float64),
+            shares=space(*heads, dtype=torch.float64),
+            arrivals=space(*kv),
+            unions=space(*kv, len(Union)),
+            listed=space(*kv, clusters),
+            needed=space(*kv, clusters),
+            places=space(*kv, clusters),
+            best=space(*kv, clusters),
+        )
+
+
+def block_of(clusters: int) -> int:
+    """Return how many clusters a program that looks at all of a row holds: a power of two."""
+    return max(128, triton.next_power_of_2(clusters))
+
+
+def known_block_of(block: int) -> int:
+    """Return how many of ``block`` clusters can have exact weights, at most."""
+    return int(LISTED_SHARE * block)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def kept_tokens(length: tl.tensor, clustered: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """Return how many tokens in no cluster are attended to: all, or as many as the cap, if there is one, lets."""
+    return tl.minimum(length - clustered, tl.where(cap > 0, cap, length))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def exceeds(count: tl.tensor, length: tl.tensor) -> tl.tensor:
+    """Return whether ``count`` tokens are so much of the context that all of it is read instead."""
+    return count.to(tl.float32) > _WHOLE_SHARE * length.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def is_idle(share: tl.tensor, length: tl.tensor, clustered: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """Return whether nothing need be scored: not a row of the family, or one that attends to everything anyway."""
+    return (share == 0) | exceeds(kept_tokens(length, clustered, cap), length)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def count_read(counts_ptr: tl.tensor, row: tl.tensor, amount: tl.tensor) -> None:
+    """Count bytes that a row read."""
+    tl.atomic_add(counts_ptr + row * _COUNTS + _READ_BYTES, amount.to(tl.int64), sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def through(keys: tl.tensor, places: tl.tensor, key: tl.tensor, last: tl.tensor) -> tl.tensor:
+    """Return which clusters come up to and with ``last``, whose key is ``key``; of equal keys the first come first."""
+    return (keys > key) | ((keys == key) & (places <= last))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tied(
+    keys: tl.tensor,
+    weights: tl.tensor,
+    places: tl.tensor,
+    key: tl.tensor,
+    reached: tl.tensor,
+    wanted: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return which of the clusters that share a threshold is the last one needed, and what comes before it.
+
+    Args:
+        keys: int32 [n].
+        weights: [n], not negative.
+        places: int32 [n]; the clusters' numbers.
+        key: scalar; the threshold.
+        reached: scalar; weight of the clusters at or above the threshold, at least ``wanted``.
+        wanted: scalar; weight that is needed; the clusters above the threshold have less.
+    """
+    is_tied = (keys == key) & (weights > 0)
+    before = reached - tl.sum(tl.where(is_tied, weights, 0), axis=0)
+    last = tl.max(tl.where(is_tied, places, -1), axis=0)
+    if tl.sum(is_tied.to(tl.int32), axis=0) > 1:
+        missing = wanted - before
+        low = tl.min(places, axis=0) - 1
+        while low + 1 < last:
+            middle = (low + last) // 2
+            enough = tl.sum(tl.where(is_tied & (places <= middle), weights, 0), axis=0) >= missing
+            last = tl.where(enough, middle, last)
+            low = tl.where(enough, low, middle)
+        before += tl.sum(tl.where(is_tied & (places < last), weights, 0), axis=0)
+    return last, before
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def addresses_of(
+    entries_ptr: tl.tensor,
+    clusters: tl.tensor,
+    is_cluster: tl.tensor,
+    kv_head: tl.tensor,
+    capacity: tl.tensor,
+    of_span: tl.constexpr,
+) -> tl.tensor:
+    """Return where in a layer's tables of clusters the ``clusters`` of a row are: counted through heads and entries.
+
+    Args:
+        entries_ptr: the row's entries.
+        clusters: int32; numbers of clusters, counted through the row's spans.
+        is_cluster: bool, same shape; elsewhere nothing is read.
+        kv_head: scalar.
+        capacity: entries of a head.
+        of_span: clusters of a span.
+    """
+    entry = tl.load(entries_ptr + clusters // of_span, mask=is_cluster, other=0).to(tl.int64)
+    return (kv_head.to(tl.int64) * capacity + entry) * of_span + clusters % of_span
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def member_slots(
+    firsts_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    addresses: tl.tensor,
+    clusters: tl.tensor,
+    ranks: tl.tensor,
+    is_member: tl.tensor,
+    kv_head: tl.tensor,
+    capacity: tl.tensor,
+    of_span: tl.constexpr,
+    span: tl.constexpr,
+    page_size: tl.constexpr,
+) -> tl.tensor:
+    """Return the slots of members of clusters, int32; 0 where not ``is_member``."""
+    first = tl.load(firsts_ptr + addresses, mask=is_member, other=0)
+    offset_ptr = offsets_ptr + kv_head.to(tl.int64) * capacity * span + first + ranks
+    offset = tl.load(offset_ptr, mask=is_member, other=0).to(tl.int32)
+    return slots_at(table_ptr, clusters // of_span * span + offset, is_member, page_size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def slots_at(table_ptr: tl.tensor, positions: tl.tensor, is_token: tl.tensor, page_size: tl.constexpr) -> tl.tensor:
+    """Return the slots at ``positions`` of a row; ``table_ptr`` is its page table."""
+    page = tl.load(table_ptr + positions // page_size, mask=is_token, other=0)
+    return page * page_size + positions % page_size
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def keys_at(
+    keys_ptr: tl.tensor,
+    slots: tl.tensor,
+    is_token: tl.tensor,
+    slot_stride: tl.tensor,
+    head_dim: tl.constexpr,
+    dim_block: tl.constexpr,
+) -> tl.tensor:
+    """Return the keys of a KV head at ``slots``, [n, dim_block]; 0 where not ``is_token`` and beyond the head dim."""
+    dims = tl.arange(0, dim_block)
+    addresses = keys_ptr + slots.to(tl.int64)[:, None] * slot_stride + dims[None, :]
+    return tl.load(addresses, mask=is_token[:, None] & (dims < head_dim)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def group_queries(
+    queries_ptr: tl.tensor,
+    row: tl.tensor,
+    kv_head: tl.tensor,
+    row_stride: tl.tensor,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    dim_block: tl.constexpr,
+) -> tl.tensor:
+    """Return the queries of a KV head's group, [GROUP_BLOCK, dim_block]; 0 in what pads them."""
+    heads, dims = tl.arange(0, GROUP_BLOCK), tl.arange(0, dim_block)
+    addresses = queries_ptr + row.to(tl.int64) * row_stride + (kv_head * group + heads)[:, None] * head_dim + dims[None]
+    return tl.load(addresses, mask=(heads < group)[:, None] & (dims < head_dim)[None], other=0.0)

@@ -1,0 +1,273 @@
+"""Tactic's selection in Triton against the reference: the same tokens, the same order, the same bytes."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.caches import scattered_context
+from tests.kernels.gpu.compiling import Variant, compile_for_hopper
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.gather import Meter
+from winnow_kernels.gpu.batch import WHOLE, Count, DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of
+from winnow_kernels.gpu.tactic_state import TacticWorkspace, known_block_of
+from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.selection import Selection
+from winnow_kernels.tactic import TacticParameters, TacticStep
+
+SLOTS, DIM, SPAN, PAGE = 4096, 16, 64, 16
+SCALE = DIM**-0.5
+UNTOUCHED = -7
+
+
+@dataclass
+class Case:
+    """Requests of the family, and between them rows that are not."""
+
+    cache: LayerCache
+    context: Context
+    index: ClusterIndex
+    clustered: Tensor
+    parameters: list[TacticParameters | None]
+
+    @property
+    def rows(self) -> list[int]:
+        return [row for row, of_row in enumerate(self.parameters) if of_row is not None]
+
+
+@dataclass
+class Selected:
+    """What the kernels left, and what the reference says of the family's rows."""
+
+    batch: DecodeBatch
+    selection: DeviceSelection
+    statistics: TacticStatistics
+    reference: Selection
+    step: TacticStep
+    meter: Meter
+
+
+def keys_of(kind: str, kv_heads: int, seed: int) -> Tensor:
+    """Keys [slots, KV heads, head dim]: "random", or "clustered" in some 80 topics of different size."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(SLOTS, kv_heads, DIM, generator=generator)
+    if kind == "random":
+        return keys
+    topics = torch.randn(80, kv_heads, DIM, generator=generator) * 2
+    return topics[(80 * torch.rand(SLOTS, generator=generator).square()).long()] + 0.3 * keys
+
+
+def case(
+    parameters: list[TacticParameters | None],
+    lengths: list[int],
+    clustered: list[int],
+    device: torch.device,
+    kind: str = "random",
+    kv_heads: int = 1,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    keys = keys_of(kind, kv_heads, seed).to(dtype)
+    cache = LayerCache(keys.to(device), torch.zeros_like(keys, device=device))
+    index = ClusterIndex([cache], PageGenerations(SLOTS, PAGE, device), SPAN, in_triton=False)
+    context = scattered_context(lengths, SLOTS, PAGE, seed)
+    context = Context(context.slots.to(device), context.lengths.to(device))
+    for row, tokens in enumerate(clustered):
+        index.ensure(context, row, tokens)
+    return Case(cache, context, index, torch.tensor(clustered, device=device), parameters)
+
+
+def queries_of(a_case: Case, group: int, sharpness: float, seed: int = 0) -> Tensor:
+    """Queries of few bits, so that scores are exact up to the order of their sums."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(a_case.parameters), a_case.cache.kv_heads * group, DIM)
+    queries = (sharpness * torch.randn(shape, generator=generator) * 4).round() / 4
+    return queries.to(a_case.cache.keys)
+
+
+def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -> Selected:
+    device, context, rows = queries.device, a_case.context, a_case.rows
+    count, heads, kv_heads = len(a_case.parameters), queries.shape[1], a_case.cache.kv_heads
+    longest = -(-context.longest // PAGE) * PAGE
+    batch = DecodeBatch.empty(count, longest, PAGE, device)
+    batch.lengths.copy_(context.lengths)
+    pages = context.slots[:, ::PAGE] // PAGE
+    batch.page_table[:, : pages.shape[1]] = pages.where(pages < SLOTS // PAGE, 0)
+    of_rows = TacticBatch.empty(count, longest // SPAN, device)
+    spans = a_case.index.lookup(context, a_case.clustered)
+    of_rows.entries[:, : spans.most] = spans.entries
+    of_rows.clustered.copy_(spans.counts * SPAN)
+    of_rows.by_priority.fill_(int(in_order))
+    family = [p for p in a_case.parameters if p is not None]
+    of_rows.p[rows] = torch.tensor([p.p for p in family], dtype=torch.float64, device=device)
+    caps = [p.max_tokens or 0 for p in family]
+    of_rows.caps[rows] = torch.tensor(caps, dtype=torch.int32, device=device)
+    selection = DeviceSelection.empty(count, kv_heads, selection_width(longest), device)
+    selection.counts.fill_(UNTOUCHED)
+    workspace = TacticWorkspace.empty(count, heads, kv_heads, longest // SPAN, SPAN, device)
+    statistics = TacticStatistics.empty(count, heads, device)
+
+    step = TacticStep(context.rows(rows), SCALE, None, a_case.index, family, a_case.clustered[rows])
+    meter = Meter(len(rows), device)
+    for _ in range(layers):
+        select(
+            queries,
+            a_case.cache,
+            a_case.index.layers[0],
+            batch,
+            of_rows,
+            selection,
+            workspace,
+            statistics,
+            SCALE,
+            in_order=in_order,
+            capped=any(caps),
+        )
+        reference = step.select(0, queries[rows], a_case.cache, meter)
+    return Selected(batch, selection, statistics, reference, step, meter)
+
+
+def check(a_case: Case, selected: Selected, in_order: bool = True) -> None:
+    counts = selected.selection.counts.tolist()
+    for row in set(range(len(counts))) - set(a_case.rows):
+        assert set(counts[row]) == {UNTOUCHED}
+        assert not selected.batch.counts[row].any()
+        assert not selected.statistics.shares[row].any()
+    for request, row in enumerate(a_case.rows):
+        length = int(a_case.context.lengths[row])
+        for head, count in enumerate(counts[row]):
+            expected = selected.reference.slots[request, head, : selected.reference.counts[request, head]].tolist()
+            assert count == (WHOLE if len(expected) == length else len(expected))
+            if count != WHOLE:
+                slots = selected.selection.slots[row, head, :count].tolist()
+                assert slots == expected if in_order else sorted(slots) == sorted(expected)
+    shares = selected.statistics.shares.mean(1)[a_case.rows]
+    torch.testing.assert_close(shares, selected.step.estimated_share, rtol=1e-5, atol=1e-6)
+    assert selected.statistics.capped[a_case.rows].bool().tolist() == selected.step.capped.tolist()
+    assert selected.batch.counts[a_case.rows, Count.READ_BYTES].tolist() == selected.meter.read_bytes.tolist()
+
+
+def test_rows_of_all_kinds(device: torch.device) -> None:
+    parameters = [TacticParameters(0.5), None, TacticParameters(0.8), TacticParameters(0.6, 150), TacticParameters(1.0)]
+    parameters += [TacticParameters(0.4, 30), TacticParameters(0.05), TacticParameters(0.7)]
+    lengths, clustered = [460, 90, 333, 400, 200, 100, 250, 180], [384, 64, 256, 320, 128, 0, 192, 0]
+    a_case = case(parameters, lengths, clustered, device)
+    selected = run(a_case, queries_of(a_case, 2, 2.0))
+    check(a_case, selected)
+    counts = selected.selection.counts[:, 0].tolist()
+    assert (counts[4], counts[7]) == (WHOLE, WHOLE)
+    assert selected.statistics.capped.tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dtype", "sharpness"), [(1, 3, torch.float16, 3.0), (5, 1, torch.float32, 1.0)]
+)
+def test_groups(group: int, kv_heads: int, dtype: torch.dtype, sharpness: float, device: torch.device) -> None:
+    parameters: list[TacticParameters | None] = [TacticParameters(0.5), TacticParameters(0.9), None]
+    a_case = case(parameters, [600, 250, 20], [512, 192, 0], device, "clustered", kv_heads, dtype, seed=1)
+    check(a_case, run(a_case, queries_of(a_case, group, sharpness, seed=1), in_order=False), in_order=False)
+
+
+def test_two_layers_add_up(device: torch.device) -> None:
+    a_case = case([TacticParameters(0.6, 120)], [400], [320], device, "clustered")
+    check(a_case, run(a_case, queries_of(a_case, 2, 2.0), layers=2))
+
+
+def test_equal_scores(device: torch.device) -> None:
+    # The reference takes some clusters among those with equal scores, the kernels the first.
+    a_case = case([TacticParameters(0.5), TacticParameters(0.4, 100)], [330, 330], [256, 256], device)
+    selected = run(a_case, torch.zeros(2, 2, DIM, device=device))
+    expected = selected.reference.counts.tolist()
+    assert selected.selection.counts.tolist() == expected
+    for row, [count] in enumerate(expected):
+        slots = selected.selection.slots[row, 0, :count].tolist()
+        context = a_case.context.slots[row].tolist()
+        assert len(set(slots)) == count
+        assert set(context[256:]) <= set(slots) <= set(context)
+    shares = selected.statistics.shares.mean(1)
+    torch.testing.assert_close(shares, selected.step.estimated_share, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_row_gets_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    parameters: list[TacticParameters | None] = [TacticParameters(0.7), TacticParameters(0.3)]
+    a_case = case(parameters, [300, 420], [256, 320], device, "clustered")
+    queries = queries_of(a_case, 2, 2.0)
+    together = run(a_case, queries)
+    alone_case = replace(
+        a_case, context=a_case.context.rows([0]), clustered=a_case.clustered[:1], parameters=parameters[:1]
+    )
+    alone = run(alone_case, queries[:1])
+    count = int(alone.selection.counts[0, 0])
+    assert count == int(together.selection.counts[0, 0])
+    assert torch.equal(alone.selection.slots[0, 0, :count], together.selection.slots[0, 0, :count])
+    assert torch.equal(alone.statistics.shares[0], together.statistics.shares[0])
+
+
+def test_refusals(device: torch.device) -> None:
+    a_case = case([TacticParameters(0.5)], [200], [128], device)
+    queries = queries_of(a_case, 2, 1.0)
+    batch, rows = DecodeBatch.empty(1, 256, PAGE, device), TacticBatch.empty(1, 4, device)
+    workspace = TacticWorkspace.empty(1, 2, 1, 4, SPAN, device)
+    statistics = TacticStatistics.empty(1, 2, device)
+    of_layer = (a_case.cache, a_case.index.layers[0], batch, rows)
+    narrow = DeviceSelection.empty(1, 1, 100, device)
+    with pytest.raises(ValueError, match="selection"):
+        select(queries, *of_layer, narrow, workspace, statistics, SCALE, in_order=True, capped=True)
+    wide = DeviceSelection.empty(1, 1, 192, device)
+    with pytest.raises(ValueError, match="in_order"):
+        select(queries, *of_layer, wide, workspace, statistics, SCALE, in_order=False, capped=True)
+    too_long = DecodeBatch.empty(1, 2**18 + PAGE, PAGE, device)
+    with pytest.raises(ValueError, match="contexts"):
+        select(queries, *of_layer[:2], too_long, rows, wide, workspace, statistics, SCALE, in_order=False, capped=False)
+    with pytest.raises(ValueError, match="query heads"):
+        select(queries.repeat(1, 9, 1), *of_layer, wide, workspace, statistics, SCALE, in_order=True, capped=True)
+
+
+POINTERS = {
+    **dict.fromkeys(["queries_ptr", "keys_ptr", "centroids_ptr"], "*bf16"),
+    **dict.fromkeys(["sizes_ptr", "offsets_ptr"], "*i16"),
+    **dict.fromkeys(["scores_ptr", "tails_ptr", "masses_ptr", "window_masses_ptr"], "*fp32"),
+    **dict.fromkeys(["shares_ptr", "fits_ptr", "head_shares_ptr", "shares_sum_ptr"], "*fp64"),
+    "counts_ptr": "*i64",
+}
+WIDE_KERNELS = ["ranks:rank", "fit:fit"]
+KERNELS = [
+    *WIDE_KERNELS,
+    "scores:score",
+    "samples:sample",
+    "order:best",
+    "order:place",
+    "order:capped_share",
+    "slots:slot",
+]
+DIVISIBLE = {"query_stride", "slot_stride", "head_stride", "entries_stride", "clusters", "known_clusters", "width"}
+
+
+def variant(kernel: str, clusters: int) -> Variant:
+    """A kernel as launched for contexts of 16 × ``clusters`` tokens of Llama-3.1-8B's shape, in bf16."""
+    module, name = kernel.split(":")
+    path = f"winnow_kernels.gpu.tactic_{module}"
+    values = {"kv_heads": 8, "group": 4, "head_dim": 128, "dim_block": 128, "page_size": 16, "span": 1024}
+    values |= {"of_span": 64, "block": clusters, "clusters": clusters, "known_block": known_block_of(clusters)}
+    values |= {"tile": 128, "tail_splits": 16, "splits": 16, "compared": 64}
+    parameters = inspect.signature(getattr(import_module(path), f"{name}_kernel").fn).parameters
+    constants = {n: values[n] for n, parameter in parameters.items() if parameter.annotation == "tl.constexpr"}
+    types = {
+        n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "fp32" if n == "scale_log2" else "i32")
+        for n in parameters.keys() - constants.keys()
+    }
+    warps = warps_of(clusters) if kernel in WIDE_KERNELS else 4
+    return Variant(f"{path}:{name}_kernel", types, constants, sorted(DIVISIBLE & types.keys()), num_warps=warps)
+
+
+def test_hopper_needs_no_local_memory() -> None:
+    for compiled in compile_for_hopper([variant(kernel, 8192) for kernel in KERNELS]):
+        assert compiled.local_bytes == 0
+        assert compiled.shared_bytes < 80 * 1024
