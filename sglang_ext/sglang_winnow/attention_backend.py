@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from winnow_kernels.cache import Context, LayerCache
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -42,6 +44,10 @@ class WinnowAttentionBackend(AttentionBackend):
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics)
         self._plan: DecodePlan | PrefillPlan | None = None
+
+    def note(self, requests: Sequence[Req], _batch: ForwardBatch) -> None:
+        """Note the requests of a batch, before its forward pass and in the order of the passes."""
+        self.requests.begin(requests)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 
 NAME: Final = "winnow"
+PAGE_SIZE: Final = 16
+"""On CUDA, unless the command line asks for larger pages."""
+MOST_RUNNING: Final = 256
+"""Requests that run at once on CUDA, unless the command line says otherwise: buffers are made for as many."""
 
 
 def register_backend() -> None:
@@ -31,23 +35,38 @@ def register_backend() -> None:
 
 
 def _create(runner: ModelRunner) -> AttentionBackend:
-    # What it imports is not needed in processes without a model.
+    # What they import is not needed in processes without a model.
+    if torch.cuda.is_available():
+        from sglang_winnow.device.backend import WinnowDeviceBackend  # noqa: PLC0415
+
+        on_device: AttentionBackend = WinnowDeviceBackend(runner)
+        return on_device
     from sglang_winnow.attention_backend import WinnowAttentionBackend  # noqa: PLC0415
 
     backend: AttentionBackend = WinnowAttentionBackend(runner)
     return backend
 
 
-def _note_slots(_batch: ForwardBatch, _class: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: Any) -> None:
+def _note_requests(
+    forward_batch: ForwardBatch, _class: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: Any
+) -> None:
     if model_runner.server_args.attention_backend == NAME and batch.reqs:
-        model_runner.attn_backend.requests.begin(batch.reqs)
+        model_runner.attn_backend.note(batch.reqs, forward_batch)
 
 
-def _without_graphs(_nothing: None, arguments: ServerArgs) -> None:
-    # As SGLang does for its own backends in torch. It fills in the platform's default before this runs.
-    if arguments.attention_backend == NAME:
-        arguments.cuda_graph_config.decode.backend = Backend.DISABLED
-        arguments.cuda_graph_config.prefill.backend = Backend.DISABLED
+def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
+    # SGLang fills in the platform's default before this runs.
+    if arguments.attention_backend != NAME:
+        return
+    graphs = arguments.cuda_graph_config
+    graphs.prefill.backend = Backend.DISABLED
+    if not torch.cuda.is_available():
+        # As SGLang does for its own backends in torch.
+        graphs.decode.backend = Backend.DISABLED
+        return
+    arguments.max_running_requests = arguments.max_running_requests or MOST_RUNNING
+    if arguments.page_size in (None, 1):
+        arguments.page_size = PAGE_SIZE
 
 
 def _without_triton(supports: Any, backend: str) -> bool:
@@ -56,8 +75,10 @@ def _without_triton(supports: Any, backend: str) -> bool:
 
 
 HOOKS: Final = (
-    Hook("sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", _without_graphs, HookType.AFTER),
-    Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _note_slots, HookType.AFTER),
+    Hook(
+        "sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", _fill_in_arguments, HookType.AFTER
+    ),
+    Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _note_requests, HookType.AFTER),
     *(
         Hook(f"sglang.srt.{module}.support_triton", _without_triton, HookType.AROUND)
         for module in ("mem_cache.allocation", "model_executor.forward_batch_info", "layers.rotary_embedding.mrope")

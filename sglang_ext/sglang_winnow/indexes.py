@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
@@ -40,4 +40,9 @@ class Indexes:
 
     @cached_property
     def clusters(self) -> ClusterIndex:
-        return ClusterIndex(self.caches, self.generations)
+        if not self.generations.counts.is_cuda:
+            return ClusterIndex(self.caches, self.generations)
+        # CUDA graphs hold the addresses of its tables: they may not grow.
+        index = ClusterIndex(self.caches, self.generations, capacity=max(1, self.caches[0].slots // SPAN))
+        index.warm_up()
+        return index

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow import attention_registration, metrics, openai_forms, radix, reporting, server_information
@@ -107,7 +108,16 @@ def _limits(manager: TokenizerManager) -> Limits:
     )
 
 
+def _hooks_on_cuda() -> tuple[Hook, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    from sglang_winnow.device import memory, variants  # noqa: PLC0415
+
+    return (*memory.HOOKS, *variants.HOOKS)
+
+
 HOOKS: Final = (
+    *_hooks_on_cuda(),
     *attention_registration.HOOKS,
     *metrics.HOOKS,
     *server_information.HOOKS,

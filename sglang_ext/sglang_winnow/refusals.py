@@ -10,9 +10,13 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from winnow_kernels.gpu.attend import LARGEST_GROUP
+from winnow_kernels.gpu.pages import MOST_PAGES
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+PAGE_SIZES_ON_CUDA = (16, 32, 64)
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -33,6 +37,8 @@ def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
 def _reasons(runner: ModelRunner) -> Iterator[str]:
     yield from _reasons_in_model(runner)
     yield from _reasons_in_arguments(runner)
+    if torch.cuda.is_available():
+        yield from _reasons_on_cuda(runner)
     pool = runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool:
         yield f"a KV cache of the kind {type(pool).__name__}"
@@ -62,6 +68,18 @@ def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:
             yield "keys and values of different sizes"
         if layer.use_irope or layer.xai_temperature_len > 0:
             yield "attention whose temperature depends on the position"
+
+
+def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
+    if runner.page_size not in PAGE_SIZES_ON_CUDA:
+        yield f"pages of {runner.page_size} tokens on CUDA (use --page-size 16, 32 or 64)"
+    if runner.model_config.context_len > MOST_PAGES * runner.page_size:
+        yield f"contexts of {runner.model_config.context_len} tokens in pages of {runner.page_size} (use larger pages)"
+    for layer in attention_layers(runner):
+        if layer.sliding_window_size > -1:
+            yield "sliding windows on CUDA"
+        if layer.tp_q_head_num > LARGEST_GROUP * layer.tp_k_head_num:
+            yield f"more than {LARGEST_GROUP} query heads for a KV head on CUDA"
 
 
 def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:

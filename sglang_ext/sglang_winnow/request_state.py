@@ -28,6 +28,7 @@ class RequestState:
         saved: its row of the statistics from before a retraction, float64 [fields].
         prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
         kept: what SnapKV or PyramidKV keeps of the prompt, from the first prefill on.
+        stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot.
     """
 
     policy: AttentionPolicy
@@ -36,6 +37,7 @@ class RequestState:
     saved: Tensor | None = None
     prefilled: int = 0
     kept: SnapKVState | None = None
+    stage: int = -1
 
 
 class RequestTable:

@@ -39,6 +39,7 @@ SERVED_MODEL: dict[str, Any] = {
     "attention_arch": AttentionArch.MHA,
     "is_encoder_decoder": False,
     "is_generation": True,
+    "context_len": 4096,
 }
 
 
@@ -59,6 +60,7 @@ def runner(
     arguments: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     cache: Any = None,
+    page_size: int = 16,
 ) -> Any:
     """Return what stands for a runner that is served, but for what the arguments say."""
     return SimpleNamespace(
@@ -66,6 +68,7 @@ def runner(
         model_config=SimpleNamespace(**SERVED_MODEL | (config or {})),
         server_args=SimpleNamespace(**SERVED_ARGUMENTS | (arguments or {})),
         token_to_kv_pool=cache or pool(),
+        page_size=page_size,
     )
 
 
@@ -87,6 +90,23 @@ def assert_refused(refused: Any, reason: str) -> None:
 )
 def test_what_is_served_is_not_refused(served: Any) -> None:
     refuse_what_is_not_served(served)
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (runner(page_size=1), "pages of 1 tokens on CUDA (use --page-size 16, 32 or 64)"),
+        (runner(page_size=128), "pages of 128 tokens on CUDA (use --page-size 16, 32 or 64)"),
+        (runner(config={"context_len": 2**20}), f"contexts of {2**20} tokens in pages of 16 (use larger pages)"),
+        (runner(layer(0, sliding_window_size=128), layer(1)), "sliding windows on CUDA"),
+        (runner(layer(0, num_heads=34)), "more than 16 query heads for a KV head on CUDA"),
+    ],
+)
+def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_what_is_not_served(runner())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refuse_what_is_not_served(runner())
+    assert_refused(refused, reason)
 
 
 @pytest.mark.parametrize(

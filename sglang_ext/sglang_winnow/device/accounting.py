@@ -1,0 +1,86 @@
+"""Adding a decode step's costs to the requests' statistics: one launch a step, whatever its policies."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from sglang_winnow.device.step import Step
+from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu.batch import COUNTS, Count
+from winnow_kernels.gpu.row_parameters import Parameter, ParameterTable
+
+_STEPS: Final = tl.constexpr(int(Field.STEPS))
+_DENSE_STEPS: Final = tl.constexpr(int(Field.DENSE_STEPS))
+_CONTEXT_TOKENS: Final = tl.constexpr(int(Field.CONTEXT))
+_FIRST: Final = tl.constexpr(int(Field.DECODE_CONTEXT))
+_FAMILY: Final = tl.constexpr(int(Parameter.FAMILY))
+_CONTEXT: Final = tl.constexpr(int(Count.CONTEXT))
+_ATTENDED: Final = tl.constexpr(int(Count.ATTENDED))
+_CONTEXT_BYTES: Final = tl.constexpr(int(Count.CONTEXT_BYTES))
+_READ_BYTES: Final = tl.constexpr(int(Count.READ_BYTES))
+
+
+def count_step(step: Step, table: ParameterTable, statistics: Statistics, everything: LayerCache | None) -> None:
+    """Add what a step's rows have read to their requests' statistics.
+
+    Args:
+        step: with what was counted.
+        table: the parameters that requests have asked for.
+        statistics: what is added to.
+        everything: a layer's KV cache if all layers attended to everything and counted nothing.
+    """
+    layers = step.counts.shape[0]
+    _count_kernel[(step.rows,)](
+        statistics.rows,
+        table.values,
+        step.request_slots,
+        step.batch.lengths,
+        step.batch.counts,
+        step.parameters[Parameter.FAMILY],
+        statistics.rows.stride(0),
+        table.values.stride(0),
+        0 if everything is None else layers * everything.kv_heads,
+        0 if everything is None else 2 * everything.vector_bytes,
+        is_dense=everything is not None,
+        columns=COUNTS,
+        num_warps=1,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _count_kernel(
+    statistics_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    request_slots_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    families_ptr: tl.tensor,
+    statistics_stride: tl.tensor,
+    table_stride: tl.tensor,
+    heads: tl.tensor,
+    token_bytes: tl.tensor,
+    is_dense: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    slot = tl.load(request_slots_ptr + row)
+    own_ptr = statistics_ptr + slot * statistics_stride
+    length = tl.load(lengths_ptr + row).to(tl.int64)
+    column = tl.arange(0, columns)
+    if is_dense:
+        tokens = length * heads
+        is_tokens = (column == _CONTEXT) | (column == _ATTENDED)
+        is_bytes = (column == _CONTEXT_BYTES) | (column == _READ_BYTES)
+        amounts = tl.where(is_tokens, tokens, tl.where(is_bytes, tokens * token_bytes, 0))
+    else:
+        amounts = tl.load(counts_ptr + row * columns + column)
+    sums_ptr = own_ptr + _FIRST + column
+    tl.store(sums_ptr, tl.load(sums_ptr) + amounts.to(tl.float64))
+    tl.store(own_ptr + _STEPS, tl.load(own_ptr + _STEPS) + 1.0)
+    tl.store(own_ptr + _CONTEXT_TOKENS, length.to(tl.float64))
+    ran_dense = (tl.load(table_ptr + slot * table_stride + _FAMILY) > 0) & (tl.load(families_ptr + row) == 0)
+    tl.store(own_ptr + _DENSE_STEPS, tl.load(own_ptr + _DENSE_STEPS) + ran_dense.to(tl.float64))

@@ -1,0 +1,199 @@
+"""SGLang's attention backend ``winnow`` on CUDA: dense batches as SGLang computes them, all others in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from sglang_winnow.device.construction import build_decode, dense_backend, enabled_families, profiled_layers
+from sglang_winnow.device.variants import DENSE, variant_for, variants_of
+from sglang_winnow.indexes import Indexes
+from sglang_winnow.prefill_plan import PrefillPlan
+from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
+from sglang_winnow.request_state import RequestState, RequestTable
+from sglang_winnow.statistics import Statistics
+from winnow_kernels.cache import Context, LayerCache
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class WinnowDeviceBackend(AttentionBackend):
+    """Attention by the policy of each request, on CUDA.
+
+    SGLang's fastest dense backend for the device computes prefill that is dense, and decode while no policy acts.
+
+    Attributes:
+        variants: what decode steps launch, by label; a CUDA graph each.
+        label: of the batch that SGLang runs or is about to run.
+        capturing: label of the variant whose graph is being captured.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        refuse_what_is_not_served(runner)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.device = torch.device(runner.device)
+        self._dense: AttentionBackend = ATTENTION_BACKENDS[dense_backend(runner)](runner)
+        layers = attention_layers(runner)
+        self._last_layer = layers[-1].layer_id
+        self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in layers]
+        self.indexes = Indexes(self._caches, runner.page_size, self.device)
+        table = self.req_to_token_pool.req_to_token
+        self.statistics = Statistics(table.shape[0], self.device)
+        self.requests = RequestTable(self.statistics)
+        families = enabled_families()
+        self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, families)
+        self.variants = variants_of(families, len(layers), profiled_layers(runner))
+        self.label = DENSE
+        self.capturing: str | None = None
+        self._states: list[RequestState] = []
+        self._slots: list[int] = []
+        self._lengths: list[int] = []
+        self._plan: PrefillPlan | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what SGLang asks of its own backends alone."""
+        return getattr(self.__dict__["_dense"], name)
+
+    def note(self, requests: Sequence[Req], batch: ForwardBatch) -> None:
+        """Note the requests of a batch, before its forward pass and in the order of the passes."""
+        self.requests.begin(requests)
+        self._states = [request.winnow_state for request in requests]
+        self._slots = [request.req_pool_idx for request in requests]
+        if batch.forward_mode.is_decode():
+            self._lengths = batch.seq_lens_cpu.tolist()
+            needed = self._decode.needed(self._states, self._lengths)
+            self.label = variant_for(needed, self.variants)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan a forward pass that no CUDA graph serves."""
+        self._plan = None
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self._dense.init_forward_metadata(forward_batch)
+            return
+        self.indexes.generations.written(forward_batch.out_cache_loc)
+        if mode.is_decode():
+            self._prepare(forward_batch, self.label)
+            if self._is_dense:
+                self._dense.init_forward_metadata(forward_batch)
+            self._decode.begin()
+            return
+        if len(self._states) == forward_batch.batch_size:
+            self._plan = self._plan_prefill(forward_batch)
+        self._dense.init_forward_metadata(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make what graphs need."""
+        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a row of padding."""
+        return 1
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Do what SGLang's own backend does between warming up and capturing."""
+        self._dense.on_after_cuda_graph_warmup()
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Prepare a decode step that a graph serves, or is captured for."""
+        self._prepare(forward_batch, self.capturing if in_capture and self.capturing else self.label, in_capture)
+        if self._is_dense:
+            self._dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Begin a decode step, captured."""
+        self.indexes.generations.written(forward_batch.out_cache_loc)
+        if self._is_dense:
+            self._dense.init_forward_metadata_in_graph(forward_batch)
+        self._decode.begin()
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Attend with one query a request. Returns [requests, query heads × head dim]."""
+        if self._is_dense:
+            output = self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        else:
+            if save_kv_cache and k is not None:
+                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            output = torch.empty_like(queries)
+            self._decode.attend(layer.layer_id, queries, output)
+            output = output.flatten(1)
+        if layer.layer_id == self._last_layer:
+            self._decode.finish()
+        return output
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
+        plan = self._plan
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if plan is None or plan.is_dense:
+            output = self._dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
+            if plan is not None:
+                plan.note(layer.layer_id, queries)
+        else:
+            if save_kv_cache and k is not None:
+                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            cache = self._caches[layer.layer_id]
+            output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window=None).flatten(1)
+        if plan is not None and layer.layer_id == self._last_layer:
+            plan.finish()
+        return output
+
+    @property
+    def _is_dense(self) -> bool:
+        return self._decode.variant.is_dense
+
+    def _prepare(self, forward_batch: ForwardBatch, label: str, in_capture: bool = False) -> None:
+        known = not in_capture and 0 < len(self._states) <= len(forward_batch.req_pool_indices)
+        self._decode.prepare(
+            self.variants[label],
+            self._states if known else (),
+            self._slots if known else (),
+            self._lengths if known else (),
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+        )
+
+    def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:
+        table = self.req_to_token_pool.req_to_token
+        longest = int(forward_batch.seq_lens_cpu.max())
+        lengths = forward_batch.seq_lens.long()
+        slots = table[forward_batch.req_pool_indices, :longest].long()
+        return PrefillPlan(
+            Context.of(slots, lengths, self._caches[0].slots),
+            forward_batch.req_pool_indices,
+            self._states,
+            forward_batch.extend_prefix_lens_cpu,
+            forward_batch.extend_seq_lens_cpu,
+            self.indexes,
+            self.statistics,
+        )

@@ -1,0 +1,119 @@
+"""What a CUDA server is made of: which dense backend, which families, how large their memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from sglang_winnow.delta_profiles import delta_profile
+from sglang_winnow.device.decode import DeviceDecode
+from sglang_winnow.device.parameters import FAMILIES
+from sglang_winnow.device.selectors import (
+    DeltaSelector,
+    QuestSelector,
+    QuokaSelector,
+    Selector,
+    StoredSelector,
+    StreamingLLMSelector,
+    TacticSelector,
+)
+from sglang_winnow.device.step import Step, StepBuffers
+from sglang_winnow.indexes import Indexes
+from sglang_winnow.statistics import Statistics
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu.attend import AttendBuffers
+from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.gpu.tactic import selection_width
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+ENVIRONMENT: Final = "WINNOW_POLICIES"
+DENSE_ENVIRONMENT: Final = "WINNOW_DENSE_BACKEND"
+
+
+def enabled_families(names: str | None = None) -> frozenset[Family]:
+    """Return the families of the decode policies that the server serves: those that ``WINNOW_POLICIES`` names, or all.
+
+    Args:
+        names: of policies, with commas between; by default the environment's.
+
+    Raises:
+        ValueError: one of them is no decode policy.
+    """
+    names = os.environ.get(ENVIRONMENT) if names is None else names
+    if names is None:
+        return frozenset(Family) - {Family.DENSE}
+    given = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in given if name not in FAMILIES]:
+        raise ValueError(f"{ENVIRONMENT}: no decode policy is called {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+    return frozenset(FAMILIES[name] for name in given) - {Family.DENSE}
+
+
+def dense_backend(runner: ModelRunner) -> str:
+    """Return the name of the backend for dense batches: ``WINNOW_DENSE_BACKEND``, or SGLang's own choice."""
+    if name := os.environ.get(DENSE_ENVIRONMENT):
+        return name
+    choice: str = runner.server_args._get_default_attn_backend(False, runner.model_config)  # noqa: SLF001
+    return choice
+
+
+def profiled_layers(runner: ModelRunner) -> Collection[int]:
+    """Return the Δ-layers of the served model's profile; none without one."""
+    return delta_profile(Path(runner.model_config.model_path)) or ()
+
+
+def build_decode(
+    runner: ModelRunner,
+    caches: Sequence[LayerCache],
+    layer: RadixAttention,
+    indexes: Indexes,
+    statistics: Statistics,
+    families: Collection[Family],
+) -> DeviceDecode:
+    """Return the decode steps of a server with the selectors of ``families``."""
+    table = runner.req_to_token_pool.req_to_token
+    requests, longest = table.shape[0], runner.model_config.context_len
+    page_size = runner.page_size
+    longest = -(-longest // page_size) * page_size
+    scale, query_heads = layer.scaling, layer.tp_q_head_num
+    buffers = StepBuffers(
+        requests,
+        longest,
+        page_size,
+        len(caches),
+        caches[0].kv_heads,
+        selection_width(longest),
+        torch.device(runner.device),
+    )
+    attend_buffers = AttendBuffers.empty(requests, query_heads, caches[0])
+    selectors = selectors_of(families, caches, scale, query_heads, indexes, attend_buffers, requests, buffers.largest)
+    return DeviceDecode(caches, scale, table, buffers, attend_buffers, selectors, statistics)
+
+
+def selectors_of(
+    families: Collection[Family],
+    caches: Sequence[LayerCache],
+    scale: float,
+    query_heads: int,
+    indexes: Indexes,
+    attend_buffers: AttendBuffers,
+    requests: int,
+    step: Step,
+) -> dict[Family, Selector]:
+    """Return the selectors of ``families``, for ``requests`` request slots and batches of up to ``step``'s rows."""
+    layers = len(caches)
+    makers: dict[Family, Callable[[], Selector]] = {
+        Family.STREAMING_LLM: StreamingLLMSelector,
+        Family.QUEST: lambda: QuestSelector(indexes.page_bounds, step),
+        Family.STORED: lambda: StoredSelector(caches, scale, requests, step),
+        Family.DELTA: lambda: DeltaSelector(layers, scale, query_heads, attend_buffers, requests, step),
+        Family.TACTIC: lambda: TacticSelector(indexes.clusters, scale, query_heads, requests, step),
+        Family.QUOKA: lambda: QuokaSelector(indexes.key_norms, step),
+    }
+    return {family: makers[family]() for family in sorted(families)}

@@ -1,0 +1,218 @@
+"""Decode on the device: one step for all rows of a batch, whatever their policies."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_winnow.device.accounting import count_step
+from sglang_winnow.device.parameters import FAMILIES, parameters_of
+from sglang_winnow.device.selectors import DeltaSelector, Selector
+from sglang_winnow.device.step import StepBuffers
+from sglang_winnow.device.stored_positions import OutOfPositionsError
+from sglang_winnow.families import dense_until, effective_budget
+from sglang_winnow.policy import Delta, Tactic
+from sglang_winnow.request_state import RequestState
+from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.gpu.attend import AttendBuffers, attend
+from winnow_kernels.gpu.batch import WHOLE
+from winnow_kernels.gpu.page_table import copy_page_table
+from winnow_kernels.gpu.row_parameters import Family, Parameter, ParameterTable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a step launches: a CUDA graph of its own.
+
+    Attributes:
+        families: whose selectors run; none at all where SGLang's own dense backend serves the batch.
+        ordered: whether the order of selections matters: a row may stop early, or has a cap that cuts.
+        delta_layers: at which layers DELTA's rows can have their Δ-layers.
+    """
+
+    families: frozenset[Family]
+    ordered: bool = False
+    delta_layers: frozenset[int] = frozenset()
+
+    @property
+    def is_dense(self) -> bool:
+        return not self.families and not self.ordered
+
+
+class DeviceDecode:
+    """The decode steps of a server.
+
+    Before each step ``prepare`` runs on the host. ``begin``, ``attend`` for each layer and ``finish`` are captured.
+
+    Attributes:
+        variant: what the step launches.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        scale: float,
+        table: Tensor,
+        buffers: StepBuffers,
+        attend_buffers: AttendBuffers,
+        selectors: Mapping[Family, Selector],
+        statistics: Statistics,
+    ) -> None:
+        """
+        Args:
+            caches: every layer's KV cache.
+            scale: what scores are multiplied by before the softmax.
+            table: int32 [request slots, positions]; the KV slot of each token of a request.
+            buffers: of steps.
+            attend_buffers: of attention.
+            selectors: of the families that are served.
+            statistics: what requests cost.
+        """
+        self._caches = caches
+        self._scale = scale
+        self._table = table
+        self._buffers = buffers
+        self._attend_buffers = attend_buffers
+        self._selectors = selectors
+        self._statistics = statistics
+        self._parameters = ParameterTable(len(table), table.device)
+        self._owners: dict[int, weakref.ref[RequestState]] = {}
+        self.variant = Variant(frozenset())
+        self._step = buffers.largest
+
+    def needed(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> Variant:
+        """Return what a batch needs: the policies that act at the rows' lengths."""
+        page_size = self._step.batch.page_size
+        families: set[Family] = set()
+        layers: set[int] = set()
+        ordered = False
+        for state, length in zip(states, lengths, strict=True):
+            if state is None or length <= dense_until(state, page_size):
+                continue
+            policy = state.policy
+            capped = isinstance(policy.decode, Tactic) and policy.decode.max_tokens is not None
+            ordered |= capped or policy.early_termination is not None
+            families.add(FAMILIES[policy.decode.policy])
+            if isinstance(policy.decode, Delta):
+                layers.update(policy.decode.delta_layers or ())
+        return Variant(frozenset(families - {Family.DENSE}), ordered, frozenset(layers))
+
+    def prepare(
+        self,
+        variant: Variant,
+        states: Sequence[RequestState | None],
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        request_slots: Tensor,
+        lengths_on_device: Tensor,
+    ) -> None:
+        """Prepare a step, outside of its CUDA graph.
+
+        Args:
+            variant: what the step launches.
+            states: of the rows that are requests; behind them come rows of padding.
+            slots: their request slots.
+            lengths: their lengths.
+            request_slots: integers [rows]; of all rows, padding included.
+            lengths_on_device: integers [rows].
+        """
+        self.variant = variant
+        self._step = step = self._buffers[len(request_slots)]
+        step.request_slots.copy_(request_slots)
+        for state, slot, length in zip(states, slots, lengths, strict=True):
+            self._own(state, slot)
+            if state is not None and not variant.is_dense and length > dense_until(state, step.batch.page_size):
+                self._enter(state, slot, length)
+        if variant.is_dense:
+            step.batch.lengths.copy_(lengths_on_device)
+        else:
+            copy_page_table(self._table, step.request_slots, lengths_on_device, step.batch)
+
+    def begin(self) -> None:
+        """Do what is done once a step."""
+        step, variant = self._step, self.variant
+        self._parameters.gather(step.request_slots, step.batch, step.parameters)
+        if variant.is_dense:
+            return
+        step.counts.fill_(WHOLE)
+        # First what writes the counts of one layer, and copies them to the others.
+        for family in sorted(variant.families):
+            self._selectors[family].begin(step, ordered=variant.ordered)
+
+    def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
+        """Attend in a layer; ``queries`` and ``output`` are [rows, query heads, head dim]."""
+        step, variant, cache = self._step, self.variant, self._caches[layer]
+        for family in sorted(variant.families):
+            self._selectors[family].select(layer, queries, cache, step)
+        thresholds = step.parameters.thresholds if variant.ordered else None
+        attend(
+            queries,
+            cache,
+            step.batch,
+            step.selection(layer),
+            self._scale,
+            thresholds,
+            self._attend_buffers,
+            output,
+        )
+        if layer in variant.delta_layers:
+            selector = self._selectors[Family.DELTA]
+            assert isinstance(selector, DeltaSelector)
+            selector.attend_at(layer, queries, cache, step, output)
+
+    def finish(self) -> None:
+        """Add what was read to the statistics, after the last layer."""
+        step = self._step
+        count_step(step, self._parameters, self._statistics, self._caches[0] if self.variant.is_dense else None)
+        for family in sorted(self.variant.families):
+            self._selectors[family].finish(step, self._statistics)
+
+    def _own(self, state: RequestState | None, slot: int) -> None:
+        """Write the parameters of the request in ``slot``, unless they are there."""
+        owner = self._owners.get(slot)
+        if (owner and owner()) is state and (owner is None) == (state is None):
+            return
+        if state is None:
+            del self._owners[slot]
+            self._parameters.write(slot, {})
+            return
+        self._owners[slot] = weakref.ref(state)
+        state.stage = -1
+        page_size = self._step.batch.page_size
+        self._parameters.write(slot, parameters_of(state, page_size))
+        budget = effective_budget(state, state.prompt_length, page_size) or 0
+        self._statistics.set(torch.tensor([slot], device=self._table.device), Field.BUDGET, float(budget))
+
+    def _enter(self, state: RequestState, slot: int, length: int) -> None:
+        """Prepare a request for its first sparse step in ``slot``, or for another stage."""
+        family = FAMILIES[state.policy.decode.policy]
+        if family == Family.DENSE:
+            return
+        selector = self._selectors[family]
+        stage = selector.stage(state, length)
+        if stage == state.stage:
+            return
+        state.stage = stage
+        own = self._table[slot, :length].long()[None]
+        context = Context(own, torch.tensor([length], device=own.device))
+        try:
+            entry = selector.enter(state, slot, context)
+        except OutOfPositionsError as error:
+            logger.warning("A request runs dense: %s.", error)
+            self._parameters.write(slot, parameters_of(state, self._step.batch.page_size) | _NEVER_SPARSE)
+            return
+        index = torch.tensor([slot], device=own.device)
+        self._statistics.add(index, Field.INDEX_BUILT_TOKENS, float(entry.built_tokens))
+        self._statistics.add(index, Field.DECODE_READ_BYTES, entry.read_bytes)
+
+
+_NEVER_SPARSE = {Parameter.SPARSE_FROM: sys.maxsize}

@@ -1,0 +1,186 @@
+"""Decode on the device: mixed batches, step after step, as the torch path computes and counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_winnow import crossover
+from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.device.construction import selectors_of
+from sglang_winnow.device.decode import DeviceDecode
+from sglang_winnow.device.step import StepBuffers
+from sglang_winnow.device.variants import variant_for, variants_of
+from sglang_winnow.families import kept_by
+from sglang_winnow.indexes import Indexes
+from sglang_winnow.policy import AttentionPolicy
+from sglang_winnow.request_state import RequestState
+from sglang_winnow.statistics import Field, Statistics
+from tests.kernels.caches import random_cache
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.gpu.attend import AttendBuffers
+from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.indexes.clusters import ClusterIndex
+
+LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 32, 16
+SCALE = HEAD_DIM**-0.5
+LONGEST = 256
+SPAN = 64
+REQUEST_SLOTS = 12
+STEPS = 2
+
+TERMINATION = {"scale": 0.3, "direction": 0.3, "patience": 1}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "dense": {},
+    "dense, terminated": {"early_termination": TERMINATION},
+    "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 64}},
+    "quest": {"decode": {"policy": "quest", "budget": 64, "full_layers": 1}},
+    "snapkv": {"decode": {"policy": "snapkv", "budget": 48, "observation_window": 16}},
+    "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 64, "observation_window": 32}},
+    "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [1], "full_layers": 1}},
+    "tactic": {"decode": {"policy": "tactic", "p": 0.5}},
+    "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80}},
+    "quoka": {"decode": {"policy": "quoka", "budget": 48}},
+    "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
+}
+
+
+@pytest.fixture(autouse=True)
+def policies_act_at_every_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(crossover.ENVIRONMENT, "0")
+    crossover.crossover_tokens.cache_clear()
+    yield
+    crossover.crossover_tokens.cache_clear()
+
+
+class Server:
+    """A KV cache with requests in it; what both ways of computing have of their own is made twice."""
+
+    def __init__(self, names: Sequence[str], lengths: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self.lengths = list(lengths)
+        pages = LONGEST // PAGE_SIZE
+        slots = (len(names) * pages + 1) * PAGE_SIZE
+        self.caches = [
+            LayerCache(cache.keys.to(device), cache.values.to(device))
+            for cache in (random_cache(slots, KV_HEADS, HEAD_DIM, seed) for seed in range(LAYERS))
+        ]
+        order = 1 + torch.randperm(len(names) * pages, generator=torch.Generator().manual_seed(1))
+        of_pages = order.view(len(names), pages, 1) * PAGE_SIZE + torch.arange(PAGE_SIZE)
+        self.table = torch.zeros(REQUEST_SLOTS, LONGEST, dtype=torch.int32, device=device)
+        self.request_slots = torch.arange(1, len(names) + 1, device=device)
+        self.table[self.request_slots] = of_pages.flatten(1).int().to(device)
+        self.statistics = Statistics(REQUEST_SLOTS, device)
+        self.indexes = Indexes(self.caches, PAGE_SIZE, device)
+        self.indexes.__dict__["clusters"] = ClusterIndex(
+            self.caches, self.indexes.generations, SPAN, capacity=slots // SPAN
+        )
+        self.states = [self._state(name, length) for name, length in zip(names, lengths, strict=True)]
+
+    def _state(self, name: str, length: int) -> RequestState:
+        state = RequestState(AttentionPolicy.model_validate(POLICIES[name]), length - 1)
+        state.kept = kept_by(state, LAYERS)
+        if state.kept is not None:
+            for layer in range(LAYERS):
+                generator = torch.Generator().manual_seed(layer)
+                shape = (length - 1, KV_HEADS * GROUP, HEAD_DIM)
+                state.kept.observation.record(layer, torch.randn(shape, generator=generator).to(self.device), 0)
+        return state
+
+    def grow(self) -> None:
+        written = self.table[self.request_slots, torch.tensor(self.lengths)].long()
+        self.lengths = [length + 1 for length in self.lengths]
+        self.indexes.generations.written(written)
+
+
+def device_decode(server: Server) -> DeviceDecode:
+    device = server.device
+    buffers = StepBuffers(REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, KV_HEADS, LONGEST, device)
+    attend_buffers = AttendBuffers.empty(REQUEST_SLOTS, KV_HEADS * GROUP, server.caches[0])
+    selectors = selectors_of(
+        ALL, server.caches, SCALE, KV_HEADS * GROUP, server.indexes, attend_buffers, REQUEST_SLOTS, buffers.largest
+    )
+    return DeviceDecode(server.caches, SCALE, server.table, buffers, attend_buffers, selectors, server.statistics)
+
+
+ALL = frozenset(Family) - {Family.DENSE}
+VARIANTS = variants_of(ALL, LAYERS, delta_layers=(1,))
+
+
+def queries_of(server: Server, step: int, layer: int) -> Tensor:
+    shape = (len(server.states), KV_HEADS * GROUP, HEAD_DIM)
+    generator = torch.Generator().manual_seed(100 * step + layer)
+    return torch.randn(shape, generator=generator).to(server.device)
+
+
+def by_torch(server: Server, step: int) -> list[Tensor]:
+    lengths = torch.tensor(server.lengths, device=server.device)
+    slots = server.table[server.request_slots, : max(server.lengths)].long()
+    plan = DecodePlan(
+        Context.of(slots, lengths, server.caches[0].slots),
+        server.lengths,
+        server.request_slots,
+        server.states,
+        SCALE,
+        server.indexes,
+        server.statistics,
+    )
+    outputs = [
+        plan.attend(layer, queries_of(server, step, layer), cache, SCALE, None)
+        for layer, cache in enumerate(server.caches)
+    ]
+    plan.finish()
+    return outputs
+
+
+def on_device(server: Server, decode: DeviceDecode, step: int, padding: int) -> list[Tensor]:
+    needed = decode.needed(server.states, server.lengths)
+    variant = VARIANTS[variant_for(needed, VARIANTS)]
+    rows = len(server.states)
+    request_slots = torch.nn.functional.pad(server.request_slots, (0, padding))
+    lengths = torch.nn.functional.pad(torch.tensor(server.lengths, device=server.device), (0, padding), value=1)
+    decode.prepare(variant, server.states, request_slots[:rows].tolist(), server.lengths, request_slots, lengths)
+    decode.begin()
+    outputs = []
+    for layer in range(LAYERS):
+        queries = torch.nn.functional.pad(queries_of(server, step, layer), (0, 0, 0, 0, 0, padding))
+        output = torch.empty_like(queries)
+        if not variant.is_dense:
+            decode.attend(layer, queries, output)
+            outputs.append(output[:rows])
+    decode.finish()
+    return outputs
+
+
+def compare(names: Sequence[str], lengths: Sequence[int], device: torch.device, padding: int = 0) -> None:
+    torch_server, device_server = (Server(names, lengths, device) for _ in range(2))
+    decode = device_decode(device_server)
+    for step in range(STEPS):
+        expected = by_torch(torch_server, step)
+        for layer, output in enumerate(on_device(device_server, decode, step, padding)):
+            torch.testing.assert_close(output, expected[layer], rtol=1e-4, atol=1e-4)
+        torch_server.grow()
+        device_server.grow()
+    wanted, got = (server.statistics.rows[1 : len(names) + 1].cpu() for server in (torch_server, device_server))
+    for field in Field:
+        torch.testing.assert_close(got[:, field], wanted[:, field], rtol=1e-5, atol=1e-5, msg=field.name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_alone(name: str, device: torch.device) -> None:
+    compare([name, name, "dense"], [208, 143, 90], device, padding=1)
+
+
+def test_all_policies_in_one_batch(device: torch.device) -> None:
+    lengths = [140 + 13 * i % 100 for i in range(len(POLICIES))]
+    compare(list(POLICIES), lengths, device)
+
+
+def test_short_contexts_run_dense(device: torch.device) -> None:
+    names = ["quest", "streaming_llm", "quoka", "tactic, capped"]
+    compare(names, [62, 67, 47, 79], device, padding=2)

@@ -1,0 +1,102 @@
+"""What a CUDA server is made of: its families, the kinds of its batches, the memory it leaves for them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_winnow.device.construction import ENVIRONMENT, enabled_families
+from sglang_winnow.device.decode import Variant
+from sglang_winnow.device.memory import fixed_bytes, index_bytes_of_slot
+from sglang_winnow.device.step import StepBuffers
+from sglang_winnow.device.stored_positions import OutOfPositionsError, StoredPositions
+from sglang_winnow.device.variants import ANY, DENSE, variant_for, variants_of
+from sglang_winnow.policy import AttentionPolicy
+from sglang_winnow.request_state import RequestState
+from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.indexes.pool_shape import PoolShape
+
+ALL = frozenset(Family) - {Family.DENSE}
+LAYERS = 6
+
+
+def test_all_families_are_served_unless_the_environment_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    assert enabled_families() == ALL
+    monkeypatch.setenv(ENVIRONMENT, "tactic, snapkv,pyramidkv,dense")
+    assert enabled_families() == {Family.TACTIC, Family.STORED}
+    monkeypatch.setenv(ENVIRONMENT, "")
+    assert enabled_families() == frozenset()
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"WINNOW_POLICIES: no decode policy is called 'tactics'; there are dense, "):
+        enabled_families("quest,tactics")
+
+
+@given(
+    families=st.sets(st.sampled_from(sorted(ALL))),
+    needed=st.sets(st.sampled_from(sorted(ALL))),
+    ordered=st.booleans(),
+    layers=st.sets(st.integers(0, LAYERS - 1)),
+)
+def test_a_batch_gets_the_first_variant_that_launches_what_it_needs(
+    families: set[Family], needed: set[Family], ordered: bool, layers: set[int]
+) -> None:
+    variants = variants_of(families, LAYERS, delta_layers=(1, 4))
+    needed &= families
+    wanted = Variant(frozenset(needed), ordered, frozenset(layers if Family.DELTA in needed else ()))
+    label = variant_for(wanted, variants)
+    if not needed and not ordered:
+        assert label == DENSE
+    elif len(needed) == 1 and not ordered and wanted.delta_layers <= {1, 4}:
+        assert label == next(iter(needed)).name.lower()
+    else:
+        assert label == ANY
+    assert needed <= variants[label].families
+
+
+@pytest.mark.parametrize("families", list(combinations(sorted(ALL), 2)))
+def test_what_indexes_take_adds_up(families: tuple[Family, Family]) -> None:
+    shape = PoolShape(layers=32, kv_heads=8, head_dim=128, element_size=2)
+    own = [index_bytes_of_slot([family], shape, 16) for family in families]
+    assert index_bytes_of_slot(families, shape, 16) == pytest.approx(sum(own))
+    assert max(own) < 0.07 * shape.slot_bytes
+
+
+def test_buffers_are_counted_without_being_made() -> None:
+    shape = PoolShape(layers=2, kv_heads=2, head_dim=64, element_size=4)
+    buffers = StepBuffers(3, 256, 16, shape.layers, shape.kv_heads, 192, torch.device("cpu"))
+    none = fixed_bytes([], shape, query_heads=4, rows=3, longest=256, page_size=16)
+    assert none > buffers.bytes
+    assert fixed_bytes(ALL, shape, query_heads=4, rows=3, longest=256, page_size=16) > none
+    assert fixed_bytes([], shape, query_heads=4, rows=6, longest=256, page_size=16) > 1.9 * none
+
+
+def request() -> RequestState:
+    return RequestState(AttentionPolicy(), prompt_length=10)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=40))
+def test_pieces_do_not_overlap_and_are_free_when_their_requests_are_gone(steps: list[tuple[int, int]]) -> None:
+    capacity = 64
+    pool = StoredPositions(6, 1, torch.device("cpu"), capacity)
+    states: dict[int, RequestState] = {}
+    for number, (slot, kept) in enumerate(steps, start=1):
+        states.pop(slot, None)
+        states[slot] = request()
+        try:
+            pool.keep(states[slot], slot, torch.full((2 * kept,), number, dtype=torch.int32), [kept])
+        except OutOfPositionsError:
+            del states[slot]
+            continue
+        for other in states:
+            first, size = int(pool.offsets[other, 0]), 2 * int(pool.kept[other, 0])
+            assert len(pool.positions[first : first + size].unique()) == 1
+    states.clear()
+    pool.keep(request(), 0, torch.zeros(capacity, dtype=torch.int32), [capacity // 2])
