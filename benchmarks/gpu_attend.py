@@ -10,7 +10,6 @@ measurement is the time in which its K and V could be read with the bandwidth th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu_timing import Timing, calls_beyond_cache, header, time_calls
+from benchmarks.gpu_dense import FlashInferDecode
+from benchmarks.gpu_rows import Record, Row, header
+from benchmarks.gpu_timing import Timing, calls_beyond_cache, time_calls
 from benchmarks.machine import numbers
 from winnow_kernels.attend import attend as reference_attend
 from winnow_kernels.cache import LayerCache
@@ -61,51 +62,6 @@ class Case:
     def dense_bytes(self) -> int:
         """Bytes of K and V in one layer."""
         return self.tokens * KV_HEADS * TOKEN_BYTES
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement.
-
-    Attributes:
-        policy: what was attended to: ``tokens``, ``pages`` or ``whole``.
-        parameters: ``share`` of the context in percent; ``termination``, the key in ``TERMINATIONS``.
-        dense: of FlashInfer's dense decode.
-        speedup: dense ÷ measured.
-        floor_ratio: floor ÷ measured; 1 where K and V are read as fast as dense decode reads them.
-        spread: of the measurement, between quartiles, relative.
-    """
-
-    bench: str
-    model: str
-    policy: str
-    parameters: dict[str, Any]
-    context: int
-    batch: int
-    dense: float
-    measured: float
-    unit: str
-    speedup: float
-    floor_ratio: float
-    spread: float
-
-    @classmethod
-    def of(cls, case: Case, policy: str, parameters: dict[str, Any], dense: Timing, measured: Timing) -> Row:
-        share = parameters["share"] / 100
-        return cls(
-            "attend",
-            MODEL,
-            policy,
-            parameters,
-            case.context,
-            case.batch,
-            dense.microseconds,
-            measured.microseconds,
-            "µs",
-            dense.microseconds / measured.microseconds,
-            share * dense.microseconds / measured.microseconds,
-            measured.spread,
-        )
 
 
 class Inputs:
@@ -171,48 +127,6 @@ class Contestant:
         return relative_error(self._output, _reference(self._inputs, selection))
 
 
-class Dense:
-    """FlashInfer's paged decode over whole contexts."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # noqa: PLC0415  # Takes seconds; needs a GPU.
-
-        case, device = inputs.case, inputs.device
-        self._inputs = inputs
-        self._output = torch.empty_like(inputs.queries)
-        pages = inputs.batch.page_table.shape[1]
-        indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * pages
-        last = torch.full((case.batch,), (case.context - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=device)
-        indices = inputs.batch.page_table.flatten()
-        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            torch.zeros(512 << 20, dtype=torch.uint8, device=device),
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=torch.empty_like(indptr),
-            paged_kv_indices_buffer=torch.empty_like(indices),
-            paged_kv_last_page_len_buffer=torch.empty_like(last),
-        )
-        self._wrapper.plan(
-            indptr, indices, last, QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE,
-            q_data_type=DTYPE, kv_data_type=DTYPE, sm_scale=SCALE,
-        )  # fmt: skip
-
-    def call(self, layer: int) -> Callable[[], None]:
-        cache = self._inputs.caches[layer % len(self._inputs.caches)]
-        paged = tuple(pool.unflatten(0, (-1, PAGE_SIZE)) for pool in (cache.keys, cache.values))
-
-        def run() -> None:
-            self._wrapper.run(self._inputs.queries, paged, out=self._output)
-
-        return run
-
-    def check(self, whole: DeviceSelection) -> float:
-        """Return the relative error of the first layer's output against the reference in float32."""
-        self._output.fill_(torch.nan)
-        self.call(0)()
-        return relative_error(self._output, _reference(self._inputs, whole))
-
-
 def main(
     output: Annotated[Path, typer.Option(help="Where to write JSON.")],
     cases: Annotated[
@@ -242,11 +156,8 @@ def main(
         del inputs
         torch.cuda.empty_cache()
     console.print(table(rows))
-    record = {
-        "header": header() | {"launch": asdict(chosen or Launch.of(HEAD_DIM, DTYPE.itemsize)), "errors": errors},
-        "rows": [asdict(row) for row in rows],
-    }
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    launched = asdict(chosen or Launch.of(HEAD_DIM, DTYPE.itemsize))
+    Record(header() | {"launch": launched, "errors": errors}, rows).write(output)
 
 
 def parse_cases(text: str) -> list[Case]:
@@ -274,7 +185,7 @@ def check(inputs: Inputs, launch: Launch | None, shares: Sequence[int]) -> dict[
         AssertionError: one is larger than ``LARGEST_ERROR``, or not a number.
     """
     contestant = Contestant(inputs, launch)
-    errors = {"dense": Dense(inputs).check(inputs.select("whole", 100))}
+    errors = {"dense": _check_dense(inputs)}
     for policy, share, name in measurements(shares):
         errors[f"{policy} {share} %, {name}"] = contestant.check(inputs.select(policy, share), TERMINATIONS[name])
     for what, error in errors.items():
@@ -286,7 +197,7 @@ def measure(inputs: Inputs, launch: Launch | None, shares: Sequence[int], replay
     """Time FlashInfer, then every measurement; FlashInfer once more at the end, and its mean is the baseline."""
     case = inputs.case
     cache_bytes = torch.cuda.get_device_properties(inputs.device).L2_cache_size
-    dense = Dense(inputs)
+    dense = _dense(inputs)
     dense_calls = [dense.call(layer) for layer in range(calls_beyond_cache(case.dense_bytes, cache_bytes))]
     before = time_calls(dense_calls, replays)
     contestant = Contestant(inputs, launch)
@@ -297,7 +208,34 @@ def measure(inputs: Inputs, launch: Launch | None, shares: Sequence[int], replay
         timings.append((policy, {"share": share, "termination": name}, time_calls(calls, replays)))
     after = time_calls(dense_calls, replays)
     baseline = replace(before, microseconds=(before.microseconds + after.microseconds) / 2)
-    return [Row.of(case, policy, parameters, baseline, timing) for policy, parameters, timing in timings]
+    return [row_of(case, policy, parameters, baseline, timing) for policy, parameters, timing in timings]
+
+
+def row_of(case: Case, policy: str, parameters: dict[str, Any], dense: Timing, measured: Timing) -> Row:
+    """Return a row.
+
+    Args:
+        case: what was measured.
+        policy: what was attended to: ``tokens``, ``pages`` or ``whole``.
+        parameters: ``share`` of the context in percent; ``termination``, the key in ``TERMINATIONS``.
+        dense: FlashInfer's decode, whose bandwidth the floor goes by.
+        measured: ``attend``.
+    """
+    speedup = dense.microseconds / measured.microseconds
+    return Row(
+        bench="attend",
+        model=MODEL,
+        policy=policy,
+        parameters=parameters,
+        context=case.context,
+        batch=case.batch,
+        dense=dense.microseconds,
+        measured=measured.microseconds,
+        unit="µs",
+        speedup=speedup,
+        floor_ratio=parameters["share"] / 100 * speedup,
+        spread=measured.spread,
+    )
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
@@ -322,6 +260,18 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.floor_ratio:.0%}",
         )
     return result
+
+
+def _dense(inputs: Inputs) -> FlashInferDecode:
+    return FlashInferDecode(inputs.queries, inputs.caches, inputs.batch, SCALE)
+
+
+def _check_dense(inputs: Inputs) -> float:
+    """Return the relative error of the first layer's dense output against the reference in float32."""
+    dense = _dense(inputs)
+    dense.output.fill_(torch.nan)
+    dense.call(0)()
+    return relative_error(dense.output, _reference(inputs, inputs.select("whole", 100)))
 
 
 def _reference(inputs: Inputs, selection: DeviceSelection) -> Tensor:

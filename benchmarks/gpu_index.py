@@ -16,7 +16,6 @@ for clusters also the products of ten iterations, whichever takes longer.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.machine import numbers, surroundings
+from benchmarks.gpu_rows import Record, Row, header
+from benchmarks.machine import numbers
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu import kmeans
 from winnow_kernels.gpu.batch import DecodeBatch
@@ -55,23 +55,6 @@ CHECKED_SPANS: Final = 4
 STEP_ROWS: Final = (8, 32)
 LAUNCHES: Final = 20
 """In one CUDA graph, of which a replay takes long enough to be timed."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One measurement. ``dense`` is the prefill's time, if it was given."""
-
-    bench: str
-    model: str
-    policy: str
-    parameters: dict[str, Any]
-    context: int
-    batch: int
-    dense: float | None
-    measured: float
-    unit: str
-    speedup: None
-    floor_ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -109,22 +92,14 @@ def main(
     caches = _caches(max(lengths) + PAGE_SIZE)
     checked = _check(caches)
     console.print(checked)
-    results: list[Result] = []
+    results: list[Row] = []
     for context in lengths:
         prompt = _Prompt(caches, context, dense.get(context), limits)
         results += prompt.clusters(repeats)
         for policy, kind in PAGE_INDEXES.items():
             results += prompt.page_builds(policy, kind, repeats)
     results += _steps(caches, max(lengths), limits)
-    record = {
-        **surroundings(),
-        "device": torch.cuda.get_device_name(),
-        "limits": asdict(limits),
-        "checked": checked,
-        "results": [asdict(result) for result in results],
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    Record(header() | {"limits": asdict(limits), "checked": checked}, results).write(output)
     console.print(_table(results))
 
 
@@ -219,7 +194,7 @@ class _Prompt:
         self.pages = _scattered_pages(context)
         self.generations = PageGenerations(caches[0].slots, PAGE_SIZE, self.pages.device)
 
-    def page_builds(self, policy: str, kind: type[PageBounds | KeyNorms], repeats: int) -> list[Result]:
+    def page_builds(self, policy: str, kind: type[PageBounds | KeyNorms], repeats: int) -> list[Row]:
         """Time ``ensure``, and what it launches."""
         index = kind(self.caches, self.generations)
         built = milliseconds(partial(index.ensure, self.pages), repeats, partial(self._write, self.pages))
@@ -227,7 +202,7 @@ class _Prompt:
         floor = self.limits.milliseconds(self.context * KEY_BYTES)
         return [self._result(policy, "built", built, floor, {}), self._result(policy, "kernels", kernels, floor, {})]
 
-    def clusters(self, repeats: int) -> list[Result]:
+    def clusters(self, repeats: int) -> list[Row]:
         """Time ``hold`` for the prompt and for the newest tokens decoded, and what it launches."""
         results = []
         index = ClusterIndex(self.caches, self.generations, capacity=self.context // SPAN)
@@ -257,21 +232,19 @@ class _Prompt:
         index.release(0)
         self._write(pages)
 
-    def _clusters_result(self, stage: str, tokens: int, measured: float) -> Result:
+    def _clusters_result(self, stage: str, tokens: int, measured: float) -> Row:
         products = 2 * 2 * ITERATIONS * CLUSTERS * HEAD_DIM * KV_HEADS * LAYERS
         floor = self.limits.milliseconds(tokens * KEY_BYTES, tokens * products)
         parameters = {"clustered": tokens, "span": SPAN, "iterations": ITERATIONS}
         return self._result("tactic", stage, measured, floor, parameters)
 
-    def _result(self, policy: str, stage: str, measured: float, floor: float, parameters: dict[str, Any]) -> Result:
+    def _result(self, policy: str, stage: str, measured: float, floor: float, parameters: dict[str, Any]) -> Row:
         all_parameters = {"stage": stage, "page_size": PAGE_SIZE, **parameters}
         ratio = floor / measured
-        return Result(
-            "index", MODEL, policy, all_parameters, self.context, 1, self.prefill, measured, "ms", None, ratio
-        )
+        return _row(policy, all_parameters, self.context, 1, self.prefill, measured, ratio)
 
 
-def _steps(caches: Sequence[LayerCache], context: int, limits: Limits) -> list[Result]:
+def _steps(caches: Sequence[LayerCache], context: int, limits: Limits) -> list[Row]:
     """Time the upkeep of page indexes in one decode step: when no row begins a page, and when all do."""
     generations = PageGenerations(caches[0].slots, PAGE_SIZE, caches[0].keys.device)
     results = []
@@ -290,10 +263,33 @@ def _steps(caches: Sequence[LayerCache], context: int, limits: Limits) -> list[R
                 measured = milliseconds(replay) / LAUNCHES
                 ratio = limits.milliseconds(pages * PAGE_SIZE * KEY_BYTES) / measured if pages else None
                 parameters = {"stage": f"extended, {stage}", "page_size": PAGE_SIZE}
-                results.append(
-                    Result("index", MODEL, policy, parameters, length, rows, None, measured, "ms", None, ratio)
-                )
+                results.append(_row(policy, parameters, length, rows, None, measured, ratio))
     return results
+
+
+def _row(
+    policy: str,
+    parameters: dict[str, Any],
+    context: int,
+    batch: int,
+    prefill: float | None,
+    measured: float,
+    floor_ratio: float | None,
+) -> Row:
+    """Return a row of milliseconds; ``dense`` is the prefill's time, if it was given."""
+    return Row(
+        bench="index",
+        model=MODEL,
+        policy=policy,
+        parameters=parameters,
+        context=context,
+        batch=batch,
+        dense=prefill,
+        measured=measured,
+        unit="ms",
+        speedup=None,
+        floor_ratio=floor_ratio,
+    )
 
 
 def _captured(run: Callable[[], object]) -> Callable[[], None]:
@@ -308,7 +304,7 @@ def _captured(run: Callable[[], object]) -> Callable[[], None]:
     return replay
 
 
-def _table(results: Sequence[Result]) -> Table:
+def _table(results: Sequence[Row]) -> Table:
     table = Table("policy", "stage", "context", "rows", "ms", "share of prefill", "floor ÷ measured")
     for r in results:
         share = "" if r.dense is None else f"{r.measured / r.dense:.2%}"

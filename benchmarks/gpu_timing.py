@@ -5,12 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Any, Final
+from typing import Final
 
 import torch
-
-from benchmarks.machine import surroundings
 
 # What is read between two reads of the same byte, in sizes of the L2 cache.
 _CACHES_BETWEEN_READS: Final = 3
@@ -70,21 +67,3 @@ def summary(microseconds: Sequence[float]) -> Timing:
     """Return median and spread of at least two times."""
     low, median, high = statistics.quantiles(microseconds, n=4, method="inclusive")
     return Timing(median, (high - low) / median)
-
-
-def header() -> dict[str, Any]:
-    """Return what a record begins with: date, commit, device, and versions."""
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = surroundings()
-    versions = {name: metadata.version(name) for name in ("triton", "flashinfer-python", "sglang") if _installed(name)}
-    return known | {
-        "device": device.name,
-        "multiprocessors": device.multi_processor_count,
-        "l2_bytes": device.L2_cache_size,
-        "memory_bytes": device.total_memory,
-        "versions": known["versions"] | {"cuda": torch.version.cuda} | versions,
-    }
-
-
-def _installed(distribution: str) -> bool:
-    return any(metadata.distributions(name=distribution))

@@ -13,11 +13,11 @@ from benchmarks.gpu_attend import (
     PAGE_SIZE,
     Case,
     Inputs,
-    Row,
     layers_that_fit,
     measurements,
     parse_cases,
     relative_error,
+    row_of,
     table,
 )
 from benchmarks.gpu_timing import Timing, calls_beyond_cache, summary
@@ -53,7 +53,7 @@ def test_summary_of_replays() -> None:
 
 def test_a_row_has_the_fields_of_every_record() -> None:
     parameters = {"share": 5, "termination": "none"}
-    row = Row.of(Case(32768, 8), "tokens", parameters, Timing(250.0, 0.0), Timing(25.0, 0.01))
+    row = row_of(Case(32768, 8), "tokens", parameters, Timing(250.0, 0.0), Timing(25.0, 0.01))
     assert row.speedup == pytest.approx(10)
     # 5 % of the bytes would take 12.5 µs at dense decode's bandwidth.
     assert row.floor_ratio == pytest.approx(0.5)
