@@ -21,9 +21,10 @@ eval: $(INSTALLED) ## Measure a served model's accuracy (options: ARGS='--length
 
 test: lint packages ## Check style, types and import contracts, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile $(ARGS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile tests/kernels/gpu
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 tests/kernels/gpu tests/sglang_ext/device
 
 test-full: $(INSTALLED) packages ## Run the long tests and record the result in docs/records
+	TRITON_INTERPRET=1 $(BIN)/pytest -m full tests/sglang_ext/device
 	$(BIN)/pytest -m full --record=docs/records $(ARGS)
 
 lint: $(INSTALLED) ## Check style, types and import contracts
@@ -33,7 +34,7 @@ lint: $(INSTALLED) ## Check style, types and import contracts
 	$(BIN)/lint-imports
 
 packages:
-	scripts/debian-packages redis-server prometheus
+	scripts/debian-packages redis-server prometheus openssl
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

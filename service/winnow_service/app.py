@@ -3,47 +3,98 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from winnow_service.errors import install_error_handlers
-from winnow_service.forwarding import Forwarder
+from winnow_service.errors import StoreUnavailable, install_error_handlers
+from winnow_service.keys.keyring import Keyring
+from winnow_service.limits.fallback import FallbackLimiter
+from winnow_service.limits.forwarding import GovernedForwarder
+from winnow_service.limits.limiter import Limiter
+from winnow_service.limits.memory import MemoryLimiter
+from winnow_service.limits.redis import RedisLimiter
 from winnow_service.metrics import Metrics, MetricsMiddleware
+from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.request_id import RequestIdMiddleware
-from winnow_service.routers import native, openai, operations
+from winnow_service.routers import keys, native, openai, operations, policies
+from winnow_service.routers.documentation import install_documentation
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.monitor import RuntimeMonitor
 from winnow_service.runtime.served_model import ServedModelLookup
 from winnow_service.settings import Settings
+from winnow_service.store.documents import Store
+from winnow_service.store.mirror import Mirror
+from winnow_service.store.open import open_store, parse_store_url
+from winnow_service.store.redis import RedisStore
+
+logger = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The service in front of the runtime that ``settings`` name. It starts, and stays up, without the runtime."""
+def store_of(settings: Settings) -> Store:
+    """The store that ``settings`` name. Nothing is read yet."""
+    password = None if settings.store_password is None else settings.store_password.get_secret_value()
+    return open_store(parse_store_url(settings.store_url.get_secret_value(), password), settings.store_namespace)
+
+
+def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
+    """The service in front of the runtime that ``settings`` name. It starts, and stays up, without runtime and store.
+
+    Args:
+        may_be_open: whether it answers everybody as long as there are no keys.
+    """
     metrics = Metrics()
+    mirror = Mirror(store := store_of(settings))
+    registry = PolicyRegistry(mirror)
+    admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client = RuntimeClient(settings)
         monitor = RuntimeMonitor(client, metrics, settings)
         served = ServedModelLookup(client, monitor, settings.readiness_timeout_seconds)
-        app.state.forwarder = Forwarder(client, monitor, served, metrics, settings)
-        monitoring = asyncio.create_task(monitor.run())
+        limiter = _limiter(store, mirror)
+        app.state.forwarder = GovernedForwarder(client, monitor, served, metrics, settings, registry, limiter)
+        # A store that is away does not keep the service from starting: the mirror goes on asking.
+        with suppress(StoreUnavailable):
+            await mirror.refresh()
+        tasks = [asyncio.create_task(each) for each in (monitor.run(), mirror.run(), limiter.run())]
+        for task in tasks:
+            task.add_done_callback(_log_failure)
         try:
             yield
         finally:
-            monitoring.cancel()
-            with suppress(asyncio.CancelledError):
-                await monitoring
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await store.close()
             await client.close()
 
     app = FastAPI(title="Winnow", version=version("sglang-winnow"), lifespan=lifespan)
+    app.state.settings = settings
+    app.state.mirror = mirror
+    app.state.registry = registry
+    app.state.keyring = Keyring(mirror, admin_key, may_be_open=may_be_open)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(MetricsMiddleware, metrics=metrics)
     install_error_handlers(app)
     app.include_router(operations.router)
     app.include_router(native.router)
     app.include_router(openai.router)
+    app.include_router(policies.router)
+    app.include_router(keys.router)
+    install_documentation(app)
     return app
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("A task of the service has ended; restart it", exc_info=error)
+
+
+def _limiter(store: Store, mirror: Mirror) -> Limiter:
+    own = MemoryLimiter()
+    return FallbackLimiter(RedisLimiter(store.connection), own, mirror) if isinstance(store, RedisStore) else own

@@ -1,29 +1,46 @@
 """Everything the service refuses or fails with, and the one JSON shape in which clients read it.
 
-The shape is OpenAI's, so that OpenAI clients raise their own exceptions with our message::
+The shape is a problem details document (RFC 9457) with OpenAI's error object as an extension member, so that OpenAI
+clients raise their own exceptions with our message::
 
-    {"error": {"message": "...", "type": "invalid_request_error", "param": null, "code": "invalid_json"}}
+    {"type": "urn:winnow:problem:invalid_json", "title": "Bad Request", "status": 400, "detail": "...",
+     "error": {"message": "...", "type": "invalid_request_error", "param": null, "code": "invalid_json"}}
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 logger = logging.getLogger(__name__)
 
+PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
+
 INVALID_REQUEST = "invalid_request_error"
+AUTHENTICATION_ERROR = "authentication_error"
+PERMISSION_ERROR = "permission_error"
+RATE_LIMIT_ERROR = "rate_limit_error"
 RUNTIME_ERROR = "runtime_error"
+STORE_ERROR = "store_error"
 INTERNAL_ERROR = "internal_error"
 
 
 class ServiceError(Exception):
-    """An answer that is an error: its HTTP status and the fields of its body."""
+    """An answer that is an error: its HTTP status and the fields of its body.
+
+    Attributes:
+        problem_type: the URI by which RFC 9457 tells kinds of problems apart; one of ours, from ``code``, by default.
+        members: further members of the problem details document.
+    """
+
+    problem_type: str | None = None
 
     def __init__(
         self,
@@ -34,6 +51,7 @@ class ServiceError(Exception):
         code: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        members: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -42,9 +60,17 @@ class ServiceError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.members = dict(members or {})
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "type": self.problem_type or f"urn:winnow:problem:{self.code}",
+            "title": _title(self.status),
+            "status": self.status,
+            "detail": self.message,
+            **self.members,
+            "error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code},
+        }
 
 
 class InvalidBody(ServiceError):
@@ -52,6 +78,20 @@ class InvalidBody(ServiceError):
 
     def __init__(self, message: str, code: str = "invalid_json") -> None:
         super().__init__(400, message, kind=INVALID_REQUEST, code=code)
+
+
+class InvalidField(ServiceError):
+    """A field of the request is not what it must be (422)."""
+
+    def __init__(self, path: str, problem: str, code: str = "invalid_field") -> None:
+        super().__init__(422, f"{path}: {problem}", kind=INVALID_REQUEST, code=code, param=path)
+
+
+class NotFound(ServiceError):
+    """There is no such thing (404)."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(404, f"There is no {what}.", kind=INVALID_REQUEST, code="not_found")
 
 
 class InvalidPolicy(ServiceError):
@@ -68,12 +108,110 @@ class InvalidPolicy(ServiceError):
         self.problem = problem
 
 
+class PolicyForbidden(ServiceError):
+    """A policy that the key's bounds do not allow (403).
+
+    Attributes:
+        path: the field.
+        problem: what it must be.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        message = f"{path}: {problem} (bounds of this key)"
+        super().__init__(403, message, kind=PERMISSION_ERROR, code="policy_forbidden", param=path)
+        self.path = path
+        self.problem = problem
+
+
+class AlreadyExists(ServiceError):
+    """There is one of that name, and the request does not say which state of it it would replace (428)."""
+
+    def __init__(self, what: str, etag: str) -> None:
+        message = f"{what} exists. To replace or delete it, send If-Match with its ETag, or If-Match: * for any."
+        super().__init__(
+            428, message, kind=INVALID_REQUEST, code="precondition_required", param="If-Match", headers={"etag": etag}
+        )
+
+
+class PreconditionFailed(ServiceError):
+    """What If-Match or If-None-Match asks for does not hold (412). The answer has the current ETag, if there is one."""
+
+    def __init__(self, message: str, etag: str | None) -> None:
+        headers = {} if etag is None else {"etag": etag}
+        super().__init__(412, message, kind=INVALID_REQUEST, code="precondition_failed", headers=headers)
+
+
+class InUse(ServiceError):
+    """It cannot go, or be another, while something else needs it (409)."""
+
+    def __init__(self, message: str, code: str = "in_use") -> None:
+        super().__init__(409, message, kind=INVALID_REQUEST, code=code)
+
+
+class Unauthenticated(ServiceError):
+    """No key, or one that is not valid (401)."""
+
+    def __init__(self, message: str, code: str) -> None:
+        challenge = 'Bearer realm="winnow"' + (', error="invalid_token"' if code == "invalid_key" else "")
+        super().__init__(401, message, kind=AUTHENTICATION_ERROR, code=code, headers={"www-authenticate": challenge})
+
+
+class ScopeMissing(ServiceError):
+    """The key is valid, but not for this (403)."""
+
+    def __init__(self, scope: str) -> None:
+        super().__init__(
+            403,
+            f"This needs a key with the scope {scope!r}.",
+            kind=PERMISSION_ERROR,
+            code="scope_missing",
+            headers={"www-authenticate": f'Bearer realm="winnow", error="insufficient_scope", scope="{scope}"'},
+        )
+
+
+class RateLimited(ServiceError):
+    """Limits of the key are used up (429). The type is that of the IETF's RateLimit draft."""
+
+    problem_type = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+
+    def __init__(self, limits: Sequence[str], message: str, headers: Mapping[str, str]) -> None:
+        super().__init__(
+            429,
+            message,
+            kind=RATE_LIMIT_ERROR,
+            code="rate_limited",
+            headers=headers,
+            members={"violated-policies": list(limits)},
+        )
+
+
+class StoreUnavailable(ServiceError):
+    """The store of policies and keys cannot be read or written now (503).
+
+    Attributes:
+        detail: why.
+    """
+
+    def __init__(self, detail: str) -> None:
+        self.detail = detail
+        message = f"The store of policies and keys is not available: {detail}."
+        super().__init__(503, message, kind=STORE_ERROR, code="store_unavailable", headers={"retry-after": "1"})
+
+
 class BodyTooLarge(ServiceError):
     """The request body is longer than the service reads (413)."""
 
     def __init__(self, limit_bytes: int) -> None:
         message = f"The request body is larger than the limit of {limit_bytes} bytes (WINNOW_MAX_BODY_BYTES)."
         super().__init__(413, message, kind=INVALID_REQUEST, code="body_too_large")
+
+
+class NotJson(ServiceError):
+    """The request does not say that its body is JSON (415)."""
+
+    def __init__(self) -> None:
+        message = "The body must be JSON, and content-type must say so: application/json."
+        super().__init__(415, message, kind=INVALID_REQUEST, code="not_json", param="content-type")
 
 
 class ClientDisconnected(ServiceError):
@@ -132,23 +270,39 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def service_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ServiceError)
-        return _response(error)
+        return problem_response(error)
 
     async def http_exception(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        return _response(
+        code = "not_found" if error.status_code == 404 else "http_error"
+        return problem_response(
             ServiceError(error.status_code, error.detail, kind=INVALID_REQUEST, code=code, headers=error.headers)
         )
 
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
         logger.error("Unexpected error", exc_info=error)
-        return _response(ServiceError(500, "Internal error.", kind=INTERNAL_ERROR, code="internal_error"))
+        return problem_response(ServiceError(500, "Internal error.", kind=INTERNAL_ERROR, code="internal_error"))
+
+    async def invalid_parameter(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        # After the place, which is path or header, comes the name, and then what is pydantic's own.
+        return problem_response(InvalidField(str(first["loc"][1]), first["msg"].replace("String should", "must", 1)))
 
     app.add_exception_handler(ServiceError, service_error)
+    app.add_exception_handler(RequestValidationError, invalid_parameter)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(Exception, unexpected)
 
 
-def _response(error: ServiceError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+def problem_response(error: ServiceError) -> JSONResponse:
+    """The answer that ``error`` is."""
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers, media_type=PROBLEM_MEDIA_TYPE)
+
+
+def _title(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        # nginx's 499.
+        return "Client Closed Request"

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from sglang_winnow.policy import AttentionPolicy
 from winnow_service import headers
 from winnow_service.attention.answer import lift_in_body, lift_in_events
-from winnow_service.attention.request import Form, Policies, each_policy, place_policies, read_policies
+from winnow_service.attention.request import Form, Policies, each_policy, place_policies
 from winnow_service.errors import ClientDisconnected, RuntimeFailure
 from winnow_service.metrics import Metrics, route_template
 from winnow_service.request_body import JsonBody, read_json_object
@@ -52,16 +52,6 @@ class Forwarder:
         """Forward a request whose body must be a JSON object. The runtime gets the very bytes that the client sent."""
         body = await read_json_object(request, self.settings.max_body_bytes)
         return await self._unless_client_leaves(request, self._answer(request, body.content))
-
-    async def forward_generation(self, request: Request, form: Form) -> Response:
-        """Forward a request that may ask for policies. Without any, the runtime gets the very bytes that were sent.
-
-        Raises:
-            InvalidPolicy: a policy cannot be served; the runtime has not seen the request.
-        """
-        body = await read_json_object(request, self.settings.max_body_bytes)
-        policies = read_policies(body.members, form)
-        return await self._unless_client_leaves(request, self._generate(request, form, body, policies))
 
     async def _generate(self, request: Request, form: Form, body: JsonBody, policies: Policies) -> Response:
         content = body.content

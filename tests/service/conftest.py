@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest_asyncio
-from pydantic import AnyHttpUrl
+from pydantic import AnyHttpUrl, SecretStr
 
 from tests.ports import free_port
 from tests.service.fake_runtime import FakeRuntime
@@ -30,7 +31,7 @@ class Deployment:
 
 
 @pytest_asyncio.fixture
-async def deployment() -> AsyncIterator[Deployment]:
+async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
     """A service whose runtime has not been started."""
     runtime = FakeRuntime()
     runtime_port = free_port()
@@ -52,9 +53,10 @@ async def deployment() -> AsyncIterator[Deployment]:
         max_body_bytes=BODY_LIMIT_BYTES,
         runtime_silence_timeout_seconds=SILENCE_SECONDS,
         readiness_interval_seconds=0.02,
+        store_url=SecretStr(f"sqlite:///{tmp_path}/control.db"),
     )
     async with (
-        serving(create_app(settings), free_port(), grace_seconds=1) as address,
+        serving(create_app(settings, may_be_open=True), free_port(), grace_seconds=1) as address,
         httpx.AsyncClient(base_url=address, timeout=20, limits=httpx.Limits(max_connections=None)) as client,
     ):
         try:

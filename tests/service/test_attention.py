@@ -101,7 +101,7 @@ async def test_a_request_without_a_policy_is_passed_on_byte_by_byte(
             "attention.prefill.dense_prefix",
             "at most 32768, the model's context length",
         ),
-        ("quest", "attention", "not the name of a policy"),
+        ("quest", "attention", "there is no policy 'quest'"),
         ('{"decode": {"policy": "quest"}}', "attention", "must be an object"),
         (5, "attention", "must be an object"),
     ],
@@ -420,7 +420,7 @@ async def test_the_evaluation_reads_the_statistics_of_the_extra_chunk(many: bool
 
 @given(valid_policies, st.sampled_from(list(Form)), st.dictionaries(st.sampled_from(["text", "n"]), st.text()))
 def test_placing_a_policy_loses_nothing(policy: dict[str, Any], form: Form, rest: dict[str, Any]) -> None:
-    asked = read_policies({**rest, "attention": policy}, form)
+    asked = read_policies({**rest, "attention": policy}, form, lambda _: AttentionPolicy())
     assert isinstance(asked, AttentionPolicy)
     placed = place_policies({**rest, "attention": policy}, form, asked)
     holder = placed.pop("sampling_params") if form is Form.NATIVE else placed

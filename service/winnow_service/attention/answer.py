@@ -5,6 +5,7 @@ SGLang gives a native answer's facts in ``meta_info``. Everything else in an ans
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -34,10 +35,50 @@ def lift_in_events(events: bytes) -> bytes:
     """Return whole server-sent events, of one line each, with ``meta_info.attention`` also at the top level."""
     if _MARK not in events:
         return events
+    return _each_event(events, lift_in_body)
+
+
+def warn_in_body(body: bytes, warnings: Sequence[str]) -> bytes:
+    """Return a whole answer with ``warnings`` among those of each ``attention`` in it."""
+    if _MARK not in body:
+        return body
+    try:
+        answers = from_json(body)
+    except ValueError:
+        return body
+    for answer in answers if isinstance(answers, list) else [answers]:
+        _warn(answer, warnings)
+    return to_json(answers, inf_nan_mode="constants")
+
+
+def warn_in_events(events: bytes, warnings: Sequence[str]) -> bytes:
+    """Return whole server-sent events, of one line each, with ``warnings`` as in ``warn_in_body``."""
+    if _MARK not in events:
+        return events
+    return _each_event(events, lambda body: warn_in_body(body, warnings))
+
+
+def _each_event(events: bytes, rewrite: Callable[[bytes], bytes]) -> bytes:
     return b"\n".join(
-        _DATA + lift_in_body(line.removeprefix(_DATA)) if line.startswith(_DATA) else line
-        for line in events.split(b"\n")
+        _DATA + rewrite(line.removeprefix(_DATA)) if line.startswith(_DATA) else line for line in events.split(b"\n")
     )
+
+
+def _warn(answer: Any, warnings: Sequence[str]) -> None:
+    """Add ``warnings`` wherever a native or an OpenAI answer tells of attention."""
+    if not isinstance(answer, dict):
+        return
+    told = answer.get(FIELD)
+    for facts in told if isinstance(told, list) else [told]:
+        if isinstance(facts, dict):
+            known = facts.get("warnings")
+            facts["warnings"] = [*(known if isinstance(known, list) else []), *warnings]
+    for holder in (answer.get("meta_info"), *_list(answer.get("choices"))):
+        _warn(holder, warnings)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _lift(answer: Any) -> bool:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_winnow.policy import AttentionPolicy, PolicyError, parse_policy
-from winnow_service.errors import InvalidPolicy
+from winnow_service.errors import InvalidPolicy, PolicyForbidden
 
 FIELD = "attention"
 _CUSTOM = "custom_params"
@@ -22,6 +22,8 @@ _PROMPT_DEPTH = {"text": 0, "input_ids": 1, "input_embeds": 2}
 
 # One policy for the whole request, or one for each of its prompts; None if it asks for none.
 Policies = AttentionPolicy | list[AttentionPolicy] | None
+# Returns the policy of a name, or raises InvalidPolicy.
+Named = Callable[[str], AttentionPolicy]
 
 
 class Form(StrEnum):
@@ -31,8 +33,8 @@ class Form(StrEnum):
     OPENAI = "openai"
 
 
-def read_policies(body: Mapping[str, Any], form: Form) -> Policies:
-    """Return what ``body`` asks for.
+def read_policies(body: Mapping[str, Any], form: Form, named: Named) -> Policies:
+    """Return what ``body`` asks for, with names replaced by what they stand for now.
 
     Raises:
         InvalidPolicy: what it asks for cannot be served, whatever the model.
@@ -41,13 +43,23 @@ def read_policies(body: Mapping[str, Any], form: Form) -> Policies:
     if asked is None:
         return None
     if form is Form.OPENAI or not isinstance(asked, list):
-        return _parse(asked)
+        return read_policy(asked, named)
     prompts = _batch_size(body)
     if prompts is None:
         raise InvalidPolicy(FIELD, "a list is for a list of prompts")
     if len(asked) != prompts:
         raise InvalidPolicy(FIELD, f"{len(asked)} policies for {prompts} prompts")
-    return each_policy(asked, _parse)
+    return each_policy(asked, lambda item: read_policy(item, named))
+
+
+def names_own(body: Mapping[str, Any], form: Form) -> bool:
+    """Whether ``body`` has a policy, or what stands for one, where the runtime looks for it."""
+    holders: Any = body if form is Form.OPENAI else body.get(_SAMPLING)
+    for holder in holders if isinstance(holders, list) else [holders]:
+        custom = holder.get(_CUSTOM) if isinstance(holder, Mapping) else None
+        if isinstance(custom, Mapping) and FIELD in custom:
+            return True
+    return False
 
 
 def place_policies(body: Mapping[str, Any], form: Form, policies: AttentionPolicy | list[AttentionPolicy]) -> Any:
@@ -79,19 +91,25 @@ def place_policies(body: Mapping[str, Any], form: Form, policies: AttentionPolic
 
 
 def each_policy(items: Sequence[Any], read: Callable[[Any], AttentionPolicy]) -> list[AttentionPolicy]:
-    """Return ``read`` of each of a list of policies; an InvalidPolicy of it names the place in the list."""
+    """Return ``read`` of each of a list of policies; what it raises names the place in the list."""
     policies = []
     for index, item in enumerate(items):
         try:
             policies.append(read(item))
-        except InvalidPolicy as error:
-            raise InvalidPolicy(f"{FIELD}.{index}{error.path.removeprefix(FIELD)}", error.problem) from None
+        except (InvalidPolicy, PolicyForbidden) as error:
+            raise type(error)(f"{FIELD}.{index}{error.path.removeprefix(FIELD)}", error.problem) from None
     return policies
 
 
-def _parse(asked: object) -> AttentionPolicy:
+def read_policy(asked: object, named: Named) -> AttentionPolicy:
+    """Return the policy that a request gives, or names.
+
+    Raises:
+        InvalidPolicy: it cannot be served, or there is none of that name.
+    """
+    if isinstance(asked, str):
+        return named(asked)
     try:
-        # Text is not read as JSON: a string in a request would be the name of a policy.
         return parse_policy(asked if isinstance(asked, dict) else json.dumps(asked))
     except PolicyError as error:
         raise InvalidPolicy(error.path, error.problem) from None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
-from pydantic import AnyHttpUrl, ValidationError
+from pydantic import AnyHttpUrl, SecretStr, ValidationError
 
-from winnow_service.server import run
+from winnow_service.server import StartRefused, run
 from winnow_service.settings import Settings
 
 
@@ -18,15 +18,30 @@ def serve(
         str | None, typer.Option(help="Address of the SGLang server [default: WINNOW_RUNTIME_URL or port 30000].")
     ] = None,
 ) -> None:
-    """Run the service alone. It stays up, and says that it is not ready, while the runtime is away."""
+    """Run the service alone. It stays up, and says that it is not ready, while the runtime is away.
+
+    Without any API key it answers everybody, on this machine only.
+    """
     try:
         settings = Settings() if runtime_url is None else Settings(runtime_url=AnyHttpUrl(runtime_url))
     except ValidationError as error:
-        for problem in error.errors():
-            field = ".".join(map(str, problem["loc"])) or "runtime_url"
-            typer.echo(f"error: {field}: {problem['msg']} (got {problem['input']!r})", err=True)
+        report(error)
         raise typer.Exit(2) from None
-    run(settings, host, port)
+    try:
+        run(settings, host, port)
+    except StartRefused as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def report(error: ValidationError) -> None:
+    """Say which settings are wrong, without the values of those that are secret."""
+    for problem in error.errors():
+        field = ".".join(map(str, problem["loc"])) or "runtime_url"
+        known = Settings.model_fields.get(field)
+        is_secret = known is not None and SecretStr in (known.annotation, *get_args(known.annotation))
+        got = "" if is_secret else f" (got {problem['input']!r})"
+        typer.echo(f"error: {field}: {problem['msg']}{got}", err=True)
 
 
 if __name__ == "__main__":

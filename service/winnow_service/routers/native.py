@@ -5,21 +5,26 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from winnow_service.attention.request import Form
-from winnow_service.routers.dependencies import ForwarderDependency
+from winnow_service.routers.dependencies import ForwarderDependency, Infers
+from winnow_service.routers.documentation import forwarded, generated, runtime_body
 
 router = APIRouter(tags=["SGLang"])
 
 
-@router.post("/generate")
-async def generate(request: Request, forwarder: ForwarderDependency) -> Response:
+@router.post(
+    "/generate",
+    responses=generated(),
+    openapi_extra=runtime_body(policies="each"),
+)
+async def generate(caller: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
     """Generate, in SGLang's native form; with ``"stream": true`` as server-sent events.
 
-    ``attention`` is a policy, or a list of one for each prompt.
+    ``attention`` is a policy or the name of one, or a list of one for each prompt.
     """
-    return await forwarder.forward_generation(request, Form.NATIVE)
+    return await forwarder.generate_for(caller, request, Form.NATIVE)
 
 
-@router.post("/tokenize")
-async def tokenize(request: Request, forwarder: ForwarderDependency) -> Response:
+@router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())
+async def tokenize(_: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
     """Tokenize a prompt or messages with the served model's tokenizer."""
     return await forwarder.forward_json(request)

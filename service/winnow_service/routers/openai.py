@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
 
 from winnow_service.attention.request import Form
-from winnow_service.routers.dependencies import ForwarderDependency
+from winnow_service.routers.dependencies import ForwarderDependency, Infers
+from winnow_service.routers.documentation import forwarded, generated, runtime_body
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/completions")
-async def completions(request: Request, forwarder: ForwarderDependency) -> Response:
-    """Complete a text; with ``"stream": true`` as server-sent events. ``attention`` is a policy for all prompts."""
-    return await forwarder.forward_generation(request, Form.OPENAI)
+@router.post("/completions", responses=generated(), openapi_extra=runtime_body(policies="one"))
+async def completions(caller: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+    """Complete a text; with ``"stream": true`` as server-sent events.
+
+    ``attention`` is a policy for all prompts, or the name of one.
+    """
+    return await forwarder.generate_for(caller, request, Form.OPENAI)
 
 
-@router.post("/chat/completions")
-async def chat_completions(request: Request, forwarder: ForwarderDependency) -> Response:
-    """Answer a conversation; with ``"stream": true`` as server-sent events. ``attention`` is a policy."""
-    return await forwarder.forward_generation(request, Form.OPENAI)
+@router.post("/chat/completions", responses=generated(), openapi_extra=runtime_body(policies="one"))
+async def chat_completions(caller: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+    """Answer a conversation; with ``"stream": true`` as server-sent events.
+
+    ``attention`` is a policy, or the name of one.
+    """
+    return await forwarder.generate_for(caller, request, Form.OPENAI)
 
 
-@router.post("/tokenize")
-async def tokenize(request: Request, forwarder: ForwarderDependency) -> Response:
+@router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())
+async def tokenize(_: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
     """Tokenize a prompt or messages with the served model's tokenizer."""
     return await forwarder.forward_json(request)
 
 
-@router.get("/models")
-async def models(request: Request, forwarder: ForwarderDependency) -> Response:
+@router.get("/models", responses=forwarded())
+async def models(_: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
     """List the served models."""
     return await forwarder.forward(request)
 
 
-@router.get("/models/{model:path}")
-async def model(request: Request, forwarder: ForwarderDependency) -> Response:
+@router.get("/models/{model:path}", responses=forwarded())
+async def model(
+    _: Infers, _model: Annotated[str, Path(alias="model")], request: Request, forwarder: ForwarderDependency
+) -> Response:
     """Describe one served model."""
     return await forwarder.forward(request)

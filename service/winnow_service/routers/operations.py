@@ -2,30 +2,66 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from typing import Literal
 
-from winnow_service.routers.dependencies import ForwarderDependency
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+
+from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency, Scrapes
+from winnow_service.routers.documentation import problems
 
 router = APIRouter(tags=["operations"])
 
 
+class Health(BaseModel):
+    """The service lives."""
+
+    status: Literal["ok"]
+
+
+class StoreState(BaseModel):
+    """Whether policies and keys can be written, and what was last known is up to date; if not, why."""
+
+    healthy: bool
+    reason: str
+
+
+class ReadyState(BaseModel):
+    """Whether requests are served.
+
+    Attributes:
+        degraded: they are, with the last known policies and keys, because the store is away.
+    """
+
+    ready: bool
+    degraded: bool
+    reason: str
+    store: StoreState
+
+
 @router.get("/healthz")
-async def healthz() -> JSONResponse:
+async def healthz() -> Health:
     """200 as long as the service lives, whatever the runtime does."""
-    return JSONResponse({"status": "ok"})
+    return Health(status="ok")
 
 
-@router.get("/readyz")
-async def readyz(forwarder: ForwarderDependency) -> JSONResponse:
-    """200 if the runtime answered when last asked, else 503 with the reason."""
-    readiness = forwarder.monitor.readiness
-    body = {"ready": readiness.ready, "reason": readiness.reason}
-    return JSONResponse(body, status_code=200 if readiness.ready else 503)
+@router.get("/readyz", response_model=ReadyState, responses={503: {"model": ReadyState}})
+async def readyz(forwarder: ForwarderDependency, mirror: MirrorDependency) -> JSONResponse:
+    """200 if requests are served: the runtime answered when last asked, and the store has been read; else 503."""
+    runtime, store = forwarder.monitor.readiness, mirror.health
+    ready = runtime.ready and mirror.loaded
+    state = ReadyState(
+        ready=ready,
+        degraded=ready and not store.healthy,
+        reason=runtime.reason if not runtime.ready or mirror.loaded else store.reason,
+        store=StoreState(healthy=store.healthy, reason=store.reason),
+    )
+    return JSONResponse(state.model_dump(), status_code=200 if ready else 503)
 
 
-@router.get("/metrics")
-async def metrics(forwarder: ForwarderDependency) -> Response:
+@router.get("/metrics", response_class=PlainTextResponse, responses=problems(401, 403, 503))
+async def metrics(_: Scrapes, forwarder: ForwarderDependency) -> Response:
     """Prometheus metrics in the text format."""
     return Response(generate_latest(forwarder.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})

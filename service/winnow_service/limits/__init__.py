@@ -1,0 +1,1 @@
+"""How much one key may use: requests and tokens in any minute, and requests at once."""

@@ -1,0 +1,142 @@
+"""Admitting requests within the limits of a key: the interface, and the rule that every limiter follows.
+
+A limit of N per minute admits at most N in any 60 seconds. Use is counted in buckets of half a second, and a bucket
+counts until all of it is older than the window: a steady stream gets at least N in 60.5 seconds. Tokens are reserved
+when a request is admitted, for its prompt as estimated and the longest answer it allows, and corrected when it ends.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from winnow_service.errors import RateLimited
+from winnow_service.limits.limits import Limits
+
+WINDOW_SECONDS: Final = 60
+BUCKET_SECONDS: Final = 0.5
+BUCKETS: Final = int(WINDOW_SECONDS / BUCKET_SECONDS)
+
+REQUESTS: Final = "requests"
+TOKENS: Final = "tokens"
+CONCURRENT: Final = "concurrent"
+_IN_WORDS: Final = {
+    REQUESTS: "requests per minute",
+    TOKENS: "tokens per minute",
+    CONCURRENT: "requests at once",
+}
+# When another request of the key will end is not known.
+_CONCURRENT_RETRY_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a key stands with one of its limits.
+
+    Attributes:
+        needed: what the request asks of it.
+        reset_seconds: until all that is used now is free again.
+        wait_seconds: until what is needed is free; 0 if it is.
+    """
+
+    limit: str
+    quota: int
+    used: int
+    needed: int
+    reset_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    @property
+    def allows(self) -> bool:
+        return self.used + self.needed <= self.quota
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What an admitted request holds.
+
+    Attributes:
+        bucket: where its tokens were counted.
+        tokens: how many were reserved.
+        headers: the RateLimit fields of its answer.
+    """
+
+    key_id: str
+    lease: str
+    bucket: int
+    tokens: int
+    headers: dict[str, str]
+
+
+class Limiter(ABC):
+    """Counts what keys use."""
+
+    @abstractmethod
+    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Ticket:
+        """Count a request that may use ``tokens``, which ``settle`` must end.
+
+        Raises:
+            RateLimited: a limit does not allow it now; nothing was counted.
+        """
+
+    @abstractmethod
+    async def settle(self, ticket: Ticket, tokens: int) -> None:
+        """End an admitted request that has used ``tokens``."""
+
+    async def run(self) -> None:
+        """Do what must be done again and again while requests are being answered; ends when cancelled."""
+        return
+
+
+def quotas(limits: Limits, tokens: int) -> list[tuple[str, int, int]]:
+    """Return each limit that there is, with its quota and what a request of ``tokens`` needs of it."""
+    asked = (
+        (REQUESTS, limits.requests_per_minute, 1),
+        (TOKENS, limits.tokens_per_minute, tokens),
+        (CONCURRENT, limits.concurrent_requests, 1),
+    )
+    return [(limit, quota, needed) for limit, quota, needed in asked if quota is not None]
+
+
+def judge(standings: Sequence[Standing]) -> None:
+    """Refuse a request that a limit does not allow.
+
+    Raises:
+        RateLimited: for the limit that takes longest.
+    """
+    refusing = [standing for standing in standings if not standing.allows]
+    if not refusing:
+        return
+    longest = max(refusing, key=_wait)
+    seconds = max(1, math.ceil(_wait(longest)))
+    message = f"The key's limit of {longest.quota} {_IN_WORDS[longest.limit]} is used up. Try again in {seconds} s."
+    headers = {"retry-after": str(seconds), **rate_limit_headers(standings)}
+    raise RateLimited([standing.limit for standing in refusing], message, headers)
+
+
+def rate_limit_headers(standings: Sequence[Standing], *, admitted: bool = False) -> dict[str, str]:
+    """Return the fields of draft-ietf-httpapi-ratelimit-headers.
+
+    Args:
+        admitted: whether what the request needs is used now.
+    """
+    if not standings:
+        return {}
+    policies, left = [], []
+    for standing in standings:
+        is_window = standing.limit != CONCURRENT
+        policies.append(
+            f'"{standing.limit}";q={standing.quota}'
+            + (f";w={WINDOW_SECONDS}" if is_window else ';qu="concurrent-requests"')
+        )
+        remaining = max(0, standing.quota - standing.used - (standing.needed if admitted else 0))
+        reset = WINDOW_SECONDS if admitted else math.ceil(standing.reset_seconds)
+        left.append(f'"{standing.limit}";r={remaining}' + (f";t={reset}" if is_window else ""))
+    return {"ratelimit-policy": ", ".join(policies), "ratelimit": ", ".join(left)}
+
+
+def _wait(standing: Standing) -> float:
+    return _CONCURRENT_RETRY_SECONDS if standing.limit == CONCURRENT else standing.wait_seconds

@@ -1,0 +1,190 @@
+"""What an operator allows the requests of one key to ask of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+from sglang_winnow.policy import (
+    DECODE_POLICIES,
+    MAX_TOKENS,
+    PAGE_TOKENS,
+    PREFILL_POLICIES,
+    AttentionPolicy,
+    PolicyError,
+    parse_policy,
+)
+from winnow_service.errors import PolicyForbidden
+
+
+class OnViolation(StrEnum):
+    """What becomes of a request whose policy is out of bounds."""
+
+    REFUSE = "refuse"
+    CLAMP = "clamp"
+
+
+def _known(names: tuple[str, ...]) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
+    def check(given: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := set(given) - set(names):
+            raise ValueError(f"there is no policy {min(unknown)!r}; there are {', '.join(names)}")
+        return given
+
+    return check
+
+
+def _kinds(names: tuple[str, ...]) -> Any:
+    schema = {"type": "array", "minItems": 1, "items": {"type": "string", "enum": list(names)}}
+    return (AfterValidator(_known(names)), WithJsonSchema(schema))
+
+
+Tokens = Annotated[int, Field(ge=PAGE_TOKENS, le=MAX_TOKENS)]
+Ratio = Annotated[float, Field(gt=0, le=1)]
+_Names = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Bounds(BaseModel):
+    """Bounds on the policies of a key's requests, wherever a policy comes from: the request, a name, a default.
+
+    Attributes:
+        on_violation: whether a number out of bounds refuses the request, or is replaced by the bound, which the
+            answer tells. A policy that is not among those allowed has no nearest one: it always refuses.
+        decode, prefill: the policies allowed; None for all. A request that asks for none, and has no default, is dense.
+        min_p: lowest share of the attention for ``tactic``.
+        min_budget, max_budget: in tokens, of whatever a policy selects: its budget, ``streaming_llm``'s sinks and
+            window, ``tactic``'s ``max_tokens``.
+        min_budget_ratio, max_budget_ratio: of budgets that are a ratio. Where a budget has a bound and a ratio has
+            none, a ratio is out of bounds.
+        early_termination: whether it may be asked for.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    on_violation: OnViolation = OnViolation.REFUSE
+    decode: Annotated[_Names, *_kinds(DECODE_POLICIES)] | None = None
+    prefill: Annotated[_Names, *_kinds(PREFILL_POLICIES)] | None = None
+    min_p: Ratio | None = None
+    min_budget: Tokens | None = None
+    max_budget: Tokens | None = None
+    min_budget_ratio: Ratio | None = None
+    max_budget_ratio: Ratio | None = None
+    early_termination: bool = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name in ("budget", "budget_ratio"):
+            lowest, highest = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if lowest is not None and highest is not None and lowest > highest:
+                raise ValueError(f"min_{name} must be at most max_{name}")
+        return self
+
+    def apply(self, policy: AttentionPolicy) -> tuple[AttentionPolicy, list[str]]:
+        """Return ``policy``, or the nearest one within bounds, and what was changed.
+
+        Raises:
+            PolicyForbidden: it is out of bounds, and the bounds refuse or there is nothing near.
+        """
+        self._check_kinds(policy)
+        asked = policy.model_dump(mode="json", exclude_none=True)
+        violations = list(self._violations(asked))
+        if violations and self.on_violation is OnViolation.REFUSE:
+            raise PolicyForbidden(violations[0].field_path, violations[0].problem)
+        for violation in violations:
+            violation.correct()
+        try:
+            return parse_policy(asked), [violation.told for violation in violations]
+        except PolicyError as error:
+            raise PolicyForbidden(error.path, error.problem) from None
+
+    def _check_kinds(self, policy: AttentionPolicy) -> None:
+        for phase, asked, allowed in (
+            ("decode", policy.decode.policy, self.decode),
+            ("prefill", policy.prefill.policy, self.prefill),
+        ):
+            if allowed is not None and asked not in allowed:
+                raise PolicyForbidden(
+                    f"attention.{phase}.policy", f"must be one of {', '.join(allowed)}; it is {asked}"
+                )
+
+    def _violations(self, asked: dict[str, Any]) -> Iterator[_Violation]:
+        for phase in ("decode", "prefill"):
+            part = asked[phase]
+            yield from self._of_numbers(part, f"attention.{phase}")
+        if not self.early_termination and "early_termination" in asked:
+            yield _Violation(asked, "attention", "early_termination", "must be absent", None)
+
+    def _of_numbers(self, part: dict[str, Any], path: str) -> Iterator[_Violation]:
+        yield from _out_of_range(part, path, "p", self.min_p, None)
+        yield from _out_of_range(part, path, "budget", self.min_budget, self.max_budget)
+        if "budget_ratio" in part:
+            yield from self._of_ratio(part, path)
+        if part["policy"] == "tactic":
+            if self.max_budget is not None and "max_tokens" not in part:
+                yield _Violation(part, path, "max_tokens", f"must be given, at most {self.max_budget}", self.max_budget)
+            yield from _out_of_range(part, path, "max_tokens", self.min_budget, self.max_budget)
+        if part["policy"] == "streaming_llm":
+            lowest, highest = (
+                None if bound is None else bound - part["sinks"] for bound in (self.min_budget, self.max_budget)
+            )
+            yield from _out_of_range(part, path, "window", lowest, highest)
+
+    def _of_ratio(self, part: dict[str, Any], path: str) -> Iterator[_Violation]:
+        unbounded = (self.max_budget is not None and self.max_budget_ratio is None) or (
+            self.min_budget is not None and self.min_budget_ratio is None
+        )
+        if unbounded:
+            budget = self.max_budget or self.min_budget
+            yield _Violation(part, path, "budget_ratio", "must be a budget in tokens", None)
+            yield _Violation(part, path, "budget", "must be given", budget)
+        else:
+            yield from _out_of_range(part, path, "budget_ratio", self.min_budget_ratio, self.max_budget_ratio)
+
+
+@dataclass(frozen=True)
+class _Violation:
+    """One field out of bounds, and the value within them; None to leave the field out."""
+
+    part: dict[str, Any]
+    path: str
+    field: str
+    rule: str
+    value: float | None
+
+    @property
+    def field_path(self) -> str:
+        return f"{self.path}.{self.field}"
+
+    @property
+    def problem(self) -> str:
+        return f"{self.rule}; it is {self.part[self.field]}" if self._is_scalar else self.rule
+
+    @property
+    def told(self) -> str:
+        became = "left out" if self.value is None else f"set to {self.value}"
+        return f"{self.field_path} was {became}: it {self.rule} (bounds of this key)"
+
+    def correct(self) -> None:
+        if self.value is None:
+            del self.part[self.field]
+        else:
+            self.part[self.field] = self.value
+
+    @property
+    def _is_scalar(self) -> bool:
+        return isinstance(self.part.get(self.field), int | float)
+
+
+def _out_of_range(
+    part: dict[str, Any], path: str, field: str, lowest: float | None, highest: float | None
+) -> Iterator[_Violation]:
+    value = part.get(field)
+    if value is None:
+        return
+    if lowest is not None and value < lowest:
+        yield _Violation(part, path, field, f"must be at least {lowest}", lowest)
+    if highest is not None and value > highest:
+        yield _Violation(part, path, field, f"must be at most {highest}", highest)

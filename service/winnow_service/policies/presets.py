@@ -1,0 +1,41 @@
+"""The policies that are there from the start, whatever the model. They can be neither replaced nor deleted.
+
+The numbers are the defaults of the contract, and provisional: there is no table of measurements on a GPU yet to take
+them from. None needs a profile of the model, and none ends attention to a full cache early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from sglang_winnow.policy import AttentionPolicy, EarlyTermination, Quest, QuokaPrefill, Tactic
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A policy and, in a sentence, what it is for."""
+
+    attention: AttentionPolicy
+    description: str
+
+
+PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
+    {
+        "exact": Preset(AttentionPolicy(), "Dense attention: what SGLang itself computes."),
+        "balanced": Preset(AttentionPolicy(decode=Tactic()), "Reads what holds nine tenths of the attention."),
+        "fast": Preset(
+            AttentionPolicy(decode=Quest()), "A fixed budget at every decode step, however long the context."
+        ),
+        "long-prompt": Preset(
+            AttentionPolicy(decode=Tactic(), prefill=QuokaPrefill()),
+            "Sparse prefill too: less time to the first token.",
+        ),
+        "reasoning": Preset(
+            AttentionPolicy(decode=Tactic(), early_termination=EarlyTermination()),
+            "For long answers: stops reading once the output of a step has settled.",
+        ),
+    }
+)

@@ -1,0 +1,111 @@
+"""Which policy a name stands for now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang_winnow.policy import AttentionPolicy, PolicyError, parse_policy
+from winnow_service.errors import InvalidPolicy
+from winnow_service.policies.names import ANY_MODEL, POLICY_NAME_IN_WORDS, is_policy_name
+from winnow_service.policies.presets import PRESETS
+from winnow_service.store.documents import Document
+from winnow_service.store.mirror import Mirror
+
+logger = logging.getLogger(__name__)
+
+POLICIES: Final = "policies"
+DEFAULTS: Final = "defaults"
+_FIELD: Final = "attention"
+
+
+@dataclass(frozen=True)
+class NamedPolicy:
+    """A policy and its name.
+
+    Attributes:
+        document: where it is kept; None for a preset.
+    """
+
+    name: str
+    attention: AttentionPolicy
+    description: str
+    document: Document | None
+
+
+class PolicyRegistry:
+    """Reads policies from the last known state of the store. A request asks once, and keeps what it was told."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+        # Reading a policy takes longer than looking it up: what was read is kept by name and revision.
+        self._read: dict[str, NamedPolicy] = {}
+
+    def get(self, name: str) -> NamedPolicy | None:
+        """Return the policy of that name; None if there is none.
+
+        Raises:
+            InvalidPolicy: there is one, but this version of the service cannot serve it.
+        """
+        if (preset := PRESETS.get(name)) is not None:
+            return NamedPolicy(name, preset.attention, preset.description, None)
+        document = self._mirror.get(POLICIES, name)
+        if document is None:
+            self._read.pop(name, None)
+            return None
+        return self._of(document)
+
+    def named(self, name: str, path: str = _FIELD) -> AttentionPolicy:
+        """Return the policy of that name.
+
+        Args:
+            path: the field that names it.
+
+        Raises:
+            InvalidPolicy: there is none.
+        """
+        if not is_policy_name(name):
+            raise InvalidPolicy(path, f"must be an object, or the name of a policy: {POLICY_NAME_IN_WORDS}")
+        found = self.get(name)
+        if found is None:
+            raise InvalidPolicy(path, f"there is no policy {name!r}; GET /v1/policies lists them")
+        return found.attention
+
+    def all(self) -> Iterator[NamedPolicy]:
+        """Every policy that can be served, by name: presets first."""
+        for name, preset in PRESETS.items():
+            yield NamedPolicy(name, preset.attention, preset.description, None)
+        for document in self._mirror.all(POLICIES):
+            try:
+                yield self._of(document)
+            except InvalidPolicy as error:
+                logger.warning("%s", error.message)
+
+    def default_for(self, model: object) -> str | None:
+        """Return the name of the policy for requests to ``model`` that ask for none; None for dense attention."""
+        for name in (model, ANY_MODEL):
+            if isinstance(name, str) and (document := self._mirror.get(DEFAULTS, name)) is not None:
+                return str(_value(document)["policy"])
+        return None
+
+    def _of(self, document: Document) -> NamedPolicy:
+        read = self._read.get(document.name)
+        if read is None or read.document is not document:
+            read = self._read[document.name] = read_stored(document)
+        return read
+
+
+def _value(document: Document) -> dict[str, Any]:
+    assert document.value is not None
+    return document.value
+
+
+def read_stored(document: Document) -> NamedPolicy:
+    """Return the policy in a document. Raises as ``PolicyRegistry.get`` does."""
+    value = _value(document)
+    try:
+        return NamedPolicy(document.name, parse_policy(value[_FIELD]), value.get("description", ""), document)
+    except PolicyError as error:
+        raise InvalidPolicy(error.path, f"{error.problem} (in the stored policy {document.name!r})") from None

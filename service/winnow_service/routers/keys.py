@@ -1,0 +1,113 @@
+"""API keys as resources."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from winnow_service.errors import AlreadyExists, NotFound
+from winnow_service.keys.administration import KeyAdministration, resource
+from winnow_service.keys.records import KEYS, CreatedKey, KeyResource, KeySettings
+from winnow_service.routers.conditional import IfMatch, IfNoneMatch, answer, expected_by_match
+from winnow_service.routers.dependencies import (
+    Administers,
+    KeyringDependency,
+    MirrorDependency,
+    RegistryDependency,
+    read_resource,
+)
+from winnow_service.routers.documentation import json_body, problems
+from winnow_service.store.documents import Document
+from winnow_service.store.mirror import Mirror
+
+router = APIRouter(prefix="/v1/keys", tags=["keys"])
+
+KeyId = Annotated[str, Path(pattern="^[0-9a-f]{16}$", description="The id of a key, which is part of it.")]
+_WRITTEN = problems(400, 401, 403, 413, 415, 422, 503)
+_NO_STORE = {"cache-control": "no-store"}
+
+
+class KeyList(BaseModel):
+    """By id."""
+
+    keys: list[KeyResource]
+
+
+@router.get("", response_model=KeyList, responses=problems(401, 403, 503))
+async def list_keys(_: Administers, mirror: MirrorDependency) -> KeyList:
+    """List all keys that have not been revoked, without what clients send."""
+    return KeyList(keys=[resource(document) for document in mirror.all(KEYS)])
+
+
+@router.post("", status_code=201, response_model=CreatedKey, responses=_WRITTEN, openapi_extra=json_body(KeySettings))
+async def create_key(
+    caller: Administers,
+    request: Request,
+    mirror: MirrorDependency,
+    registry: RegistryDependency,
+    keyring: KeyringDependency,
+) -> Response:
+    """Make a key. The answer is the only one that has it: what is stored cannot be turned back into it."""
+    settings = await read_resource(request, KeySettings)
+    administration = KeyAdministration(mirror, registry, caller.id)
+    document, created = await administration.create(settings, must_administer=keyring.is_open)
+    headers = {"etag": document.etag, "location": f"/v1/keys/{created.id}", **_NO_STORE}
+    return JSONResponse(created.model_dump(mode="json"), status_code=201, headers=headers)
+
+
+@router.get("/{key_id}", response_model=KeyResource, responses={304: {}, **problems(401, 403, 404, 422, 503)})
+async def get_key(
+    _: Administers, key_id: KeyId, mirror: MirrorDependency, if_none_match: IfNoneMatch = None
+) -> Response:
+    """Return a key without what clients send, with its ETag."""
+    document = _existing(mirror, key_id)
+    return answer(resource(document).model_dump(mode="json"), document.etag, if_none_match)
+
+
+@router.put(
+    "/{key_id}",
+    response_model=KeyResource,
+    responses={**_WRITTEN, **problems(404, 412, 428)},
+    openapi_extra=json_body(KeySettings),
+)
+async def put_key(
+    caller: Administers,
+    key_id: KeyId,
+    request: Request,
+    mirror: MirrorDependency,
+    registry: RegistryDependency,
+    if_match: IfMatch = None,
+) -> Response:
+    """Replace everything that is set of a key. What clients send stays the same."""
+    current = _existing(mirror, key_id)
+    if if_match is None:
+        raise AlreadyExists(f"The key {key_id}", current.etag)
+    settings = await read_resource(request, KeySettings)
+    administration = KeyAdministration(mirror, registry, caller.id)
+    document = await administration.change(current, settings, expected_by_match(if_match, current))
+    return JSONResponse(resource(document).model_dump(mode="json"), headers={"etag": document.etag})
+
+
+@router.delete("/{key_id}", status_code=204, responses=problems(401, 403, 404, 412, 422, 503))
+async def revoke_key(
+    caller: Administers,
+    key_id: KeyId,
+    mirror: MirrorDependency,
+    registry: RegistryDependency,
+    if_match: IfMatch = None,
+) -> Response:
+    """Revoke a key, for good. Every replica refuses it within a second. If-Match is not needed: haste may be."""
+    current = _existing(mirror, key_id)
+    expected = "present" if if_match is None else expected_by_match(if_match, current)
+    await KeyAdministration(mirror, registry, caller.id).revoke(key_id, expected)
+    return Response(status_code=204)
+
+
+def _existing(mirror: Mirror, key_id: str) -> Document:
+    document = mirror.get(KEYS, key_id)
+    if document is None:
+        raise NotFound(f"key {key_id}")
+    return document

@@ -1,0 +1,274 @@
+"""Policies as resources, and the default policies of models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic_core import from_json
+
+from sglang_winnow.policy import AttentionPolicy, json_schema
+from winnow_service.attention.request import read_policy
+from winnow_service.errors import (
+    AlreadyExists,
+    InUse,
+    InvalidField,
+    InvalidPolicy,
+    NotFound,
+    RuntimeFailure,
+    RuntimeRefused,
+)
+from winnow_service.keys.records import KEYS
+from winnow_service.policies.names import MODEL_NAME, POLICY_NAME, POLICY_NAME_IN_WORDS
+from winnow_service.policies.presets import PRESETS
+from winnow_service.policies.registry import DEFAULTS, POLICIES, read_stored
+from winnow_service.policies.resource import (
+    DefaultList,
+    DefaultResource,
+    DefaultSettings,
+    PolicyAnswer,
+    PolicyList,
+    PolicyQuestion,
+    PolicyResource,
+    PolicyRevision,
+    PolicyRevisions,
+    PolicySettings,
+)
+from winnow_service.routers.conditional import (
+    IfMatch,
+    IfNoneMatch,
+    IfNoneMatchAny,
+    answer,
+    expected_by_match,
+    expected_by_put,
+    without_condition,
+)
+from winnow_service.routers.dependencies import (
+    Administers,
+    ForwarderDependency,
+    MirrorDependency,
+    Reads,
+    RegistryDependency,
+    read_resource,
+)
+from winnow_service.routers.documentation import json_body, problems
+from winnow_service.runtime.served_model import not_served
+from winnow_service.store.documents import Conflict, Document
+from winnow_service.store.mirror import Mirror
+
+router = APIRouter(prefix="/v1", tags=["policies"])
+
+Name = Annotated[str, Path(pattern=POLICY_NAME, description=f"{POLICY_NAME_IN_WORDS.capitalize()}.")]
+Model = Annotated[
+    str, Path(pattern=MODEL_NAME, description="The model as requests name it; `*` for every model without its own.")
+]
+_READ = problems(401, 403, 503)
+_WRITTEN = problems(400, 401, 403, 412, 413, 415, 422, 428, 503)
+
+
+@router.get("/policies", response_model=PolicyList, responses=_READ)
+async def list_policies(_: Reads, registry: RegistryDependency) -> PolicyList:
+    """List all policies that can be asked for by name: presets first."""
+    return PolicyList(policies=[PolicyResource.of(policy) for policy in registry.all()])
+
+
+@router.get(
+    "/policies:schema",
+    response_class=Response,
+    responses={200: {"content": {"application/schema+json": {"schema": {"type": "object"}}}}, **_READ},
+)
+async def policy_schema(_: Reads) -> Response:
+    """Return the JSON Schema of policies. Bounds between fields are not in it."""
+    return JSONResponse(json_schema(), media_type="application/schema+json")
+
+
+@router.post(
+    "/policies:validate",
+    response_model=PolicyAnswer,
+    responses=problems(400, 401, 403, 413, 415, 422, 503),
+    openapi_extra=json_body(PolicyQuestion),
+)
+async def validate_policy(
+    caller: Reads, request: Request, registry: RegistryDependency, forwarder: ForwarderDependency
+) -> PolicyAnswer:
+    """Tell what a request of this key with this policy would get, or refuse it as the request would be refused."""
+    question = await read_resource(request, PolicyQuestion)
+    policy = read_policy(question.attention, registry.named)
+    changes: list[str] = []
+    if caller.bounds is not None:
+        policy, changes = caller.bounds.apply(policy)
+    served, checked = await _as_served(policy, forwarder, request.headers.get("authorization"))
+    return PolicyAnswer(
+        attention=from_json(served.canonical()),
+        fingerprint=served.fingerprint(),
+        warnings=[*changes, *served.warnings()],
+        checked_against_model=checked,
+    )
+
+
+@router.get("/policies/{name}", response_model=PolicyResource, responses={304: {}, **_READ, **problems(404, 422)})
+async def get_policy(_: Reads, name: Name, registry: RegistryDependency, if_none_match: IfNoneMatch = None) -> Response:
+    """Return a policy, with its ETag."""
+    policy = registry.get(name)
+    if policy is None:
+        raise NotFound(f"policy {name!r}")
+    etag = f'"{policy.attention.fingerprint()}"' if policy.document is None else policy.document.etag
+    return answer(PolicyResource.of(policy).model_dump(mode="json"), etag, if_none_match)
+
+
+@router.put(
+    "/policies/{name}",
+    response_model=PolicyResource,
+    responses={201: {"model": PolicyResource}, **_WRITTEN, **problems(409)},
+    openapi_extra=json_body(PolicySettings),
+)
+async def put_policy(
+    caller: Administers,
+    name: Name,
+    request: Request,
+    mirror: MirrorDependency,
+    registry: RegistryDependency,
+    if_match: IfMatch = None,
+    if_none_match: IfNoneMatchAny = None,
+) -> Response:
+    """Make a policy, or with If-Match replace one. Requests that are being answered keep what they were given."""
+    _refuse_preset(name)
+    settings = await read_resource(request, PolicySettings)
+    attention = read_policy(settings.attention, registry.named)
+    value = {"attention": from_json(attention.canonical()), "description": settings.description}
+    document, created = await _put(mirror, POLICIES, name, value, caller.id, if_match, if_none_match)
+    written = PolicyResource.of(read_stored(document))
+    return _written(written.model_dump(mode="json"), document, created)
+
+
+@router.delete("/policies/{name}", status_code=204, responses={**_WRITTEN, **problems(404, 409)})
+async def delete_policy(
+    caller: Administers, name: Name, mirror: MirrorDependency, if_match: IfMatch = None
+) -> Response:
+    """Delete a policy that is nobody's default. Its revisions stay."""
+    _refuse_preset(name)
+    _refuse_while_default(mirror, name)
+    return await _delete(mirror, POLICIES, name, caller.id, if_match)
+
+
+@router.get("/policies/{name}/revisions", response_model=PolicyRevisions, responses={**_READ, **problems(404, 422)})
+async def policy_revisions(_: Reads, name: Name, mirror: MirrorDependency) -> PolicyRevisions:
+    """List the last states of a policy, the newest first, also after it was deleted. A preset has none."""
+    documents = [] if name in PRESETS else await mirror.revisions(POLICIES, name)
+    if not documents and name not in PRESETS:
+        raise NotFound(f"policy {name!r}")
+    return PolicyRevisions(name=name, revisions=[PolicyRevision.of(document) for document in documents])
+
+
+@router.get("/policy-defaults", response_model=DefaultList, responses=_READ)
+async def list_defaults(_: Reads, mirror: MirrorDependency) -> DefaultList:
+    """List the policies of requests that ask for none, by model."""
+    return DefaultList(defaults=[DefaultResource.of(document) for document in mirror.all(DEFAULTS)])
+
+
+@router.get(
+    "/policy-defaults/{model:path}",
+    response_model=DefaultResource,
+    responses={304: {}, **_READ, **problems(404, 422)},
+)
+async def get_default(_: Reads, model: Model, mirror: MirrorDependency, if_none_match: IfNoneMatch = None) -> Response:
+    """Return the policy of a model's requests that ask for none, with its ETag."""
+    document = mirror.get(DEFAULTS, model)
+    if document is None:
+        raise NotFound(f"default for {model!r}")
+    return answer(DefaultResource.of(document).model_dump(mode="json"), document.etag, if_none_match)
+
+
+@router.put(
+    "/policy-defaults/{model:path}",
+    response_model=DefaultResource,
+    responses={201: {"model": DefaultResource}, **_WRITTEN},
+    openapi_extra=json_body(DefaultSettings),
+)
+async def put_default(
+    caller: Administers,
+    model: Model,
+    request: Request,
+    mirror: MirrorDependency,
+    registry: RegistryDependency,
+    if_match: IfMatch = None,
+    if_none_match: IfNoneMatchAny = None,
+) -> Response:
+    """Set the policy of a model's requests that ask for none."""
+    settings = await read_resource(request, DefaultSettings)
+    try:
+        registry.named(settings.policy, "policy")
+    except InvalidPolicy as error:
+        raise InvalidField(error.path, error.problem) from None
+    value = settings.model_dump(mode="json")
+    document, created = await _put(mirror, DEFAULTS, model, value, caller.id, if_match, if_none_match)
+    return _written(DefaultResource.of(document).model_dump(mode="json"), document, created)
+
+
+@router.delete("/policy-defaults/{model:path}", status_code=204, responses={**_WRITTEN, **problems(404)})
+async def delete_default(
+    caller: Administers, model: Model, mirror: MirrorDependency, if_match: IfMatch = None
+) -> Response:
+    """Go back to dense attention, or to the default of `*`."""
+    return await _delete(mirror, DEFAULTS, model, caller.id, if_match)
+
+
+async def _put(
+    mirror: Mirror,
+    collection: str,
+    name: str,
+    value: dict[str, Any],
+    author: str,
+    if_match: str | None,
+    if_none_match: str | None,
+) -> tuple[Document, bool]:
+    expected = expected_by_put(if_match, if_none_match, mirror.get(collection, name))
+    try:
+        document = await mirror.write(collection, name, value, expected, author)
+    except Conflict as conflict:
+        raise without_condition(repr(name), conflict, if_match, if_none_match) from None
+    return document, expected == "absent"
+
+
+async def _delete(mirror: Mirror, collection: str, name: str, author: str, if_match: str | None) -> Response:
+    current = mirror.get(collection, name)
+    if current is None:
+        raise NotFound(f"{name!r}")
+    if if_match is None:
+        raise AlreadyExists(repr(name), current.etag)
+    await mirror.write(collection, name, None, expected_by_match(if_match, current), author)
+    return Response(status_code=204)
+
+
+def _written(content: object, document: Document, created: bool) -> Response:
+    return JSONResponse(content, status_code=201 if created else 200, headers={"etag": document.etag})
+
+
+def _refuse_preset(name: str) -> None:
+    if name in PRESETS:
+        raise InUse(f"{name!r} is a preset: it can be neither replaced nor deleted. Use another name.", code="preset")
+
+
+def _refuse_while_default(mirror: Mirror, name: str) -> None:
+    model = mirror.any(DEFAULTS, lambda document: (document.value or {}).get("policy") == name)
+    if model is not None:
+        raise InUse(f"{name!r} is the default policy of the model {model.name!r}.")
+    key = mirror.any(KEYS, lambda document: (document.value or {}).get("default_policy") == name)
+    if key is not None:
+        raise InUse(f"{name!r} is the default policy of the key {key.name}.")
+
+
+async def _as_served(
+    policy: AttentionPolicy, forwarder: ForwarderDependency, authorization: str | None
+) -> tuple[AttentionPolicy, bool]:
+    """Return ``policy`` as the runtime runs it, and whether that is known."""
+    if policy.is_dense:
+        return policy, True
+    try:
+        model = await forwarder.served.get(authorization)
+    except (RuntimeFailure, RuntimeRefused):
+        return policy, False
+    if model is None:
+        raise not_served()
+    return model.check(policy), True
