@@ -17,7 +17,10 @@ from winnow_service.limits.forwarding import GovernedForwarder
 from winnow_service.limits.limiter import Limiter
 from winnow_service.limits.memory import MemoryLimiter
 from winnow_service.limits.redis import RedisLimiter
-from winnow_service.metrics import Metrics, MetricsMiddleware
+from winnow_service.metrics.http import MetricsMiddleware, count_refusals
+from winnow_service.metrics.instruments import Metrics
+from winnow_service.metrics.state import StateCollector
+from winnow_service.metrics.store import MeasuredStore
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.request_id import RequestIdMiddleware
 from winnow_service.routers import keys, native, openai, operations, policies
@@ -47,9 +50,12 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
         may_be_open: whether it answers everybody as long as there are no keys.
     """
     metrics = Metrics()
-    mirror = Mirror(store := store_of(settings))
+    store = store_of(settings)
+    mirror = Mirror(MeasuredStore(store, metrics))
     registry = PolicyRegistry(mirror)
     admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
+    keyring = Keyring(mirror, admin_key, may_be_open=may_be_open)
+    metrics.registry.register(StateCollector(mirror, registry, keyring))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -77,10 +83,11 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
     app.state.settings = settings
     app.state.mirror = mirror
     app.state.registry = registry
-    app.state.keyring = Keyring(mirror, admin_key, may_be_open=may_be_open)
+    app.state.keyring = keyring
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(MetricsMiddleware, metrics=metrics)
     install_error_handlers(app)
+    count_refusals(app, metrics)
     app.include_router(operations.router)
     app.include_router(native.router)
     app.include_router(openai.router)

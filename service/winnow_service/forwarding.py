@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
 from fastapi import Request, Response
@@ -15,7 +15,9 @@ from winnow_service import headers
 from winnow_service.attention.answer import lift_in_body, lift_in_events
 from winnow_service.attention.request import Form, Policies, each_policy, place_policies
 from winnow_service.errors import ClientDisconnected, RuntimeFailure
-from winnow_service.metrics import Metrics, route_template
+from winnow_service.metrics.generation import Generation
+from winnow_service.metrics.http import route_template, started_at
+from winnow_service.metrics.instruments import Metrics
 from winnow_service.request_body import JsonBody, read_json_object
 from winnow_service.request_id import REQUEST_ID_HEADER
 from winnow_service.runtime.client import RuntimeAnswer, RuntimeClient, RuntimeRequest
@@ -26,8 +28,9 @@ from winnow_service.streaming import EventStreamResponse
 
 logger = logging.getLogger(__name__)
 
-# What a request without a policy is counted as.
+# What a request without a policy is counted as, and one with several kinds of them.
 _DEFAULT_POLICY = "default"
+_SEVERAL_POLICIES = "mixed"
 
 
 def _unchanged(content: bytes) -> bytes:
@@ -58,11 +61,13 @@ class Forwarder:
         if policies is not None:
             served = await self._as_served(policies, request.headers.get("authorization"))
             content = to_json(place_policies(body.members, form, served), inf_nan_mode="constants")
-        for name in _decode_policies(policies):
+        kinds = _decode_policies(policies)
+        for name in kinds:
             self.metrics.policies.labels(name).inc()
-        if form is Form.NATIVE:
-            return await self._answer(request, content, lift_in_body, lift_in_events)
-        return await self._answer(request, content)
+        kind = kinds.pop() if len(kinds) == 1 else _SEVERAL_POLICIES
+        generation = Generation(self.metrics, kind, self.monitor.model, started_at(request.scope))
+        rewriting = (lift_in_body, lift_in_events) if form is Form.NATIVE else (_unchanged, _unchanged)
+        return await _measured(generation, self._answer(request, content, *rewriting))
 
     async def _as_served(
         self, policies: AttentionPolicy | list[AttentionPolicy], authorization: str | None
@@ -132,6 +137,25 @@ def _decode_policies(policies: Policies) -> set[str]:
     if policies is None:
         return {_DEFAULT_POLICY}
     return {policy.decode.policy for policy in (policies if isinstance(policies, list) else [policies])}
+
+
+async def _measured(generation: Generation, answer: Awaitable[Response]) -> Response:
+    """Return ``answer``. A stream goes on being measured when it is sent."""
+    try:
+        response = await answer
+    except BaseException as error:
+        # The task is cancelled when its client leaves.
+        if isinstance(error, asyncio.CancelledError):
+            generation.abandon()
+        else:
+            generation.fail()
+        generation.end()
+        raise
+    if isinstance(response, EventStreamResponse):
+        response.observer = generation
+    else:
+        generation.end_with(response.status_code, bytes(response.body))
+    return response
 
 
 async def _whole(answer: RuntimeAnswer, rewrite: Callable[[bytes], bytes]) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import anyio
 from starlette.responses import StreamingResponse
@@ -48,6 +49,22 @@ def error_event(error: ServiceError) -> bytes:
     return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
 
 
+class StreamObserver(Protocol):
+    """What is told how a stream goes."""
+
+    def feed(self, events: bytes) -> None:
+        """Whole events, as the runtime sent them."""
+
+    def fail(self) -> None:
+        """The runtime did not complete it."""
+
+    def abandon(self) -> None:
+        """The client left before it was complete."""
+
+    def end(self) -> None:
+        """It is over, one way or another."""
+
+
 class EventStreamResponse(StreamingResponse):
     """The runtime's event stream, passed on event by event.
 
@@ -56,6 +73,9 @@ class EventStreamResponse(StreamingResponse):
 
     Args:
         rewrite: what becomes of whole events on their way.
+
+    Attributes:
+        observer: told of everything, if there is one.
     """
 
     def __init__(
@@ -73,6 +93,7 @@ class EventStreamResponse(StreamingResponse):
         self._on_disconnect = on_disconnect
         self._rewrite = rewrite
         self._complete = False
+        self.observer: StreamObserver | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -80,6 +101,10 @@ class EventStreamResponse(StreamingResponse):
         finally:
             if not self._complete:
                 self._on_disconnect()
+            if self.observer is not None:
+                if not self._complete:
+                    self.observer.abandon()
+                self.observer.end()
             with anyio.CancelScope(shield=True):
                 await self._answer.close()
 
@@ -88,6 +113,8 @@ class EventStreamResponse(StreamingResponse):
         try:
             async for chunk in self._answer.chunks():
                 if events := splitter.feed(chunk):
+                    if self.observer is not None:
+                        self.observer.feed(events)
                     yield self._rewrite(events)
             if not splitter.done:
                 raise RuntimeDied("the stream ended without [DONE]")
@@ -95,5 +122,7 @@ class EventStreamResponse(StreamingResponse):
             # After [DONE] the client has everything; how the connection ends then is of no interest.
             if not splitter.done:
                 self._on_failure(failure)
+                if self.observer is not None:
+                    self.observer.fail()
                 yield error_event(failure)
         self._complete = True

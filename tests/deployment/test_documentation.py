@@ -10,7 +10,7 @@ import yaml
 from tests.deployment.charts import VALUES_FILES, of_kind, render
 from tests.deployment.dockerfiles import DOCKERFILES, stages
 from tests.deployment.repository import ROOT, read_yaml, version
-from winnow_service.metrics import Metrics
+from winnow_service.metrics.instruments import Metrics
 
 PAGE = (ROOT / "docs/deployment.md").read_text()
 SERIES = r"(?:_bucket|_sum|_count)?"

@@ -38,10 +38,12 @@ class FakeRuntime:
     - ``answer``, ``events``: what to answer, or to stream, instead.
 
     Attributes:
+        model: the name of its model, which it tells the service; clients' own requests for it are answered as others.
         server_info: what ``/server_info`` answers, with ``server_info_status``.
     """
 
     healthy: bool = True
+    model: str = "needle"
     server_info: dict[str, Any] = field(default_factory=dict)
     server_info_status: int = 200
     server_info_asked: list[dict[str, str]] = field(default_factory=list)
@@ -69,6 +71,8 @@ class FakeRuntime:
         return JSONResponse(self.server_info, self.server_info_status)
 
     async def answer(self, request: Request) -> Response:
+        if request.url.path == "/v1/models" and "x-request-id" not in request.headers:
+            return JSONResponse({"object": "list", "data": [{"id": self.model}, {"id": "an adapter"}]})
         body = await request.body()
         self.asked.append(
             Asked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -81,6 +82,19 @@ class Keyring:
         if record.is_expired(now()):
             raise Unauthenticated("The key has expired.", "invalid_key")
         return Caller(key_id, record.scopes, record.default_policy, record.bounds, record.limits)
+
+    def count_by_state(self) -> Counter[str]:
+        """Return how many keys are in the store: valid, expired, and unreadable for this version of the service."""
+        counted = Counter(valid=0, expired=0, unreadable=0)
+        at = now()
+        for document in self._mirror.all(KEYS):
+            try:
+                record = self._record(document.name)
+            except StoreUnavailable:
+                counted["unreadable"] += 1
+                continue
+            counted["expired" if record is not None and record.is_expired(at) else "valid"] += 1
+        return counted
 
     def _record(self, key_id: str) -> KeyRecord | None:
         document = self._mirror.get(KEYS, key_id)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from winnow_service.attention.answer import warn_in_body, warn_in_events
 from winnow_service.attention.request import Form
-from winnow_service.errors import InvalidField
+from winnow_service.errors import InvalidField, RateLimited
 from winnow_service.forwarding import Forwarder
 from winnow_service.keys.keyring import Caller
 from winnow_service.limits.limiter import Limiter, Ticket
@@ -45,7 +45,12 @@ class GovernedForwarder(Forwarder):
             return await self._generate_as(choice, request, form, body)
         counted = _counted(caller.limits, body.members, form)
         reserved = 0 if counted is None else counted.prompt + counted.answers
-        ticket = await self.limiter.admit(caller.id, caller.limits, reserved)
+        try:
+            ticket = await self.limiter.admit(caller.id, caller.limits, reserved)
+        except RateLimited as refusal:
+            for limit in refusal.members["violated-policies"]:
+                self.metrics.limits_hit.labels(limit).inc()
+            raise
         try:
             response = await self._generate_as(choice, request, form, body)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 POLICIES: Final = "policies"
 DEFAULTS: Final = "defaults"
 _FIELD: Final = "attention"
+_UNREADABLE: Final = "unreadable"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,16 @@ class PolicyRegistry:
                 yield self._of(document)
             except InvalidPolicy as error:
                 logger.warning("%s", error.message)
+
+    def count_stored(self) -> Counter[str]:
+        """Return how many policies are in the store, by decode policy; what cannot be served is ``unreadable``."""
+        counted: Counter[str] = Counter()
+        for document in self._mirror.all(POLICIES):
+            try:
+                counted[self._of(document).attention.decode.policy] += 1
+            except InvalidPolicy:
+                counted[_UNREADABLE] += 1
+        return counted
 
     def default_for(self, model: object) -> str | None:
         """Return the name of the policy for requests to ``model`` that ask for none; None for dense attention."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +43,7 @@ class Mirror:
         # Written here while a fetch was under way: a fetch that began earlier does not have them.
         self._written: list[Document] = []
         self._collections: set[str] = set()
+        self._read_at = -math.inf
         self.loaded = False
         self.health = StoreHealth(healthy=False, reason="The store has not been read yet.")
 
@@ -72,8 +75,14 @@ class Mirror:
         """
         self._written.clear()
         self._apply(await self._store.changes(self._version))
+        self._read_at = time.monotonic()
         self.loaded = True
         self._note(StoreHealth(healthy=True, reason="The store answers."))
+
+    @property
+    def age_seconds(self) -> float:
+        """Since the store was last read; infinite if it never was."""
+        return time.monotonic() - self._read_at
 
     def get(self, collection: str, name: str) -> Document | None:
         """The last known state of a document; None if there is none."""

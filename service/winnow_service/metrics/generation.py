@@ -1,0 +1,152 @@
+"""Measuring one request that generates: how long it took, how many tokens, and what its attention cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from enum import StrEnum
+from typing import Final
+
+from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_service.attention.told import (
+    Facts,
+    StreamTold,
+    Told,
+    amount,
+    decode_context,
+    prefill_context,
+    section,
+    told_by_body,
+)
+from winnow_service.metrics.instruments import Metrics
+
+# An answer's policy that this version of the contract does not have.
+_OTHER: Final = "other"
+# SGLang begins the stream of a request that it does not take with this.
+_REFUSED_STREAM: Final = b'data: {"error"'
+_OK: Final = 200
+_SERVER_ERROR: Final = 500
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    REJECTED = "rejected"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+
+
+class Generation:
+    """One request, from when it is sent to the runtime until ``end``, however often it is sent.
+
+    Args:
+        decode_policy: what it asks for.
+        started: when its first byte came, by ``time.perf_counter``.
+    """
+
+    def __init__(self, metrics: Metrics, decode_policy: str, model: str, started: float) -> None:
+        self._metrics = metrics
+        self._labels = (decode_policy, model)
+        self._model = model
+        self._started = started
+        self._outcome = Outcome.FINISHED
+        self._stream = StreamTold()
+        self._first_event: float | None = None
+        self._last_event = started
+        self._ended = False
+        self._in_flight = metrics.generations_in_flight.labels(decode_policy)
+        self._in_flight.inc()
+
+    def feed(self, events: bytes) -> None:
+        """Take whole events of its stream. They are read when it ends."""
+        self._last_event = time.perf_counter()
+        if self._first_event is None:
+            self._first_event = self._last_event
+            if events.startswith(_REFUSED_STREAM):
+                self._outcome = Outcome.REJECTED
+            else:
+                self._metrics.time_to_first_token.labels(*self._labels).observe(self._first_event - self._started)
+        self._stream.feed(events)
+
+    def fail(self) -> None:
+        """The runtime does not answer it to its end."""
+        self._outcome = Outcome.FAILED
+
+    def abandon(self) -> None:
+        """Its client has left; if the runtime failed before, it failed."""
+        if self._outcome is not Outcome.FAILED:
+            self._outcome = Outcome.ABANDONED
+
+    def end(self) -> None:
+        """Count it. After the first time nothing happens."""
+        self._count(self._stream.told)
+
+    def end_with(self, status: int, body: bytes) -> None:
+        """Count it, with its whole answer."""
+        if status != _OK:
+            self._outcome = Outcome.FAILED if status >= _SERVER_ERROR else Outcome.REJECTED
+        self._last_event = time.perf_counter()
+        self._count(lambda: told_by_body(body) if status == _OK else Told())
+
+    def _count(self, read: Callable[[], Told]) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._in_flight.dec()
+        self._metrics.generations.labels(*self._labels, self._outcome).inc()
+        told = read()
+        self._count_tokens(told)
+        if self._outcome is Outcome.FINISHED:
+            self._metrics.generation_duration.labels(*self._labels).observe(self._last_event - self._started)
+            self._observe_pace(told)
+        for facts in told.attention:
+            self._count_attention(facts)
+
+    def _count_tokens(self, told: Told) -> None:
+        self._metrics.prompt_tokens.labels(*self._labels).inc(told.prompt_tokens or 0)
+        self._metrics.output_tokens.labels(*self._labels).inc(told.output_tokens or 0)
+        cached = sum(amount(section(facts, "prefill"), "cached_tokens") or 0 for facts in told.attention)
+        self._metrics.cached_prompt_tokens.labels(*self._labels).inc(cached)
+
+    def _observe_pace(self, told: Told) -> None:
+        has_one_answer = len(told.attention) <= 1
+        following = (told.output_tokens or 0) - 1
+        if self._first_event is not None and has_one_answer and following > 0:
+            seconds = (self._last_event - self._first_event) / following
+            self._metrics.time_per_output_token.labels(*self._labels).observe(seconds)
+
+    def _count_attention(self, facts: Facts) -> None:
+        decode, prefill = section(facts, "decode"), section(facts, "prefill")
+        policy = _kind(decode, DECODE_POLICIES)
+        self._count_cost(("decode", policy, self._model), decode, decode_context(decode))
+        self._count_cost(("prefill", _kind(prefill, PREFILL_POLICIES), self._model), prefill, prefill_context(prefill))
+        steps, dense = amount(decode, "steps") or 0, amount(decode, "dense_steps") or 0
+        if policy == "dense":
+            dense = steps
+        self._metrics.decode_steps.labels(policy, self._model, "dense").inc(min(dense, steps))
+        self._metrics.decode_steps.labels(policy, self._model, "sparse").inc(max(0, steps - dense))
+        self._count_termination((policy, self._model), section(decode, "early_termination"))
+
+    def _count_cost(self, labels: tuple[str, str, str], facts: Facts, context: float) -> None:
+        attended, read = amount(facts, "attended_ratio"), amount(facts, "kv_read_ratio")
+        if attended is not None:
+            self._metrics.attended_ratio.labels(*labels).observe(attended)
+            self._metrics.context_tokens.labels(*labels).inc(context)
+            self._metrics.attended_tokens.labels(*labels).inc(attended * context)
+        if read is not None:
+            self._metrics.kv_read_ratio.labels(*labels).observe(read)
+            self._metrics.kv_read_tokens.labels(*labels).inc(read * context)
+
+    def _count_termination(self, labels: tuple[str, str], facts: Facts) -> None:
+        terminated, skipped = amount(facts, "terminated_ratio"), amount(facts, "skipped_ratio")
+        if terminated is not None:
+            self._metrics.terminated_ratio.labels(*labels).observe(terminated)
+            self._metrics.early_terminations.labels(*labels).inc(terminated > 0)
+        if skipped is not None:
+            self._metrics.skipped_ratio.labels(*labels).observe(skipped)
+
+
+def _kind(facts: Facts, known: Collection[str]) -> str:
+    policy = facts.get("policy")
+    return policy if isinstance(policy, str) and policy in known else _OTHER
