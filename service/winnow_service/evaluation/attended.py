@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from winnow_service.attention.told import decode_context, prefill_context
+
 
 @dataclass(frozen=True)
 class PhaseRatios:
@@ -47,8 +49,8 @@ def attention_ratios(objects: Iterable[Mapping[str, Any]]) -> AttentionRatios | 
     known = list(objects)
     if not known:
         return None
-    decode = _weighted((_section(each, "decode") for each in known), _decode_context)
-    prefill = _weighted((_section(each, "prefill") for each in known), _prefill_context)
+    decode = _weighted((_section(each, "decode") for each in known), decode_context)
+    prefill = _weighted((_section(each, "prefill") for each in known), prefill_context)
     termination = [(_section(section, "early_termination"), weight) for section, weight in decode]
     cached = [(_section(each, "prefill"), 1.0) for each in known]
     return AttentionRatios(
@@ -87,15 +89,3 @@ def _ratio(weighted: _Weighted, field: str) -> float | None:
 def _number(section: Mapping[str, Any], field: str) -> float | None:
     number = section.get(field)
     return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
-
-
-def _decode_context(decode: Mapping[str, Any]) -> float:
-    """Tokens in context added up over decode steps; ``context_tokens`` is the context of the last step."""
-    steps, last = _number(decode, "steps"), _number(decode, "context_tokens")
-    return 0.0 if steps is None or last is None else steps * last - steps * (steps - 1) / 2
-
-
-def _prefill_context(prefill: Mapping[str, Any]) -> float:
-    """Tokens in causal context added up over the queries of ``tokens`` prefilled behind ``cached_tokens``."""
-    tokens, cached = _number(prefill, "tokens"), _number(prefill, "cached_tokens") or 0.0
-    return 0.0 if tokens is None else tokens * cached + tokens * (tokens + 1) / 2
