@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -35,8 +36,8 @@ def register_backend() -> None:
 
 
 def _create(runner: ModelRunner) -> AttentionBackend:
-    # What they import is not needed in processes without a model.
-    if torch.cuda.is_available():
+    # What they import is not needed in processes without a model. Triton's interpreter, for tests, needs no CUDA.
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         from sglang_winnow.device.backend import WinnowDeviceBackend  # noqa: PLC0415
 
         on_device: AttentionBackend = WinnowDeviceBackend(runner)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from sglang_winnow.attention_registration import NAME
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.device.parameters import FAMILIES
@@ -60,7 +61,8 @@ def dense_backend(runner: ModelRunner) -> str:
     if name := os.environ.get(DENSE_ENVIRONMENT):
         return name
     choice: str = runner.server_args._get_default_attn_backend(False, runner.model_config)  # noqa: SLF001
-    return choice
+    # Winnow's own platform for CPUs knows no other: there, Triton's interpreter is tested.
+    return "torch_native" if choice == NAME else choice
 
 
 def profiled_layers(runner: ModelRunner) -> Collection[int]:

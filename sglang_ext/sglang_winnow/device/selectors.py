@@ -99,6 +99,9 @@ class QuestSelector(Selector):
         self._rows = _rows_within(8 * step.slots.shape[1] * pages, step.rows)
         self._buffers = PageBuffers.empty(self._rows, step.slots.shape[1], pages, step.slots.device)
 
+    def stage(self, state: RequestState, length: int) -> int:
+        return _stage_of_pages(state, length)
+
     def enter(self, state: RequestState, slot: int, context: Context) -> Entry:
         del state, slot
         return _complete_pages(self._bounds, context)
@@ -221,6 +224,9 @@ class QuokaSelector(Selector):
         self._buffers = QuokaBuffers.empty(part.batch, part.selection(0))
         self._ordered = True
 
+    def stage(self, state: RequestState, length: int) -> int:
+        return _stage_of_pages(state, length)
+
     def enter(self, state: RequestState, slot: int, context: Context) -> Entry:
         del state, slot
         return _complete_pages(self._norms, context)
@@ -328,6 +334,15 @@ def _rows_within(bytes_of_row: int, rows: int) -> int:
     """Return for how many rows there is scratch: a power of two, or all."""
     fit = max(1, SCRATCH_BYTES // bytes_of_row)
     return rows if fit >= rows else 1 << (fit.bit_length() - 1)
+
+
+def _stage_of_pages(state: RequestState, length: int) -> int:
+    """Return whether the pages of a prompt are those that it keeps.
+
+    When SGLang has processed a prefill, it gives the request the radix cache's pages where another has cached the same
+    tokens meanwhile. By then the first decode step may have begun.
+    """
+    return int(length > state.prompt_length + 1)
 
 
 def _count_extended(step: Step, acts: Tensor, statistics: Statistics) -> None:

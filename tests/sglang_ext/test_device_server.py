@@ -1,0 +1,79 @@
+"""A server whose kernels Triton interprets answers and counts as one on the torch path: all but CUDA and its graphs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_winnow import crossover
+from tests.models import ModelShape, write_model, write_weights
+from tests.runtime import runtime_server
+from tests.sglang_ext.answers import LOGPROBS, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
+
+# Each token of each request is a second or so of interpreted kernels.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+SHAPE = ModelShape(layers=3, query_heads=4, kv_heads=2, context_length=2048)
+TOKENS = 3
+TERMINATION = {"scale": 0.2, "direction": 0.2, "patience": 1}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "dense": {},
+    "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 64}},
+    "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 1}},
+    "snapkv": {"decode": {"policy": "snapkv", "budget": 96, "observation_window": 16}},
+    "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 128, "observation_window": 32}},
+    "delta": {"decode": {"policy": "delta", "budget": 128, "recency": 32, "full_layers": 1, "delta_layers": [1]}},
+    "tactic": {"decode": {"policy": "tactic", "p": 0.7}},
+    "tactic, terminated": {"decode": {"policy": "tactic", "p": 0.9}, "early_termination": TERMINATION},
+    "quoka": {"decode": {"policy": "quoka", "budget": 96}},
+    "quoka prefill": {"prefill": {"policy": "quoka", "budget": 128, "block": 64}},
+}
+
+
+@contextmanager
+def serve(model: Path, log: Path, **environment: str) -> Iterator[httpx.Client]:
+    arguments = ("--chunked-prefill-size", "512", "--max-total-tokens", "16384", "--max-running-requests", "4")
+    environment[crossover.ENVIRONMENT] = "0"
+    with (
+        runtime_server(model, *arguments, log=log, **environment) as runtime,
+        httpx.Client(base_url=runtime.url, timeout=900) as http,
+    ):
+        yield http
+
+
+def ask(http: httpx.Client, name: str, length: int) -> Any:
+    parameters = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    custom = {"custom_params": {"attention": json.dumps(POLICIES[name])}}
+    body = {"input_ids": prompt_of(length, length, SHAPE.vocab_size), "sampling_params": parameters | custom}
+    return http.post("/generate", json=body | LOGPROBS).raise_for_status().json()
+
+
+def answers(http: httpx.Client) -> list[Any]:
+    """Each policy alone behind a prompt of a span and more, then all together behind other prompts."""
+    alone = [ask(http, name, 1200) for name in POLICIES]
+    with ThreadPoolExecutor(len(POLICIES)) as pool:
+        together = pool.map(lambda numbered: ask(http, numbered[1], 1100 + 40 * numbered[0]), enumerate(POLICIES))
+        return alone + list(together)
+
+
+def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", SHAPE)
+    write_weights(model)
+    with serve(model, tmp_path / "torch.log") as http:
+        expected = answers(http)
+    with serve(model, tmp_path / "device.log", TRITON_INTERPRET="1") as http:
+        got = answers(http)
+    for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
+        assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == TOKENS
+        cost, wanted_cost = (answer["meta_info"]["attention"] for answer in (own, wanted))
+        if number >= len(POLICIES):
+            # Prompts share chunks: how far an index of a prompt is built beforehand depends on who came first.
+            del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
+        assert cost == wanted_cost
