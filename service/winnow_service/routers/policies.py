@@ -183,7 +183,8 @@ async def get_default(_: Reads, model: Model, mirror: MirrorDependency, if_none_
 @router.put(
     "/policy-defaults/{model:path}",
     response_model=DefaultResource,
-    responses={201: {"model": DefaultResource}, **_WRITTEN},
+    # No path has a line break in it.
+    responses={201: {"model": DefaultResource}, **_WRITTEN, **problems(404)},
     openapi_extra=json_body(DefaultSettings),
 )
 async def put_default(
