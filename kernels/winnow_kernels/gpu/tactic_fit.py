@@ -14,12 +14,35 @@ import triton.language as tl
 
 from winnow_kernels.gpu.batch import WHOLE
 from winnow_kernels.gpu.tactic_state import (
+    CUT_KEY,
+    CUT_LAST,
+    CUT_TAKEN,
+    CUT_TOKENS,
+    CUTS,
+    FIT_A,
+    FIT_B,
+    FIT_END,
+    FIT_FIRST,
+    FIT_OUTSIDE,
+    FIT_REFERENCE,
+    FIT_TOTAL,
+    FITS,
     NOTHING,
+    RANK_FAR_BEFORE,
+    RANK_FAR_TOKENS,
+    RANK_KNOWN,
+    RANK_KNOWN_CLUSTERS,
+    RANK_KNOWN_KEY,
+    RANK_KNOWN_LAST,
+    RANK_KNOWN_START,
+    RANK_NEAR_BEFORE,
+    RANK_NEAR_TOKENS,
+    RANKS,
     TAIL_SPLITS,
-    Cut,
-    Fit,
-    Rank,
-    Union,
+    UNION_CLUSTERS,
+    UNION_TAKEN,
+    UNION_WANTED,
+    UNIONS,
     addresses_of,
     count_read,
     exceeds,
@@ -49,33 +72,6 @@ _STEPS = tl.constexpr(STEPS)
 _WHOLE = tl.constexpr(WHOLE)
 _TAIL_SPLITS = tl.constexpr(TAIL_SPLITS)
 _WINDOW = tl.constexpr(WINDOW_CLUSTERS)
-_RANKS = tl.constexpr(len(Rank))
-_KNOWN = tl.constexpr(int(Rank.KNOWN))
-_KNOWN_CLUSTERS = tl.constexpr(int(Rank.KNOWN_CLUSTERS))
-_KNOWN_KEY = tl.constexpr(int(Rank.KNOWN_KEY))
-_KNOWN_LAST = tl.constexpr(int(Rank.KNOWN_LAST))
-_KNOWN_START = tl.constexpr(int(Rank.KNOWN_START))
-_NEAR_BEFORE = tl.constexpr(int(Rank.NEAR_BEFORE))
-_NEAR_TOKENS = tl.constexpr(int(Rank.NEAR_TOKENS))
-_FAR_BEFORE = tl.constexpr(int(Rank.FAR_BEFORE))
-_FAR_TOKENS = tl.constexpr(int(Rank.FAR_TOKENS))
-_CUTS = tl.constexpr(len(Cut))
-_KEY = tl.constexpr(int(Cut.KEY))
-_LAST = tl.constexpr(int(Cut.LAST))
-_TAKEN = tl.constexpr(int(Cut.TAKEN))
-_TOKENS = tl.constexpr(int(Cut.TOKENS))
-_FITS = tl.constexpr(len(Fit))
-_REFERENCE = tl.constexpr(int(Fit.REFERENCE))
-_OUTSIDE = tl.constexpr(int(Fit.OUTSIDE))
-_FIRST = tl.constexpr(int(Fit.FIRST))
-_TOTAL = tl.constexpr(int(Fit.TOTAL))
-_A = tl.constexpr(int(Fit.A))
-_B = tl.constexpr(int(Fit.B))
-_END = tl.constexpr(int(Fit.END))
-_UNIONS = tl.constexpr(len(Union))
-_UNION_CLUSTERS = tl.constexpr(int(Union.CLUSTERS))
-_UNION_TAKEN = tl.constexpr(int(Union.TAKEN))
-_UNION_WANTED = tl.constexpr(int(Union.WANTED))
 _MEMBERS = tl.constexpr(32)
 # The asymptotic series of digamma is exact in float64 from here on.
 _LARGE = tl.constexpr(16)
@@ -137,14 +133,14 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     if is_idle(share, length, tokens, cap):
         if share > 0:
-            tl.store(unions_ptr + of_kv_head * _UNIONS + _UNION_TAKEN, -1)
+            tl.store(unions_ptr + of_kv_head * UNIONS + UNION_TAKEN, -1)
             tl.store(selected_ptr + of_kv_head, _WHOLE)
         return
     of_head = row.to(tl.int64) * (kv_heads * group) + head
     entries_ptr += row * entries_stride
-    ranks_ptr += of_head * _RANKS
-    cuts_ptr += of_head * _CUTS
-    fits_ptr += of_head * _FITS
+    ranks_ptr += of_head * RANKS
+    cuts_ptr += of_head * CUTS
+    fits_ptr += of_head * FITS
 
     part = tl.arange(0, _TAIL_SPLITS)
     tail_largest = tl.load(tails_ptr + (of_head * _TAIL_SPLITS + part) * 2)
@@ -156,7 +152,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         _store_fit(fits_ptr, reference, outside, outside * 0, outside, outside * 0, outside * 0, tokens)
         tl.store(head_shares_ptr + of_head, outside / outside)
     else:
-        known, known_clusters = tl.load(ranks_ptr + _KNOWN), tl.load(ranks_ptr + _KNOWN_CLUSTERS)
+        known, known_clusters = tl.load(ranks_ptr + RANK_KNOWN), tl.load(ranks_ptr + RANK_KNOWN_CLUSTERS)
         place = tl.arange(0, known_block)
         is_known = place < known_clusters
         numbers = tl.load(known_ptr + of_head * known_block + place, mask=is_known, other=0)
@@ -173,10 +169,10 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         weights = tl.where(is_known, tl.exp2(masses - reference), 0.0).to(tl.float64)
         first = tl.sum(weights, axis=0)
         near_centre, near_mean = _point(
-            near_masses, reference, tl.load(ranks_ptr + _NEAR_BEFORE), tl.load(ranks_ptr + _NEAR_TOKENS)
+            near_masses, reference, tl.load(ranks_ptr + RANK_NEAR_BEFORE), tl.load(ranks_ptr + RANK_NEAR_TOKENS)
         )
         far_centre, far_mean = _point(
-            far_masses, reference, tl.load(ranks_ptr + _FAR_BEFORE), tl.load(ranks_ptr + _FAR_TOKENS)
+            far_masses, reference, tl.load(ranks_ptr + RANK_FAR_BEFORE), tl.load(ranks_ptr + RANK_FAR_TOKENS)
         )
         a, b = _curve(near_centre, near_mean, far_centre, far_mean)
         end = _last_positive(a, b, known, tokens)
@@ -206,8 +202,8 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             taken = start + cut_taken
         else:
             taken = _place_on_curve(a, b, known, tokens, end, target - first)
-            cut_key, cut_last = tl.load(ranks_ptr + _KNOWN_KEY), tl.load(ranks_ptr + _KNOWN_LAST)
-            cut_taken = known - tl.load(ranks_ptr + _KNOWN_START)
+            cut_key, cut_last = tl.load(ranks_ptr + RANK_KNOWN_KEY), tl.load(ranks_ptr + RANK_KNOWN_LAST)
+            cut_taken = known - tl.load(ranks_ptr + RANK_KNOWN_START)
             held = first + curve_mass(a, b, known, tl.minimum(taken, end).to(tl.float64))
         if taken > known:
             count = tokens // span * of_span
@@ -223,18 +219,18 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         _store_fit(fits_ptr, reference, outside, first, total, a, b, end)
         tl.store(head_shares_ptr + of_head, (outside + held) / total)
 
-    tl.store(cuts_ptr + _KEY, cut_key)
-    tl.store(cuts_ptr + _LAST, cut_last)
-    tl.store(cuts_ptr + _TAKEN, cut_taken)
-    tl.store(cuts_ptr + _TOKENS, taken)
+    tl.store(cuts_ptr + CUT_KEY, cut_key)
+    tl.store(cuts_ptr + CUT_LAST, cut_last)
+    tl.store(cuts_ptr + CUT_TAKEN, cut_taken)
+    tl.store(cuts_ptr + CUT_TOKENS, taken)
     tl.debug_barrier()
     if tl.atomic_add(arrivals_ptr + of_kv_head, 1, sem="acq_rel", scope="gpu") != group - 1:
         return
     tl.store(arrivals_ptr + of_kv_head, 0)
     first_head = of_kv_head * group
     _unite(
-        scores_ptr + first_head * block, cuts_ptr + (first_head - of_head) * _CUTS, sizes_ptr, entries_ptr,
-        unions_ptr + of_kv_head * _UNIONS, listed_ptr + of_kv_head * block, needed_ptr + of_kv_head * block,
+        scores_ptr + first_head * block, cuts_ptr + (first_head - of_head) * CUTS, sizes_ptr, entries_ptr,
+        unions_ptr + of_kv_head * UNIONS, listed_ptr + of_kv_head * block, needed_ptr + of_kv_head * block,
         places_ptr + of_kv_head * block, capped_ptr + row, selected_ptr + of_kv_head, counts_ptr, row, kv_head,
         length, tokens, cap, capacity, member_bytes, group, span, of_span, block,
     )  # fmt: skip
@@ -251,13 +247,13 @@ def _store_fit(
     b: tl.tensor,
     end: tl.tensor,
 ) -> None:
-    tl.store(fits_ptr + _REFERENCE, reference.to(tl.float64))
-    tl.store(fits_ptr + _OUTSIDE, outside)
-    tl.store(fits_ptr + _FIRST, first)
-    tl.store(fits_ptr + _TOTAL, total)
-    tl.store(fits_ptr + _A, a)
-    tl.store(fits_ptr + _B, b)
-    tl.store(fits_ptr + _END, end.to(tl.float64))
+    tl.store(fits_ptr + FIT_REFERENCE, reference.to(tl.float64))
+    tl.store(fits_ptr + FIT_OUTSIDE, outside)
+    tl.store(fits_ptr + FIT_FIRST, first)
+    tl.store(fits_ptr + FIT_TOTAL, total)
+    tl.store(fits_ptr + FIT_A, a)
+    tl.store(fits_ptr + FIT_B, b)
+    tl.store(fits_ptr + FIT_END, end.to(tl.float64))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -464,9 +460,9 @@ def _unite(
     needed = tl.zeros((block,), tl.int32)
     for head in range(group):
         # What other programs have just written is in the L2 cache.
-        key = tl.load(cuts_ptr + head * _CUTS + _KEY, cache_modifier=".cg")
-        last = tl.load(cuts_ptr + head * _CUTS + _LAST, cache_modifier=".cg")
-        taken = tl.load(cuts_ptr + head * _CUTS + _TAKEN, cache_modifier=".cg")
+        key = tl.load(cuts_ptr + head * CUTS + CUT_KEY, cache_modifier=".cg")
+        last = tl.load(cuts_ptr + head * CUTS + CUT_LAST, cache_modifier=".cg")
+        taken = tl.load(cuts_ptr + head * CUTS + CUT_TAKEN, cache_modifier=".cg")
         keys = ordered(tl.load(scores_ptr + head * block + numbers, mask=present, other=0.0))
         of_head = tl.where(through(keys, numbers, key, last - 1), sizes, 0)
         of_head = tl.where(numbers == last, taken, of_head)
@@ -478,9 +474,9 @@ def _unite(
     kept = kept_tokens(length, tokens, cap)
     taken = tl.minimum(wanted, tl.where(cap > 0, cap, length) - kept)
     is_whole = exceeds(kept + taken, length)
-    tl.store(union_ptr + _UNION_CLUSTERS, listed)
-    tl.store(union_ptr + _UNION_WANTED, wanted)
-    tl.store(union_ptr + _UNION_TAKEN, tl.where(is_whole, -1, taken))
+    tl.store(union_ptr + UNION_CLUSTERS, listed)
+    tl.store(union_ptr + UNION_WANTED, wanted)
+    tl.store(union_ptr + UNION_TAKEN, tl.where(is_whole, -1, taken))
     tl.store(selected_ptr, tl.where(is_whole, _WHOLE, kept + taken))
     if is_whole == 0:
         count_read(counts_ptr, row, taken * member_bytes)

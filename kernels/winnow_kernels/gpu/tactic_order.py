@@ -13,11 +13,27 @@ import triton.language as tl
 
 from winnow_kernels.gpu.tactic_fit import curve_mass, member_weights
 from winnow_kernels.gpu.tactic_state import (
+    CUT_KEY,
+    CUT_LAST,
+    CUT_TOKENS,
+    CUTS,
+    FIT_A,
+    FIT_B,
+    FIT_END,
+    FIT_FIRST,
+    FIT_OUTSIDE,
+    FIT_REFERENCE,
+    FIT_TOTAL,
+    FITS,
     NOTHING,
-    Cut,
-    Fit,
-    Rank,
-    Union,
+    RANK_KNOWN,
+    RANK_KNOWN_CLUSTERS,
+    RANKS,
+    UNION_CLUSTERS,
+    UNION_LOST,
+    UNION_TAKEN,
+    UNION_WANTED,
+    UNIONS,
     addresses_of,
     is_idle,
     kept_tokens,
@@ -33,34 +49,14 @@ SPLITS: Final = 16
 COMPARED: Final = 64
 """Clusters that are compared with as many others at a time."""
 
-_CUTS = tl.constexpr(len(Cut))
-_KEY = tl.constexpr(int(Cut.KEY))
-_LAST = tl.constexpr(int(Cut.LAST))
-_TOKENS = tl.constexpr(int(Cut.TOKENS))
-_RANKS = tl.constexpr(len(Rank))
-_KNOWN = tl.constexpr(int(Rank.KNOWN))
-_KNOWN_CLUSTERS = tl.constexpr(int(Rank.KNOWN_CLUSTERS))
-_FITS = tl.constexpr(len(Fit))
-_REFERENCE = tl.constexpr(int(Fit.REFERENCE))
-_OUTSIDE = tl.constexpr(int(Fit.OUTSIDE))
-_FIRST = tl.constexpr(int(Fit.FIRST))
-_TOTAL = tl.constexpr(int(Fit.TOTAL))
-_A = tl.constexpr(int(Fit.A))
-_B = tl.constexpr(int(Fit.B))
-_END = tl.constexpr(int(Fit.END))
-_UNIONS = tl.constexpr(len(Union))
-_UNION_CLUSTERS = tl.constexpr(int(Union.CLUSTERS))
-_UNION_TAKEN = tl.constexpr(int(Union.TAKEN))
-_UNION_WANTED = tl.constexpr(int(Union.WANTED))
-_UNION_LOST = tl.constexpr(int(Union.LOST))
 _TOKEN_TILE = tl.constexpr(64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _needs_order(union_ptr: tl.tensor, is_ordered: tl.tensor) -> tl.tensor:
     """Return whether the clusters of a union that is not everything must be read in order."""
-    taken = tl.load(union_ptr + _UNION_TAKEN)
-    return (taken > 0) & ((is_ordered != 0) | (tl.load(union_ptr + _UNION_WANTED) > taken))
+    taken = tl.load(union_ptr + UNION_TAKEN)
+    return (taken > 0) & ((is_ordered != 0) | (tl.load(union_ptr + UNION_WANTED) > taken))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -85,14 +81,14 @@ def best_kernel(
     """Find the listed clusters' best places in the lists of the query heads that need them."""
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
-    union_ptr = unions_ptr + of_kv_head * _UNIONS
+    union_ptr = unions_ptr + of_kv_head * UNIONS
     if tl.load(shares_ptr + row) == 0:
         return
     if _needs_order(union_ptr, tl.load(ordered_ptr + row)) == 0:
         return
     listed_ptr += of_kv_head * clusters
     entries_ptr += row * entries_stride
-    listed = tl.load(union_ptr + _UNION_CLUSTERS)
+    listed = tl.load(union_ptr + UNION_CLUSTERS)
     for begin in range(part * compared, listed, tl.num_programs(0) * compared):
         place = begin + tl.arange(0, compared)
         number = tl.load(listed_ptr + place, mask=place < listed, other=0)
@@ -100,8 +96,8 @@ def best_kernel(
         for head in range(group):
             of_head = of_kv_head * group + head
             key = ordered(tl.load(scores_ptr + of_head * clusters + number, mask=place < listed, other=0.0))
-            cut_key = tl.load(cuts_ptr + of_head * _CUTS + _KEY)
-            is_needed = through(key, number, cut_key, tl.load(cuts_ptr + of_head * _CUTS + _LAST))
+            cut_key = tl.load(cuts_ptr + of_head * CUTS + CUT_KEY)
+            is_needed = through(key, number, cut_key, tl.load(cuts_ptr + of_head * CUTS + CUT_LAST))
             start = tl.zeros((compared,), tl.int32)
             for other_begin in range(0, listed, compared):
                 other_place = other_begin + tl.arange(0, compared)
@@ -131,14 +127,14 @@ def place_kernel(
     """Put the listed clusters in order: by best place, then by number; and find what the cap cuts first."""
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
-    union_ptr = unions_ptr + of_kv_head * _UNIONS
+    union_ptr = unions_ptr + of_kv_head * UNIONS
     if tl.load(shares_ptr + row) == 0:
         return
     if _needs_order(union_ptr, tl.load(ordered_ptr + row)) == 0:
         return
     needed_ptr += of_kv_head * clusters
     best_ptr += of_kv_head * clusters
-    listed, taken = tl.load(union_ptr + _UNION_CLUSTERS), tl.load(union_ptr + _UNION_TAKEN)
+    listed, taken = tl.load(union_ptr + UNION_CLUSTERS), tl.load(union_ptr + UNION_TAKEN)
     for begin in range(part * compared, listed, tl.num_programs(0) * compared):
         place = begin + tl.arange(0, compared)
         is_listed = place < listed
@@ -156,7 +152,7 @@ def place_kernel(
         tl.store(places_ptr + of_kv_head * clusters + place, before, mask=is_listed)
         needed = tl.load(needed_ptr + place, mask=is_listed, other=0)
         is_cut = is_listed & (before <= taken) & (before + needed > taken)
-        tl.store(union_ptr + _UNION_LOST + place * 0, best + taken - before, mask=is_cut)
+        tl.store(union_ptr + UNION_LOST + place * 0, best + taken - before, mask=is_cut)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -202,10 +198,10 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
     kv_head = head // group
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
     length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    union_ptr = unions_ptr + (row.to(tl.int64) * kv_heads + kv_head) * _UNIONS
+    union_ptr = unions_ptr + (row.to(tl.int64) * kv_heads + kv_head) * UNIONS
     if is_idle(share, length, clustered, cap) | (cap == 0):
         return
-    taken, wanted = tl.load(union_ptr + _UNION_TAKEN), tl.load(union_ptr + _UNION_WANTED)
+    taken, wanted = tl.load(union_ptr + UNION_TAKEN), tl.load(union_ptr + UNION_WANTED)
     kept = kept_tokens(length, clustered, cap)
     if (taken < 0) | (kept + taken == length - clustered + wanted):
         return
@@ -213,11 +209,11 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
     keys_ptr += kv_head * head_stride
     table_ptr += row * table_stride
     entries_ptr += row * entries_stride
-    fits_ptr += of_head * _FITS
-    reference = tl.load(fits_ptr + _REFERENCE).to(tl.float32)
+    fits_ptr += of_head * FITS
+    reference = tl.load(fits_ptr + FIT_REFERENCE).to(tl.float32)
     query = row.to(tl.int64) * query_stride + head * head_dim
 
-    held = tl.load(fits_ptr + _OUTSIDE)
+    held = tl.load(fits_ptr + FIT_OUTSIDE)
     if kept < length - clustered:
         dims = tl.arange(0, dim_block)
         of_query = tl.load(queries_ptr + query + dims, mask=dims < head_dim, other=0.0).to(tl.float32)
@@ -229,19 +225,19 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
             scores = tl.sum(keys * of_query[None, :], axis=1) * scale_log2
             weights = tl.exp2(tl.where(newest < kept, scores - reference, NOTHING))
             held += tl.sum(weights.to(tl.float64), axis=0)
-    tokens = tl.load(cuts_ptr + of_head * _CUTS + _TOKENS)
+    tokens = tl.load(cuts_ptr + of_head * CUTS + CUT_TOKENS)
     if wanted > taken:
         # No list is cut before the best place of the first token that is lost.
-        tokens = tl.minimum(tokens, tl.where(taken > 0, tl.load(union_ptr + _UNION_LOST), 0))
+        tokens = tl.minimum(tokens, tl.where(taken > 0, tl.load(union_ptr + UNION_LOST), 0))
     if tokens > 0:
-        known = tl.load(ranks_ptr + of_head * _RANKS + _KNOWN)
-        first = tl.load(fits_ptr + _FIRST)
-        a, b = tl.load(fits_ptr + _A), tl.load(fits_ptr + _B)
+        known = tl.load(ranks_ptr + of_head * RANKS + RANK_KNOWN)
+        first = tl.load(fits_ptr + FIT_FIRST)
+        a, b = tl.load(fits_ptr + FIT_A), tl.load(fits_ptr + FIT_B)
         if tokens >= known:
-            end = tl.load(fits_ptr + _END).to(tl.int32)
+            end = tl.load(fits_ptr + FIT_END).to(tl.int32)
             held += first + curve_mass(a, b, known, tl.minimum(tokens, end).to(tl.float64))
         else:
-            known_clusters = tl.load(ranks_ptr + of_head * _RANKS + _KNOWN_CLUSTERS)
+            known_clusters = tl.load(ranks_ptr + of_head * RANKS + RANK_KNOWN_CLUSTERS)
             place = tl.arange(0, known_block)
             is_known = place < known_clusters
             numbers = tl.load(known_ptr + of_head * known_block + place, mask=is_known, other=0)
@@ -263,4 +259,4 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
                     of_span, span, page_size,
                 )  # fmt: skip
                 held += tl.sum(weights, axis=0)
-    tl.store(head_shares_ptr + of_head, held / tl.load(fits_ptr + _TOTAL))
+    tl.store(head_shares_ptr + of_head, held / tl.load(fits_ptr + FIT_TOTAL))

@@ -5,21 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from winnow_kernels.gpu.tactic_state import Rank, addresses_of, count_read, is_idle, through, tied
+from winnow_kernels.gpu.tactic_state import (
+    RANK_FAR_BEFORE,
+    RANK_FAR_TOKENS,
+    RANK_KNOWN,
+    RANK_KNOWN_CLUSTERS,
+    RANK_KNOWN_KEY,
+    RANK_KNOWN_LAST,
+    RANK_KNOWN_START,
+    RANK_NEAR_BEFORE,
+    RANK_NEAR_TOKENS,
+    RANKS,
+    addresses_of,
+    count_read,
+    is_idle,
+    through,
+    tied,
+)
 from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, counted, counted_threshold, ordered, weight_of
 from winnow_kernels.kmeans import CLUSTER_SIZE
 from winnow_kernels.tactic import EXACT_SHARE, LISTED_SHARE, WINDOW_CENTRES, WINDOW_CLUSTERS
 
-_RANKS = tl.constexpr(len(Rank))
-_KNOWN = tl.constexpr(int(Rank.KNOWN))
-_KNOWN_CLUSTERS = tl.constexpr(int(Rank.KNOWN_CLUSTERS))
-_KNOWN_KEY = tl.constexpr(int(Rank.KNOWN_KEY))
-_KNOWN_LAST = tl.constexpr(int(Rank.KNOWN_LAST))
-_KNOWN_START = tl.constexpr(int(Rank.KNOWN_START))
-_NEAR_BEFORE = tl.constexpr(int(Rank.NEAR_BEFORE))
-_NEAR_TOKENS = tl.constexpr(int(Rank.NEAR_TOKENS))
-_FAR_BEFORE = tl.constexpr(int(Rank.FAR_BEFORE))
-_FAR_TOKENS = tl.constexpr(int(Rank.FAR_TOKENS))
 _EXACT_SHARE = tl.constexpr(EXACT_SHARE)
 _LISTED_SHARE = tl.constexpr(LISTED_SHARE)
 _NEAR, _FAR = (tl.constexpr(centre) for centre in WINDOW_CENTRES)
@@ -72,7 +78,7 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     packed = tl.load(sizes_ptr + addresses, mask=present, other=0).to(tl.int32)
     packed = tl.where(present, counted(packed), 0)
     # Nothing but keys and packed sizes stays in registers.
-    ranks_ptr += of_head * _RANKS
+    ranks_ptr += of_head * RANKS
 
     # Exact weights: of a share of the tokens, if so many are in the clusters listed, else of all in these.
     listed = tl.maximum(tl.ceil(count.to(tl.float64) * _LISTED_SHARE).to(tl.int32), 1)
@@ -87,10 +93,10 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         last, _ = tied(keys, count_of(packed), numbers, key, ranked, listed)
         known = tl.sum(tl.where(through(keys, numbers, key, last), weight_of(packed), 0), axis=0)
         start = known - tl.sum(tl.where(numbers == last, weight_of(packed), 0), axis=0)
-    tl.store(ranks_ptr + _KNOWN, known)
-    tl.store(ranks_ptr + _KNOWN_KEY, key)
-    tl.store(ranks_ptr + _KNOWN_LAST, last)
-    tl.store(ranks_ptr + _KNOWN_START, start)
+    tl.store(ranks_ptr + RANK_KNOWN, known)
+    tl.store(ranks_ptr + RANK_KNOWN_KEY, key)
+    tl.store(ranks_ptr + RANK_KNOWN_LAST, last)
+    tl.store(ranks_ptr + RANK_KNOWN_START, start)
 
     # Half a window is a whole number of clusters, so that it may be taken away after rounding.
     near = tl.maximum(tl.ceil(count.to(tl.float64) * _NEAR).to(tl.int32) - _WINDOW // 2, 0)
@@ -100,10 +106,10 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     edge_keys, edge_lasts = _edges(keys, packed, numbers, ends)
     before_near, in_near = _window(keys, packed, numbers, edge_keys, edge_lasts, edges, 0)
     before_far, in_far = _window(keys, packed, numbers, edge_keys, edge_lasts, edges, 2)
-    tl.store(ranks_ptr + _NEAR_BEFORE, before_near)
-    tl.store(ranks_ptr + _NEAR_TOKENS, tl.sum(tl.where(in_near, weight_of(packed), 0), axis=0))
-    tl.store(ranks_ptr + _FAR_BEFORE, before_far)
-    tl.store(ranks_ptr + _FAR_TOKENS, tl.sum(tl.where(in_far, weight_of(packed), 0), axis=0))
+    tl.store(ranks_ptr + RANK_NEAR_BEFORE, before_near)
+    tl.store(ranks_ptr + RANK_NEAR_TOKENS, tl.sum(tl.where(in_near, weight_of(packed), 0), axis=0))
+    tl.store(ranks_ptr + RANK_FAR_BEFORE, before_far)
+    tl.store(ranks_ptr + RANK_FAR_TOKENS, tl.sum(tl.where(in_far, weight_of(packed), 0), axis=0))
     sampled = tl.minimum(weight_of(packed), _SAMPLED)
     sampled = tl.sum(tl.where(in_near, sampled, 0) + tl.where(in_far, sampled, 0), axis=0)
     count_read(counts_ptr, row, (known + sampled) * member_bytes)
@@ -115,7 +121,7 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     tl.store(windows_ptr + running % _COUNT_FAR - 1, numbers, mask=in_near)
     tl.store(windows_ptr + _WINDOW + running // _COUNT_FAR % _COUNT_FAR - 1, numbers, mask=in_far)
     tl.store(known_ptr + of_head * known_clusters + running // _COUNT_KNOWN - 1, numbers, mask=is_known)
-    tl.store(ranks_ptr + _KNOWN_CLUSTERS, tl.sum(is_known.to(tl.int32), axis=0))
+    tl.store(ranks_ptr + RANK_KNOWN_CLUSTERS, tl.sum(is_known.to(tl.int32), axis=0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,7 +10,11 @@ import triton.language as tl
 from winnow_kernels.gpu.tactic_state import (
     GROUP_BLOCK,
     NOTHING,
-    Rank,
+    RANK_KNOWN,
+    RANK_KNOWN_KEY,
+    RANK_KNOWN_LAST,
+    RANK_KNOWN_START,
+    RANKS,
     addresses_of,
     group_queries,
     is_idle,
@@ -25,11 +29,6 @@ from winnow_kernels.tactic import WINDOW_CLUSTERS
 SPLITS: Final = 16
 """Programs among which the clusters of a row and KV head are dealt out, by eights in turn."""
 
-_RANKS = tl.constexpr(len(Rank))
-_KNOWN = tl.constexpr(int(Rank.KNOWN))
-_KNOWN_KEY = tl.constexpr(int(Rank.KNOWN_KEY))
-_KNOWN_LAST = tl.constexpr(int(Rank.KNOWN_LAST))
-_KNOWN_START = tl.constexpr(int(Rank.KNOWN_START))
 _SAMPLED = tl.constexpr(CLUSTER_SIZE)
 _WINDOWS = tl.constexpr(2 * WINDOW_CLUSTERS)
 _TOGETHER = tl.constexpr(8)
@@ -124,11 +123,11 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
     # One bit for each query head.
     wanted_by = tl.zeros((block,), tl.int32)
     for head in tl.static_range(group):
-        head_ranks_ptr = ranks_ptr + (of_group + head) * _RANKS
+        head_ranks_ptr = ranks_ptr + (of_group + head) * RANKS
         scores_of_head = scores_ptr + (of_group + head) * clusters
         order_keys = ordered(tl.load(scores_of_head + numbers, mask=present, other=0.0))
         is_known = through(
-            order_keys, numbers, tl.load(head_ranks_ptr + _KNOWN_KEY), tl.load(head_ranks_ptr + _KNOWN_LAST)
+            order_keys, numbers, tl.load(head_ranks_ptr + RANK_KNOWN_KEY), tl.load(head_ranks_ptr + RANK_KNOWN_LAST)
         )
         wanted_by |= tl.where(is_known & present, 1 << head, 0)
     is_wanted = wanted_by != 0
@@ -142,9 +141,9 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
 
     of_heads = of_group + heads
     is_head = heads < group
-    last = tl.load(ranks_ptr + of_heads * _RANKS + _KNOWN_LAST, mask=is_head, other=-1)
-    of_last = tl.load(ranks_ptr + of_heads * _RANKS + _KNOWN, mask=is_head, other=0) - tl.load(
-        ranks_ptr + of_heads * _RANKS + _KNOWN_START, mask=is_head, other=0
+    last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_LAST, mask=is_head, other=-1)
+    of_last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN, mask=is_head, other=0) - tl.load(
+        ranks_ptr + of_heads * RANKS + RANK_KNOWN_START, mask=is_head, other=0
     )
     for begin in range(0, found, _TOGETHER):
         place = begin + sampled // _SAMPLED

@@ -8,16 +8,22 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.early_termination import TILE
-from winnow_kernels.gpu.tactic_state import GROUP_BLOCK, Union, addresses_of, kept_tokens, member_slots, slots_at
+from winnow_kernels.gpu.tactic_state import (
+    GROUP_BLOCK,
+    UNION_CLUSTERS,
+    UNION_TAKEN,
+    UNIONS,
+    addresses_of,
+    kept_tokens,
+    member_slots,
+    slots_at,
+)
 from winnow_kernels.kmeans import CLUSTER_SIZE
 
 SPLITS: Final = 16
 """Programs among which the listed clusters, and the tokens in no cluster, of a row and KV head are dealt out."""
 
 _TILE = tl.constexpr(TILE)
-_UNIONS = tl.constexpr(len(Union))
-_UNION_CLUSTERS = tl.constexpr(int(Union.CLUSTERS))
-_UNION_TAKEN = tl.constexpr(int(Union.TAKEN))
 _MEMBERS = tl.constexpr(CLUSTER_SIZE)
 _TOGETHER = tl.constexpr(32)
 _TOKENS = tl.constexpr(256)
@@ -56,7 +62,7 @@ def slot_kernel(
     if tl.load(shares_ptr + row) == 0:
         return
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
-    taken = tl.load(unions_ptr + of_kv_head * _UNIONS + _UNION_TAKEN)
+    taken = tl.load(unions_ptr + of_kv_head * UNIONS + UNION_TAKEN)
     if part == 0:
         heads = tl.arange(0, GROUP_BLOCK)
         of_heads = of_kv_head * group + heads
@@ -75,7 +81,7 @@ def slot_kernel(
         slots = slots_at(table_ptr, length - 1 - newest, newest < kept, page_size)
         tl.store(slots_ptr + tl.where(newest < front, newest, newest + taken), slots, mask=newest < kept)
 
-    listed = tl.load(unions_ptr + of_kv_head * _UNIONS + _UNION_CLUSTERS)
+    listed = tl.load(unions_ptr + of_kv_head * UNIONS + UNION_CLUSTERS)
     lanes = tl.arange(0, _TOGETHER * _MEMBERS)
     for begin in range(part * _TOGETHER, tl.where(taken > 0, listed, 0), tl.num_programs(0) * _TOGETHER):
         place = of_kv_head * clusters + begin + lanes // _MEMBERS

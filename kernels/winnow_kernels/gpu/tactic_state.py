@@ -85,6 +85,37 @@ class Union(IntEnum):
     LOST = 3
 
 
+# The numbers above, as kernels can use them.
+RANKS = tl.constexpr(len(Rank))
+RANK_KNOWN = tl.constexpr(int(Rank.KNOWN))
+RANK_KNOWN_CLUSTERS = tl.constexpr(int(Rank.KNOWN_CLUSTERS))
+RANK_KNOWN_KEY = tl.constexpr(int(Rank.KNOWN_KEY))
+RANK_KNOWN_LAST = tl.constexpr(int(Rank.KNOWN_LAST))
+RANK_KNOWN_START = tl.constexpr(int(Rank.KNOWN_START))
+RANK_NEAR_BEFORE = tl.constexpr(int(Rank.NEAR_BEFORE))
+RANK_NEAR_TOKENS = tl.constexpr(int(Rank.NEAR_TOKENS))
+RANK_FAR_BEFORE = tl.constexpr(int(Rank.FAR_BEFORE))
+RANK_FAR_TOKENS = tl.constexpr(int(Rank.FAR_TOKENS))
+CUTS = tl.constexpr(len(Cut))
+CUT_KEY = tl.constexpr(int(Cut.KEY))
+CUT_LAST = tl.constexpr(int(Cut.LAST))
+CUT_TAKEN = tl.constexpr(int(Cut.TAKEN))
+CUT_TOKENS = tl.constexpr(int(Cut.TOKENS))
+FITS = tl.constexpr(len(Fit))
+FIT_REFERENCE = tl.constexpr(int(Fit.REFERENCE))
+FIT_OUTSIDE = tl.constexpr(int(Fit.OUTSIDE))
+FIT_FIRST = tl.constexpr(int(Fit.FIRST))
+FIT_TOTAL = tl.constexpr(int(Fit.TOTAL))
+FIT_A = tl.constexpr(int(Fit.A))
+FIT_B = tl.constexpr(int(Fit.B))
+FIT_END = tl.constexpr(int(Fit.END))
+UNIONS = tl.constexpr(len(Union))
+UNION_CLUSTERS = tl.constexpr(int(Union.CLUSTERS))
+UNION_TAKEN = tl.constexpr(int(Union.TAKEN))
+UNION_WANTED = tl.constexpr(int(Union.WANTED))
+UNION_LOST = tl.constexpr(int(Union.LOST))
+
+
 @dataclass(frozen=True, eq=False)
 class TacticWorkspace:
     """What is handed on from launch to launch, for one layer at a time.
