@@ -28,7 +28,7 @@ ENVIRONMENT: Final = "WINNOW_CROSSOVER_TOKENS"
 def crossover_tokens(policy: str) -> int:
     """Return the longest context, in tokens, at which a step of the decode policy called ``policy`` runs dense.
 
-    On CUDA the torch path is there for evaluation, and policies act at every length.
+    On CUDA nothing has been measured yet, and policies act at every length.
 
     Raises:
         ValueError: the environment sets another length, and it is not a whole number from 0 on.

@@ -23,6 +23,7 @@ from sglang_winnow.policy import (
     check_against_model,
     parse_policy,
 )
+from sglang_winnow.served_policies import ENVIRONMENT, served_policies
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -43,6 +44,7 @@ class ServedModel:
         page_size: of the KV cache.
         chunk: most tokens of a prompt in one forward pass; None for no limit.
         has_policies: whether the server computes attention with Winnow; if not, every request is dense.
+        decode_policies: those that it serves then.
     """
 
     layers: int
@@ -51,6 +53,7 @@ class ServedModel:
     page_size: int = 16
     chunk: int | None = None
     has_policies: bool = True
+    decode_policies: tuple[str, ...] = DECODE_POLICIES
 
     def policy_of(self, custom_params: Mapping[str, Any] | None) -> AttentionPolicy:
         """Return the policy that a request's ``custom_params`` ask for, as this model runs it; dense if they ask none.
@@ -66,6 +69,11 @@ class ServedModel:
         policy = parse_policy(text)
         if not (policy.is_dense or self.has_policies):
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
+        if policy.decode.policy not in self.decode_policies:
+            raise PolicyError(
+                f"{PARAMETER}.decode.policy",
+                f"must be one of {', '.join(self.decode_policies)}: the server was started with {ENVIRONMENT}",
+            )
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
         return policy
@@ -85,7 +93,7 @@ class ServedModel:
             "layers": self.layers,
             "context_length": self.context_length,
             "delta_layers": None if self.delta_layers is None else list(self.delta_layers),
-            "policies": list(DECODE_POLICIES) if self.has_policies else ["dense"],
+            "policies": list(self.decode_policies) if self.has_policies else ["dense"],
         }
 
 
@@ -104,6 +112,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         page_size=arguments.page_size,
         chunk=chunk if chunk is not None and chunk > 0 else None,
         has_policies=set(arguments.get_attention_backends()) == {NAME},
+        decode_policies=served_policies(),
     )
 
 

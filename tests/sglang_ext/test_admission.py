@@ -192,6 +192,17 @@ def test_without_the_attention_backend_every_policy_must_be_dense(policy: str) -
     check_request(GenerateReqInput(**body), dense_only)
 
 
+def test_a_policy_that_the_server_does_not_serve_is_refused() -> None:
+    some = replace(LIMITS, model=replace(MODEL, decode_policies=("dense", "tactic")))
+    body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {}}}
+    for policy in ("dense", "tactic"):
+        body["sampling_params"]["custom_params"]["attention"] = f'{{"decode": {{"policy": "{policy}"}}}}'
+        check_request(GenerateReqInput(**body), some)
+    body["sampling_params"]["custom_params"]["attention"] = '{"decode": {"policy": "quest"}}'
+    with pytest.raises(ValueError, match=r"^attention\.decode\.policy: must be one of dense, tactic: .*_POLICIES"):
+        check_request(GenerateReqInput(**body), some)
+
+
 @pytest.mark.parametrize("extra_key", ["winnow-", QUOKA.prefill_namespace()])
 def test_no_client_names_the_namespace_of_a_prefill_policy(extra_key: str) -> None:
     with pytest.raises(ValueError, match="extra_key: must not begin with winnow-"):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_winnow.device.construction import ENVIRONMENT, enabled_families
+from sglang_winnow.device.construction import enabled_families
 from sglang_winnow.device.decode import Variant
 from sglang_winnow.device.memory import fixed_bytes, index_bytes_of_slot
 from sglang_winnow.device.step import StepBuffers
@@ -17,6 +17,7 @@ from sglang_winnow.device.stored_positions import OutOfPositionsError, StoredPos
 from sglang_winnow.device.variants import ANY, DENSE, variant_for, variants_of
 from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.request_state import RequestState
+from sglang_winnow.served_policies import ENVIRONMENT
 from winnow_kernels.gpu.row_parameters import Family
 from winnow_kernels.indexes.pool_shape import PoolShape
 
@@ -33,9 +34,10 @@ def test_all_families_are_served_unless_the_environment_names_some(monkeypatch: 
     assert enabled_families() == frozenset()
 
 
-def test_an_unknown_policy_is_refused_by_name() -> None:
+def test_an_unknown_policy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "quest,tactics")
     with pytest.raises(ValueError, match=r"WINNOW_POLICIES: no decode policy is called 'tactics'; there are dense, "):
-        enabled_families("quest,tactics")
+        enabled_families()
 
 
 @given(

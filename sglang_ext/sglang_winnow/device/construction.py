@@ -24,6 +24,7 @@ from sglang_winnow.device.selectors import (
 )
 from sglang_winnow.device.step import Step, StepBuffers
 from sglang_winnow.indexes import Indexes
+from sglang_winnow.served_policies import served_policies
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu.attend import AttendBuffers
@@ -34,26 +35,12 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-ENVIRONMENT: Final = "WINNOW_POLICIES"
 DENSE_ENVIRONMENT: Final = "WINNOW_DENSE_BACKEND"
 
 
-def enabled_families(names: str | None = None) -> frozenset[Family]:
-    """Return the families of the decode policies that the server serves: those that ``WINNOW_POLICIES`` names, or all.
-
-    Args:
-        names: of policies, with commas between; by default the environment's.
-
-    Raises:
-        ValueError: one of them is no decode policy.
-    """
-    names = os.environ.get(ENVIRONMENT) if names is None else names
-    if names is None:
-        return frozenset(Family) - {Family.DENSE}
-    given = [name.strip() for name in names.split(",") if name.strip()]
-    if unknown := [name for name in given if name not in FAMILIES]:
-        raise ValueError(f"{ENVIRONMENT}: no decode policy is called {unknown[0]!r}; there are {', '.join(FAMILIES)}")
-    return frozenset(FAMILIES[name] for name in given) - {Family.DENSE}
+def enabled_families() -> frozenset[Family]:
+    """Return the families of the decode policies that the server serves (``served_policies``), besides dense."""
+    return frozenset(FAMILIES[name] for name in served_policies()) - {Family.DENSE}
 
 
 def dense_backend(runner: ModelRunner) -> str:

@@ -1,0 +1,27 @@
+"""Which decode policies a server serves: on CUDA each takes memory, and time at start."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from sglang_winnow.policy import DECODE_POLICIES
+
+ENVIRONMENT: Final = "WINNOW_POLICIES"
+
+
+def served_policies() -> tuple[str, ...]:
+    """Return the policies that the environment names, with commas between, or all; ``dense`` always.
+
+    Raises:
+        ValueError: one of them is no decode policy.
+    """
+    names = os.environ.get(ENVIRONMENT)
+    if names is None:
+        return DECODE_POLICIES
+    given = {name.strip() for name in names.split(",") if name.strip()}
+    if unknown := sorted(given.difference(DECODE_POLICIES)):
+        raise ValueError(
+            f"{ENVIRONMENT}: no decode policy is called {unknown[0]!r}; there are {', '.join(DECODE_POLICIES)}"
+        )
+    return tuple(name for name in DECODE_POLICIES if name in given | {"dense"})
