@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.forward_pass import context_of, write_keys_and_values
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestTable
 from sglang_winnow.statistics import Statistics
-from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cache import LayerCache
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -56,7 +56,7 @@ class WinnowAttentionBackend(AttentionBackend):
             self._plan = None
             return
         self.indexes.generations.written(forward_batch.out_cache_loc)
-        context = self._context(forward_batch)
+        context = context_of(forward_batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
         states = [self.requests[slot] for slot in forward_batch.req_pool_indices.tolist()]
         if mode.is_decode():
             self._plan = DecodePlan(
@@ -117,8 +117,8 @@ class WinnowAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
     ) -> Tensor:
-        if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        if save_kv_cache:
+            write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         cache = self._cache(layer.layer_id)
         window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
@@ -129,9 +129,3 @@ class WinnowAttentionBackend(AttentionBackend):
 
     def _cache(self, layer: int) -> LayerCache:
         return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer))
-
-    def _context(self, forward_batch: ForwardBatch) -> Context:
-        lengths = forward_batch.seq_lens.long()
-        table = self.req_to_token_pool.req_to_token
-        slots = table[forward_batch.req_pool_indices, : int(forward_batch.seq_lens_cpu.max())].long()
-        return Context.of(slots, lengths, self.indexes.caches[0].slots)

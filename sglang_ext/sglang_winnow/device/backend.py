@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from sglang_winnow.device.construction import build_decode, dense_backend, enabled_families, profiled_layers
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
+from sglang_winnow.forward_pass import context_of, write_keys_and_values
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.statistics import Statistics
-from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cache import LayerCache
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -132,8 +132,8 @@ class WinnowDeviceBackend(AttentionBackend):
         if self._is_dense:
             output = self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
         else:
-            if save_kv_cache and k is not None:
-                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            if save_kv_cache:
+                write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
             queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             output = torch.empty_like(queries)
             self._decode.attend(layer.layer_id, queries, output)
@@ -160,8 +160,8 @@ class WinnowDeviceBackend(AttentionBackend):
             if plan is not None:
                 plan.note(layer.layer_id, queries)
         else:
-            if save_kv_cache and k is not None:
-                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            if save_kv_cache:
+                write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
             cache = self._caches[layer.layer_id]
             output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window=None).flatten(1)
         if plan is not None and layer.layer_id == self._last_layer:
@@ -184,12 +184,9 @@ class WinnowDeviceBackend(AttentionBackend):
         )
 
     def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:
-        table = self.req_to_token_pool.req_to_token
-        longest = int(forward_batch.seq_lens_cpu.max())
-        lengths = forward_batch.seq_lens.long()
-        slots = table[forward_batch.req_pool_indices, :longest].long()
+        table, pool_slots = self.req_to_token_pool.req_to_token, self._caches[0].slots
         return PrefillPlan(
-            Context.of(slots, lengths, self._caches[0].slots),
+            context_of(forward_batch, table, pool_slots),
             forward_batch.req_pool_indices,
             self._states,
             forward_batch.extend_prefix_lens_cpu,

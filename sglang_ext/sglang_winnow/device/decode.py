@@ -91,12 +91,11 @@ class DeviceDecode:
 
     def needed(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> Variant:
         """Return what a batch needs: the policies that act at the rows' lengths."""
-        page_size = self._step.batch.page_size
         families: set[Family] = set()
         layers: set[int] = set()
         ordered = False
         for state, length in zip(states, lengths, strict=True):
-            if state is None or length <= dense_until(state, page_size):
+            if state is None or not self._acts(state, length):
                 continue
             policy = state.policy
             capped = isinstance(policy.decode, Tactic) and policy.decode.max_tokens is not None
@@ -130,7 +129,7 @@ class DeviceDecode:
         step.request_slots.copy_(request_slots)
         for state, slot, length in zip(states, slots, lengths, strict=True):
             self._own(state, slot)
-            if state is not None and not variant.is_dense and length > dense_until(state, step.batch.page_size):
+            if state is not None and not variant.is_dense and self._acts(state, length):
                 self._enter(state, slot, length)
         if variant.is_dense:
             step.batch.lengths.copy_(lengths_on_device)
@@ -175,6 +174,9 @@ class DeviceDecode:
         count_step(step, self._parameters, self._statistics, self._caches[0] if self.variant.is_dense else None)
         for family in sorted(self.variant.families):
             self._selectors[family].finish(step, self._statistics)
+
+    def _acts(self, state: RequestState, length: int) -> bool:
+        return length > dense_until(state, self._step.batch.page_size)
 
     def _own(self, state: RequestState | None, slot: int) -> None:
         """Write the parameters of the request in ``slot``, unless they are there."""

@@ -1,0 +1,36 @@
+"""What both attention backends do with a forward pass of SGLang's: find its tokens, and write its keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from winnow_kernels.cache import Context
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def context_of(forward_batch: ForwardBatch, table: Tensor, pool_slots: int) -> Context:
+    """Return where the batch's tokens lie.
+
+    Args:
+        forward_batch: of SGLang.
+        table: int32 [request slots, positions]; the KV slot of each token of a request.
+        pool_slots: slots in the pool.
+    """
+    longest = int(forward_batch.seq_lens_cpu.max())
+    slots = table[forward_batch.req_pool_indices, :longest].long()
+    return Context.of(slots, forward_batch.seq_lens.long(), pool_slots)
+
+
+def write_keys_and_values(
+    pool: KVCache, layer: RadixAttention, forward_batch: ForwardBatch, keys: Tensor | None, values: Tensor | None
+) -> None:
+    """Write a layer's new keys and values to the cache; SGLang passes none where it has written them itself."""
+    if keys is not None:
+        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), keys, values)
