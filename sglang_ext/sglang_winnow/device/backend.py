@@ -46,6 +46,7 @@ class WinnowDeviceBackend(AttentionBackend):
         self._dense: AttentionBackend = ATTENTION_BACKENDS[dense_backend(runner)](runner)
         layers = attention_layers(runner)
         self._last_layer = layers[-1].layer_id
+        self._query_heads = layers[0].tp_q_head_num
         self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in layers]
         self.indexes = Indexes(self._caches, runner.page_size, self.device)
         table = self.req_to_token_pool.req_to_token
@@ -74,6 +75,10 @@ class WinnowDeviceBackend(AttentionBackend):
             self._lengths = batch.seq_lens_cpu.tolist()
             needed = self._decode.needed(self._states, self._lengths)
             self.label = variant_for(needed, self.variants)
+
+    def compile(self, rows: int) -> None:
+        """Compile the kernels of decode steps of ``rows`` rows, before graphs are captured of them."""
+        self._decode.compile(self.variants.values(), rows, self._query_heads)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass that no CUDA graph serves."""

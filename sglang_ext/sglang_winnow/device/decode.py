@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sglang_winnow.device.accounting import count_step
+from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.parameters import FAMILIES, parameters_of
 from sglang_winnow.device.selectors import DeltaSelector, Selector
 from sglang_winnow.device.step import StepBuffers
@@ -174,6 +175,20 @@ class DeviceDecode:
         count_step(step, self._parameters, self._statistics, self._caches[0] if self.variant.is_dense else None)
         for family in sorted(self.variant.families):
             self._selectors[family].finish(step, self._statistics)
+
+    def compile(self, variants: Collection[Variant], rows: int, query_heads: int) -> None:
+        """Compile what steps of ``rows`` rows launch, of which no one is under way."""
+        step = self._buffers[rows]
+        cache = self._caches[0]
+        queries = torch.empty(rows, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=cache.keys.device)
+        with compiling_ahead():
+            for variant in variants:
+                self.prepare(variant, (), (), (), step.request_slots, step.batch.lengths)
+                self.begin()
+                # Layers differ only in whether they can be Δ-layers.
+                for layer in {0, *sorted(variant.delta_layers)[:1]} if not variant.is_dense else ():
+                    self.attend(layer, queries, torch.empty_like(queries))
+                self.finish()
 
     def _acts(self, state: RequestState, length: int) -> bool:
         return length > dense_until(state, self._step.batch.page_size)

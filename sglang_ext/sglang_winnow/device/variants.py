@@ -56,6 +56,7 @@ def _capture_all(
         capture(runner, size, forward, *arguments, **named)
         return
     stream_index, *_ = arguments or [named.get("stream_idx")]
+    backend.compile(size)
     for label in labels:
         backend.capturing = label
         capture(runner, size, forward, stream_index, label)
