@@ -7,11 +7,14 @@ exact.
 
 What the paper leaves open:
 
+- Rank: by the first 18 bits of query · centroid as a float32, that is in steps of at most 1/512 of it, then by number.
+  Centroids, in bf16, are rounded four times as coarsely. Where no two clusters tie there is only one order, and score
+  and number together fit 32 bits: a search for a place in the list compares single integers and ends at one cluster.
 - Exact weights: the first 2 % of the clustered tokens (the paper says 1 to 2 %).
 - Windows: four clusters, 64 tokens on average, around the clusters of rank 10 % and 60 %; a window's place in the list
   of tokens is counted exactly. Both windows together with the exact weights are about 2.5 % of a context of 25,000
   tokens, the paper's figure, and no list need be sorted further than its first quarter to find them. Of a cluster of
-  more than 16 members the first 16 are sampled, and stand for all.
+  more than 16 members the first 16 are sampled, and stand for all. For a window of empty clusters the other one stands.
 - A fit that does not fall is flat.
 - p = 1 takes everything, whatever the curve says.
 - A KV head that would read more than three quarters of the context (after the cap) attends to all of it, as ``dense``
@@ -45,10 +48,14 @@ from winnow_kernels.selection import Selection
 EXACT_SHARE = 0.02
 WINDOW_CLUSTERS = 4
 WINDOW_CENTRES = (0.1, 0.6)
+IGNORED_BITS = 14
+"""Trailing bits of a float32 score that are 0 in the order of clusters."""
 LISTED_SHARE = 0.25
 """Share of the clusters that are ranked at first; all of them where a query head needs more."""
 WHOLE_SHARE = 0.75
 """A KV head that would attend to more than this share of the context attends to all of it."""
+
+_LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class TacticParameters:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The first clusters of each query head's list, by descending query · centroid.
+    """The first clusters of each query head's list, the best first.
 
     Attributes:
         clusters: int64 [requests, KV heads, group, listed]; their numbers.
@@ -213,12 +220,12 @@ class TacticStep(DecodeStep):
         sizes = clusters.sizes.transpose(0, 1).long()
         if self._unused is not None:
             sizes = sizes.masked_fill(self._unused[:, None], 0)
-        cluster_scores = _cluster_scores(grouped, clusters)
-        ranking = self._rank(cluster_scores, sizes, self._listed)
-        mass = self._weigh(layer, grouped, cache, meter, cluster_scores, sizes, ranking, kept_scores)
+        cluster_keys = _cluster_keys(grouped, clusters)
+        ranking = self._rank(cluster_keys, sizes, self._listed)
+        mass = self._weigh(layer, grouped, cache, meter, cluster_keys, sizes, ranking, kept_scores)
         tokens = mass.tokens_for(self._share)
         if bool((tokens > ranking.ends[..., -1]).any()):
-            ranking = self._rank(cluster_scores, sizes, sizes.shape[-1])
+            ranking = self._rank(cluster_keys, sizes, sizes.shape[-1])
         return Estimate(ranking, mass, tokens)
 
     def _keep_unclustered(self) -> None:
@@ -258,10 +265,10 @@ class TacticStep(DecodeStep):
         self._unused = unused if ragged else None
         self._in_front = unused & (places < (counts + self._far_end - far_end)[:, None])
 
-    def _rank(self, cluster_scores: Tensor, sizes: Tensor, listed: int) -> Ranking:
+    def _rank(self, cluster_keys: Tensor, sizes: Tensor, listed: int) -> Ranking:
         if self._unused is not None:
-            cluster_scores = cluster_scores.masked_fill(self._unused[:, None, None], -torch.inf)
-        order = cluster_scores.topk(listed, dim=-1, sorted=True).indices
+            cluster_keys = cluster_keys.masked_fill(self._unused[:, None, None], _LOWEST)
+        order = cluster_keys.topk(listed, dim=-1, sorted=True).indices
         of_listed = _of_group(sizes, order)
         return Ranking(order, of_listed, of_listed.cumsum(-1))
 
@@ -271,7 +278,7 @@ class TacticStep(DecodeStep):
         grouped: Tensor,
         cache: LayerCache,
         meter: Meter,
-        cluster_scores: Tensor,
+        cluster_keys: Tensor,
         sizes: Tensor,
         ranking: Ranking,
         kept_scores: Tensor,
@@ -286,7 +293,7 @@ class TacticStep(DecodeStep):
         first_clusters, first_ranks = ranking.clusters.gather(-1, at), places - ranking.starts.gather(-1, at)
         first_valid = places < known[..., None]
 
-        window_clusters, window_starts = self._windows(cluster_scores, sizes, ranking)
+        window_clusters, window_starts = self._windows(cluster_keys, sizes, ranking)
         window_sizes = _of_group(sizes, window_clusters)
         ranks = torch.arange(CLUSTER_SIZE, device=known.device)
         window_valid = ranks < window_sizes[..., None]
@@ -303,6 +310,7 @@ class TacticStep(DecodeStep):
         of_window = (2, self._window)
         tokens = window_sizes.unflatten(-1, of_window).sum(-1)
         means = (in_windows * window_sizes).unflatten(-1, of_window).sum(-1) / tokens.clamp_min(1)
+        means = means.where(tokens > 0, means.flip(-1))
         # Places count from 1: a window of t tokens after s others is centred at s + (t + 1) / 2.
         centres = window_starts + (tokens + 1) / 2
         return RankedMass(
@@ -313,16 +321,16 @@ class TacticStep(DecodeStep):
             curve=Curve.through(centres[..., 0], means[..., 0], centres[..., 1], means[..., 1]),
         )
 
-    def _windows(self, cluster_scores: Tensor, sizes: Tensor, ranking: Ranking) -> tuple[Tensor, Tensor]:
+    def _windows(self, cluster_keys: Tensor, sizes: Tensor, ranking: Ranking) -> tuple[Tensor, Tensor]:
         """Return the clusters of both windows, [..., 2 × window], and the tokens before each window, [..., 2]."""
         shape = ranking.ends.shape[:3]
         near = self._near_start[:, None] + torch.arange(self._window, device=sizes.device)
         near = near[:, None, None].expand(*shape, -1)
         if self._unused is not None:
-            cluster_scores = cluster_scores.masked_fill(self._unused[:, None, None], -torch.inf)
-            cluster_scores = cluster_scores.masked_fill(self._in_front[:, None, None], torch.inf)
+            cluster_keys = cluster_keys.masked_fill(self._unused[:, None, None], _LOWEST)
+            cluster_keys = cluster_keys.masked_fill(self._in_front[:, None, None], _HIGHEST)
         # The far window's clusters are the last of as many as rank before its end; their order does not matter.
-        upper = cluster_scores.topk(self._far_end, dim=-1, sorted=False)
+        upper = cluster_keys.topk(self._far_end, dim=-1, sorted=False)
         last = upper.values.topk(self._window, dim=-1, largest=False, sorted=False).indices
         far = upper.indices.gather(-1, last)
         before_far = _of_group(sizes, upper.indices).sum(-1) - _of_group(sizes, far).sum(-1)
@@ -406,10 +414,18 @@ class TacticStep(DecodeStep):
         )
 
 
-def _cluster_scores(grouped: Tensor, clusters: Clusters) -> Tensor:
-    """Return query · centroid, float32 [requests, KV heads, group, clusters]."""
-    scores = grouped.transpose(0, 1) @ clusters.centroids.to(grouped.dtype).mT
-    return scores.transpose(0, 1)
+def _cluster_keys(grouped: Tensor, clusters: Clusters) -> Tensor:
+    """Return what orders the clusters, the largest first and no two alike, int64 [requests, KV heads, group, clusters].
+
+    It is the score in steps (``IGNORED_BITS``), and among equal ones the number, the first the largest.
+    """
+    scores = (grouped.transpose(0, 1) @ clusters.centroids.to(grouped.dtype).mT).transpose(0, 1).float()
+    steps = scores.view(torch.int32) >> IGNORED_BITS << IGNORED_BITS
+    # Adding zero makes -0 a 0; the bits of negative floats compare the other way round.
+    bits = (steps.view(torch.float32) + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)
+    count = scores.shape[-1]
+    return (ordered.long() + 1) * count - torch.arange(count, device=scores.device)
 
 
 def _share_of_first(scores: Tensor, counts: Tensor) -> Tensor:

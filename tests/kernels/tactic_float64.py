@@ -42,6 +42,12 @@ def smallest_count(weights: Array, outside: float, p: float) -> int:
     return int(np.argmax(outside + sums >= p * (outside + sums[-1])))
 
 
+def in_steps(score: float) -> float:
+    """The score with 18 bits of a float32: cut off, not rounded."""
+    fraction, exponent = math.frexp(float(np.float32(score)))
+    return math.ldexp(math.trunc(fraction * 2**10) / 2**10, exponent)
+
+
 def select(
     queries: Array,
     keys: Array,
@@ -60,7 +66,7 @@ def select(
     needed: dict[int, int] = {}
     per_head = []
     for query in queries:
-        order = sorted(range(len(clusters)), key=lambda c: -float(query @ clusters[c][0]))
+        order = sorted(range(len(clusters)), key=lambda c: (-in_steps(float(query @ clusters[c][0])), c))
         scores = keys @ query * scale
         reference = scores.max()
         weights = np.exp(scores - reference)
@@ -69,14 +75,16 @@ def select(
         quarter = order[: math.ceil(len(clusters) / 4)]
         known = min(math.ceil(total * 0.02), sum(len(clusters[c][1]) for c in quarter))
         window = min(4, len(clusters))
-        points = []
+        points: list[tuple[float, float | None]] = []
         for start in _window_starts(len(clusters), window):
             before = sum(len(clusters[c][1]) for c in order[:start])
             of_window = [clusters[c][1] for c in order[start : start + window]]
             tokens = sum(len(members) for members in of_window)
             mass = sum(len(m) * float(np.mean(weights[m[:16]])) for m in of_window if m)
-            points += [before + (tokens + 1) / 2, mass / max(1, tokens)]
-        curve = fit(*points)
+            points.append((before + (tokens + 1) / 2, mass / tokens if tokens else None))
+        (place1, weight1), (place2, weight2) = points
+        known_weights = [weight for weight in (weight1, weight2) if weight is not None] or [0.0]
+        curve = fit(place1, known_weights[0], place2, known_weights[-1])
         fitted = fitted_weights([float(weights[i]) for i in unwrapped[:known]], total, *curve)
         count = smallest_count(fitted, outside, p)
         per_head.append((count, fitted, outside, [float(weights[i]) for i in kept], unwrapped))

@@ -1,22 +1,25 @@
-"""Tactic's selection (``winnow_kernels.tactic``): from centroids to slots without sorting anything, in five launches.
+"""Tactic's selection (``winnow_kernels.tactic``): from centroids to slots without sorting anything, in six launches.
 
     1. score   query · centroid for the whole group at once, and the exact weights' sum of the tokens in no cluster
     2. rank    for each query head the clusters of its first 2 % of tokens and of its two windows, by threshold
     3. sample  the exact weights of their members; a cluster that several query heads look at is read once
-    4. fit     for each query head how many tokens it takes; the last of a group unites what the group takes
-    5. slots   the slots of the members that are taken
+    4. fit     for each query head how many tokens it takes
+    5. union   of which clusters some query head of a group takes something, slice by slice, and how much
+    6. slots   the slots of the members that are taken, after a look at the slices before
 
 What must be read: of each cluster a centroid, of each KV head once the sampled keys that some query head of its group
 needs, and the keys of the tokens in no cluster: with one centroid for 16 keys, 2 % of exact weights and half of them
 shared, 3 % and about 2.5 % of what dense attention reads. ``DecodeBatch.counts`` counts more, what the reference
 counts: a sampled key for each query head. Beside that each query head writes and reads back 4 bytes a cluster (steps
-1 to 4, from the L2 cache mostly), and 2 and 4 look at all of its clusters some twenty times in registers.
+1 to 5, from the L2 cache mostly), and each KV head 8: what a cluster's size is and where its members begin is looked up
+through a row's spans once, in step 1. All but 2 and 4 deal a row's clusters out to many programs, so that a single
+request keeps the GPU busy; what they take is their chain of dependent loads.
 
 Where the order of reading matters, two launches more (``in_order``: early termination, or a cap that cuts), and where
 there may be a cap a third, for what is left of the share. Rows that do not need them leave them at once.
 
-The set of tokens is the reference's, up to exactly equal scores and to rounding (``winnow_kernels.gpu.tactic_fit``). Of
-clusters with equal scores the one with the lower number comes first. Without ``in_order`` clusters come by number.
+The set of tokens is the reference's, up to rounding (``winnow_kernels.gpu.tactic_fit``). Without ``in_order`` clusters
+come by number.
 A row or KV head that attends to everything has ``WHOLE`` for a count: no selection is wider than three quarters of the
 longest context.
 """
@@ -31,7 +34,7 @@ import triton
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu import tactic_order, tactic_samples, tactic_scores, tactic_slots
+from winnow_kernels.gpu import tactic_fit, tactic_order, tactic_ranks, tactic_samples, tactic_scores, tactic_slots
 from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.tactic_fit import fit_kernel
 from winnow_kernels.gpu.tactic_order import best_kernel, capped_share_kernel, place_kernel
@@ -39,7 +42,8 @@ from winnow_kernels.gpu.tactic_ranks import rank_kernel
 from winnow_kernels.gpu.tactic_samples import sample_kernel
 from winnow_kernels.gpu.tactic_scores import score_kernel
 from winnow_kernels.gpu.tactic_slots import slot_kernel
-from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, TAIL_SPLITS, TacticWorkspace
+from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace
+from winnow_kernels.gpu.tactic_union import union_kernel
 from winnow_kernels.indexes.cluster_tables import LayerClusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
 from winnow_kernels.tactic import WHOLE_SHARE
@@ -103,13 +107,12 @@ def selection_width(longest: int) -> int:
     return int(WHOLE_SHARE * longest)
 
 
-def warps_of(block: int) -> int:
-    """Return the warps of a program that holds ``block`` clusters.
+def warps_of(block: int, clusters_of_thread: int) -> int:
+    """Return the warps of a program that holds ``block`` clusters, so many in a thread if it can.
 
-    As many as a block needs for its registers; of ``MOST_CLUSTERS``, twice what 128K of context need, some spill
-    nevertheless.
+    Of ``MOST_CLUSTERS``, twice what 128K of context need, some spill nevertheless.
     """
-    return 32 if block == MOST_CLUSTERS else min(16, max(4, block // 256))
+    return min(32, max(4, block // (32 * clusters_of_thread)))
 
 
 def select(
@@ -165,23 +168,30 @@ def select(
     member_bytes = cache.vector_bytes + clusters.firsts.element_size() + clusters.offsets.element_size()
     scale_log2 = scale * _LOG2_E
     of_row = (batch.lengths, rows.entries, rows.clustered, rows.p, rows.caps)
+    without_entries = (batch.lengths, rows.clustered, rows.p, rows.caps)
+    of_order = (*without_entries, rows.by_priority)
     of_index = (clusters.sizes, clusters.firsts, clusters.offsets)
     key_strides = (queries.stride(0), keys.stride(0), keys.stride(1))
     row_strides = (batch.page_table.stride(0), rows.entries.stride(0), capacity)
+    by_number = (workspace.cluster_sizes, workspace.cluster_firsts)
+    lists = (workspace.listed, workspace.firsts, workspace.starts)
     heads = {"kv_heads": kv_heads, "group": group}
     dims = {"head_dim": head_dim, "dim_block": dim_block}
     layout = {"page_size": batch.page_size, "span": span, "of_span": of_span}
-    warps = warps_of(block)
+    group_block, slices = triton.next_power_of_2(group), block // SLICE
 
-    tiles = triton.cdiv(rows.entries.shape[1] * of_span, tactic_scores.TILE)
-    score_kernel[(TAIL_SPLITS + tiles, kv_heads, batch.rows)](
+    programs = triton.cdiv(rows.entries.shape[1] * of_span, tactic_scores.OF_PROGRAM)
+    score_kernel[(TAIL_SPLITS + programs, kv_heads, batch.rows)](
         queries,
         keys,
         clusters.centroids,
+        clusters.sizes,
+        clusters.firsts,
         batch.page_table,
         *of_row,
         batch.counts,
         workspace.scores,
+        *by_number,
         workspace.tails,
         scale_log2,
         *key_strides,
@@ -192,20 +202,19 @@ def select(
         **heads,
         **dims,
         **layout,
-        tile=tactic_scores.TILE,
+        of_program=tactic_scores.OF_PROGRAM,
         tail_splits=TAIL_SPLITS,
         num_warps=4,
     )
     rank_kernel[(query_heads, batch.rows)](
         workspace.scores,
-        clusters.sizes,
-        *of_row,
+        workspace.cluster_sizes,
+        *without_entries,
         batch.counts,
         workspace.ranks,
         workspace.known,
         workspace.windows,
-        rows.entries.stride(0),
-        capacity,
+        workspace.histogram,
         member_bytes,
         block,
         known_block,
@@ -214,38 +223,41 @@ def select(
         span=span,
         of_span=of_span,
         block=block,
-        num_warps=warps,
+        num_warps=warps_of(block, tactic_ranks.CLUSTERS_OF_THREAD),
     )
-    sample_kernel[(tactic_samples.SPLITS + group, kv_heads, batch.rows)](
+    splits = block // tactic_samples.SLICE
+    sample_kernel[(splits + 2 * group, kv_heads, batch.rows)](
         queries,
         keys,
-        *of_index,
+        *by_number,
+        clusters.offsets,
         batch.page_table,
-        *of_row,
+        *without_entries,
         workspace.scores,
         workspace.ranks,
         workspace.windows,
         workspace.masses,
         workspace.window_masses,
-        workspace.listed,
-        workspace.needed,
+        *lists,
         scale_log2,
         *key_strides,
-        *row_strides,
+        batch.page_table.stride(0),
+        capacity,
         clusters=block,
         **heads,
         **dims,
         **layout,
-        splits=tactic_samples.SPLITS,
+        splits=splits,
         num_warps=4,
     )
     fit_kernel[(query_heads, batch.rows)](
         queries,
         keys,
-        *of_index,
+        workspace.cluster_sizes,
+        clusters.firsts,
+        clusters.offsets,
         batch.page_table,
         *of_row,
-        batch.counts,
         workspace.scores,
         workspace.masses,
         workspace.known,
@@ -254,55 +266,59 @@ def select(
         workspace.ranks,
         workspace.cuts,
         workspace.fits,
+        workspace.histogram,
         workspace.shares,
-        workspace.arrivals,
-        workspace.unions,
-        workspace.listed,
-        workspace.needed,
-        workspace.places,
-        statistics.capped,
-        selection.counts,
         scale_log2,
         *key_strides,
         *row_strides,
-        member_bytes - cache.vector_bytes,
         **heads,
         **dims,
         **layout,
         block=block,
         known_block=known_block,
-        num_warps=warps,
+        num_warps=warps_of(block, tactic_fit.CLUSTERS_OF_THREAD),
+    )
+    union_kernel[(slices, kv_heads, batch.rows)](
+        *by_number,
+        *without_entries,
+        workspace.scores,
+        workspace.cuts,
+        workspace.totals,
+        *lists,
+        workspace.needed,
+        clusters=block,
+        **heads,
+        group_block=group_block,
+        span=span,
+        of_span=of_span,
+        num_warps=4,
     )
     if in_order:
         order_grid = (tactic_order.SPLITS, kv_heads, batch.rows)
         best_kernel[order_grid](
-            clusters.sizes,
-            rows.entries,
-            rows.p,
-            rows.by_priority,
+            *of_order,
             workspace.scores,
             workspace.cuts,
-            workspace.unions,
+            workspace.totals,
             workspace.listed,
+            workspace.cluster_sizes,
             workspace.best,
-            rows.entries.stride(0),
-            capacity,
-            block,
+            clusters=block,
             **heads,
-            of_span=of_span,
-            compared=tactic_order.COMPARED,
+            group_block=group_block,
+            placed=min(tactic_order.PLACED, 64 // group_block),
             num_warps=4,
         )
         place_kernel[order_grid](
-            rows.p,
-            rows.by_priority,
-            workspace.unions,
+            *of_order,
+            workspace.totals,
             workspace.needed,
             workspace.best,
             workspace.places,
-            block,
+            workspace.lost,
+            clusters=block,
             kv_heads=kv_heads,
-            compared=tactic_order.COMPARED,
+            placed=tactic_order.PLACED,
             num_warps=4,
         )
     if capped:
@@ -318,7 +334,8 @@ def select(
             workspace.ranks,
             workspace.cuts,
             workspace.fits,
-            workspace.unions,
+            workspace.totals,
+            workspace.lost,
             workspace.shares,
             scale_log2,
             *key_strides,
@@ -330,22 +347,27 @@ def select(
             known_block=known_block,
             num_warps=4,
         )
-    slot_kernel[(tactic_slots.SPLITS, kv_heads, batch.rows)](
-        clusters.firsts,
+    slot_kernel[(tactic_slots.KEPT_SPLITS + slices, kv_heads, batch.rows)](
         clusters.offsets,
         batch.page_table,
-        *of_row,
-        workspace.unions,
-        workspace.listed,
-        workspace.needed,
+        *of_order,
+        batch.counts,
+        workspace.totals,
+        *lists,
         workspace.places,
         workspace.shares,
         statistics.shares,
+        statistics.capped,
         selection.slots,
-        *row_strides,
-        block,
+        selection.counts,
+        batch.page_table.stride(0),
+        capacity,
+        member_bytes - cache.vector_bytes,
         width,
+        clusters=block,
         **heads,
         **layout,
+        kept_splits=tactic_slots.KEPT_SPLITS,
+        in_order=in_order,
         num_warps=4,
     )

@@ -1,6 +1,6 @@
-"""How many tokens each query head takes, and what its KV head reads of clusters for them.
+"""How many tokens each query head takes.
 
-``winnow_kernels.distribution_fit`` defines the first, and ``winnow_kernels.gpu.tactic`` says where this stands. Masses
+``winnow_kernels.distribution_fit`` defines it, and ``winnow_kernels.gpu.tactic`` says where this stands. Masses
 are sums of float32 weights in float64, and so is the curve. They differ from the reference's by what float32 scores do,
 some 1e-6 of themselves: where the share is reached within that of a token's end, one token more or less is taken.
 """
@@ -12,7 +12,16 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from winnow_kernels.gpu.batch import WHOLE
+from winnow_kernels.gpu.tactic_search import (
+    BRACKETS,
+    guessed_keys,
+    narrowed,
+    number_of,
+    score_key_of,
+    sums_above,
+    unique_keys,
+    within,
+)
 from winnow_kernels.gpu.tactic_state import (
     CUT_KEY,
     CUT_LAST,
@@ -27,6 +36,7 @@ from winnow_kernels.gpu.tactic_state import (
     FIT_REFERENCE,
     FIT_TOTAL,
     FITS,
+    HISTOGRAM,
     NOTHING,
     RANK_FAR_BEFORE,
     RANK_FAR_TOKENS,
@@ -39,37 +49,24 @@ from winnow_kernels.gpu.tactic_state import (
     RANK_NEAR_TOKENS,
     RANKS,
     TAIL_SPLITS,
-    UNION_CLUSTERS,
-    UNION_TAKEN,
-    UNION_WANTED,
-    UNIONS,
     addresses_of,
-    count_read,
-    exceeds,
     is_idle,
-    kept_tokens,
     keys_at,
     member_slots,
-    through,
-    tied,
 )
-from winnow_kernels.gpu.threshold import (
-    HIGHEST,
-    LOWEST,
-    count_of,
-    counted,
-    counted_threshold,
-    interpolated_key,
-    ordered,
-    weight_of,
-)
+from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, packed_of, weight_of
 from winnow_kernels.tactic import WINDOW_CLUSTERS
 
-STEPS: Final = 512
-"""Places that are looked at together: two rounds of so many are enough for 2^18 tokens."""
+CLUSTERS_OF_THREAD: Final = 32
+"""Of how many clusters each thread holds score and size, at most; more threads would all compute the same curve."""
 
-_STEPS = tl.constexpr(STEPS)
-_WHOLE = tl.constexpr(WHOLE)
+_HISTOGRAM = tl.constexpr(HISTOGRAM)
+# Places on the curve that are looked at together.
+_PLACES = tl.constexpr(64)
+# Clusters with exact weights of which each is compared with some others at a time.
+_COMPARED, _OTHERS = tl.constexpr(128), tl.constexpr(16)
+_GUESSES = tl.constexpr(8)
+_NEWTON_STEPS = tl.constexpr(6)
 _TAIL_SPLITS = tl.constexpr(TAIL_SPLITS)
 _WINDOW = tl.constexpr(WINDOW_CLUSTERS)
 _MEMBERS = tl.constexpr(32)
@@ -81,7 +78,7 @@ _LARGE = tl.constexpr(16)
 def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     queries_ptr: tl.tensor,
     keys_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
+    cluster_sizes_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -90,7 +87,6 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     clustered_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
     scores_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     known_ptr: tl.tensor,
@@ -99,14 +95,8 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     ranks_ptr: tl.tensor,
     cuts_ptr: tl.tensor,
     fits_ptr: tl.tensor,
+    histogram_ptr: tl.tensor,
     head_shares_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    unions_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    needed_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    capped_ptr: tl.tensor,
-    selected_ptr: tl.tensor,
     scale_log2: tl.tensor,
     query_stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -114,7 +104,6 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     table_stride: tl.tensor,
     entries_stride: tl.tensor,
     capacity: tl.tensor,
-    member_bytes: tl.tensor,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -125,55 +114,59 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     block: tl.constexpr,
     known_block: tl.constexpr,
 ) -> None:
-    """Find how many tokens one query head takes; the last of a group to know unites what the group takes."""
+    """Find how many tokens one query head takes."""
     head, row = tl.program_id(0), tl.program_id(1)
     kv_head = head // group
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
     length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     if is_idle(share, length, tokens, cap):
-        if share > 0:
-            tl.store(unions_ptr + of_kv_head * UNIONS + UNION_TAKEN, -1)
-            tl.store(selected_ptr + of_kv_head, _WHOLE)
         return
     of_head = row.to(tl.int64) * (kv_heads * group) + head
     entries_ptr += row * entries_stride
+    cluster_sizes_ptr += (row.to(tl.int64) * kv_heads + kv_head) * block
     ranks_ptr += of_head * RANKS
     cuts_ptr += of_head * CUTS
     fits_ptr += of_head * FITS
 
-    part = tl.arange(0, _TAIL_SPLITS)
-    tail_largest = tl.load(tails_ptr + (of_head * _TAIL_SPLITS + part) * 2)
-    tail_mass = tl.load(tails_ptr + (of_head * _TAIL_SPLITS + part) * 2 + 1)
     cut_key, cut_last, cut_taken, taken = tokens * 0 + HIGHEST, tokens * 0 - 1, tokens * 0, tokens * 0
     if tokens == 0:
-        reference = tl.max(tail_largest, axis=0)
-        outside = tl.sum((tail_mass * tl.exp2(tail_largest - reference)).to(tl.float64), axis=0)
+        part_ptr = tails_ptr + (of_head * _TAIL_SPLITS + tl.arange(0, _TAIL_SPLITS)) * 2
+        largest = tl.load(part_ptr)
+        reference = tl.max(largest, axis=0)
+        outside = tl.sum((tl.load(part_ptr + 1) * tl.exp2(largest - reference)).to(tl.float64), axis=0)
         _store_fit(fits_ptr, reference, outside, outside * 0, outside, outside * 0, outside * 0, tokens)
         tl.store(head_shares_ptr + of_head, outside / outside)
     else:
-        known, known_clusters = tl.load(ranks_ptr + RANK_KNOWN), tl.load(ranks_ptr + RANK_KNOWN_CLUSTERS)
-        place = tl.arange(0, known_block)
-        is_known = place < known_clusters
-        numbers = tl.load(known_ptr + of_head * known_block + place, mask=is_known, other=0)
-        keys = ordered(tl.load(scores_ptr + of_head * block + numbers, mask=is_known, other=0.0))
-        keys = tl.where(is_known, keys, LOWEST)
-        masses = tl.load(masses_ptr + of_head * block + numbers, mask=is_known, other=NOTHING)
-        window = tl.arange(0, _WINDOW)
-        near_masses = tl.load(window_masses_ptr + of_head * (2 * _WINDOW) + window)
-        far_masses = tl.load(window_masses_ptr + of_head * (2 * _WINDOW) + _WINDOW + window)
-        reference = tl.maximum(tl.max(tail_largest, axis=0), tl.max(masses, axis=0))
-        reference = tl.maximum(reference, tl.maximum(tl.max(near_masses, axis=0), tl.max(far_masses, axis=0)))
+        # The last search reads all clusters. What it reads is asked for first, and comes while the curve is found.
+        count = tokens // span * of_span
+        numbers_of_all = tl.max_contiguous(tl.arange(0, block), 1)
+        present = numbers_of_all < count
+        all_scores = tl.load(scores_ptr + of_head * block + numbers_of_all, mask=present, other=0.0)
+        sizes = tl.load(cluster_sizes_ptr + numbers_of_all, mask=present, other=0)
 
-        outside = tl.sum((tail_mass * tl.exp2(tail_largest - reference)).to(tl.float64), axis=0)
-        weights = tl.where(is_known, tl.exp2(masses - reference), 0.0).to(tl.float64)
-        first = tl.sum(weights, axis=0)
-        near_centre, near_mean = _point(
-            near_masses, reference, tl.load(ranks_ptr + RANK_NEAR_BEFORE), tl.load(ranks_ptr + RANK_NEAR_TOKENS)
-        )
-        far_centre, far_mean = _point(
-            far_masses, reference, tl.load(ranks_ptr + RANK_FAR_BEFORE), tl.load(ranks_ptr + RANK_FAR_TOKENS)
-        )
+        known, known_clusters = tl.load(ranks_ptr + RANK_KNOWN), tl.load(ranks_ptr + RANK_KNOWN_CLUSTERS)
+        near_tokens, far_tokens = tl.load(ranks_ptr + RANK_NEAR_TOKENS), tl.load(ranks_ptr + RANK_FAR_TOKENS)
+        near_before, far_before = tl.load(ranks_ptr + RANK_NEAR_BEFORE), tl.load(ranks_ptr + RANK_FAR_BEFORE)
+        place = tl.arange(0, known_block)
+        is_known, is_tail, is_window = place < known_clusters, place < _TAIL_SPLITS, place < 2 * _WINDOW
+        tails_of_head = tails_ptr + (of_head * _TAIL_SPLITS + place) * 2
+        tail_largest = tl.load(tails_of_head, mask=is_tail, other=NOTHING)
+        tail_mass = tl.load(tails_of_head + 1, mask=is_tail, other=0.0)
+        window_masses = tl.load(window_masses_ptr + of_head * (2 * _WINDOW) + place, mask=is_window, other=NOTHING)
+        numbers = tl.load(known_ptr + of_head * known_block + place, mask=is_known, other=0)
+        masses = tl.load(masses_ptr + of_head * block + numbers, mask=is_known, other=NOTHING)
+        # One maximum and one sum of all that there is.
+        reference = tl.max(tl.maximum(masses, tl.maximum(tail_largest, window_masses)), axis=0)
+        outside_weights = tail_mass * tl.exp2(tail_largest - reference)
+        weights = tl.where(is_known, tl.exp2(masses - reference), 0.0)
+        window_weights = tl.exp2(window_masses - reference)
+        kind = tl.arange(0, 4)[:, None]
+        of_windows = tl.where((kind == 2) == (place < _WINDOW)[None, :], window_weights[None, :], 0.0)
+        all_weights = tl.where(kind < 2, tl.where(kind == 0, outside_weights[None, :], weights[None, :]), of_windows)
+        all_sums = tl.sum(all_weights.to(tl.float64), axis=1)
+        outside, first = _one_of(all_sums, 0), _one_of(all_sums, 1)
+        near_mean, far_mean = _means(_one_of(all_sums, 2), near_tokens, _one_of(all_sums, 3), far_tokens)
+        near_centre, far_centre = _centre(near_before, near_tokens), _centre(far_before, far_tokens)
         a, b = _curve(near_centre, near_mean, far_centre, far_mean)
         end = _last_positive(a, b, known, tokens)
         total = outside + first + curve_mass(a, b, known, end.to(tl.float64))
@@ -186,13 +179,16 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             taken = known * 0
             held = first * 0
         elif target <= first:
-            cut_key, before = _mass_threshold(keys, weights, is_known, target, first, known_clusters)
-            cut_last, before = tied(keys, weights, numbers, cut_key, before, target)
-            is_before = is_known & through(keys, numbers, cut_key, cut_last - 1)
-            addresses = addresses_of(entries_ptr, numbers, is_before, kv_head, capacity, of_span)
-            start = tl.sum(tl.load(sizes_ptr + addresses, mask=is_before, other=0).to(tl.int32), axis=0)
+            last_key, before = _known_cut(
+                known_ptr + of_head * known_block, scores_ptr + of_head * block, masses_ptr + of_head * block,
+                known_clusters, reference, target, min(known_block, _COMPARED),
+            )  # fmt: skip
+            cut_key, cut_last = score_key_of(last_key), number_of(last_key)
+            scores = tl.load(scores_ptr + of_head * block + numbers, mask=is_known, other=0.0)
+            is_before = is_known & (unique_keys(scores, numbers) > last_key)
+            start = tl.sum(tl.load(cluster_sizes_ptr + numbers, mask=is_before, other=0), axis=0)
             last_address = addresses_of(entries_ptr, cut_last, cut_last >= 0, kv_head, capacity, of_span)
-            size = tl.minimum(tl.load(sizes_ptr + last_address).to(tl.int32), known - start)
+            size = tl.minimum(tl.load(cluster_sizes_ptr + cut_last), known - start)
             cut_taken, held = _members_for(
                 queries_ptr, keys_ptr + kv_head * head_stride, firsts_ptr, offsets_ptr, table_ptr + row * table_stride,
                 row.to(tl.int64) * query_stride + head * head_dim, last_address, cut_last, size, kv_head, before,
@@ -201,21 +197,18 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             )  # fmt: skip
             taken = start + cut_taken
         else:
-            taken = _place_on_curve(a, b, known, tokens, end, target - first)
+            taken = _place_on_curve(a, b, known, end, target - first)
             cut_key, cut_last = tl.load(ranks_ptr + RANK_KNOWN_KEY), tl.load(ranks_ptr + RANK_KNOWN_LAST)
             cut_taken = known - tl.load(ranks_ptr + RANK_KNOWN_START)
             held = first + curve_mass(a, b, known, tl.minimum(taken, end).to(tl.float64))
         if taken > known:
-            count = tokens // span * of_span
-            numbers_of_all = tl.max_contiguous(tl.arange(0, block), 1)
-            present = numbers_of_all < count
-            all_keys = ordered(tl.load(scores_ptr + of_head * block + numbers_of_all, mask=present, other=0.0))
-            addresses_of_all = addresses_of(entries_ptr, numbers_of_all, present, kv_head, capacity, of_span)
-            sizes = tl.load(sizes_ptr + addresses_of_all, mask=present, other=0).to(tl.int32)
             packed = tl.where(present, counted(sizes), 0)
-            cut_key, _, reached = counted_threshold(all_keys, packed, taken, taken < 0)
-            cut_last, start_of_last = tied(all_keys, weight_of(packed), numbers_of_all, cut_key, reached, taken)
-            cut_taken = taken - start_of_last
+            all_keys = tl.where(present, unique_keys(all_scores, numbers_of_all), LOWEST)
+            last_key, start = _cut(
+                all_keys, packed, packed_of(count, tokens).to(tl.uint32, bitcast=True), taken,
+                histogram_ptr + of_head * _HISTOGRAM,
+            )  # fmt: skip
+            cut_key, cut_last, cut_taken = score_key_of(last_key), number_of(last_key), taken - start
         _store_fit(fits_ptr, reference, outside, first, total, a, b, end)
         tl.store(head_shares_ptr + of_head, (outside + held) / total)
 
@@ -223,17 +216,6 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     tl.store(cuts_ptr + CUT_LAST, cut_last)
     tl.store(cuts_ptr + CUT_TAKEN, cut_taken)
     tl.store(cuts_ptr + CUT_TOKENS, taken)
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr + of_kv_head, 1, sem="acq_rel", scope="gpu") != group - 1:
-        return
-    tl.store(arrivals_ptr + of_kv_head, 0)
-    first_head = of_kv_head * group
-    _unite(
-        scores_ptr + first_head * block, cuts_ptr + (first_head - of_head) * CUTS, sizes_ptr, entries_ptr,
-        unions_ptr + of_kv_head * UNIONS, listed_ptr + of_kv_head * block, needed_ptr + of_kv_head * block,
-        places_ptr + of_kv_head * block, capped_ptr + row, selected_ptr + of_kv_head, counts_ptr, row, kv_head,
-        length, tokens, cap, capacity, member_bytes, group, span, of_span, block,
-    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -257,22 +239,34 @@ def _store_fit(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _point(
-    masses: tl.tensor, reference: tl.tensor, before: tl.tensor, tokens: tl.tensor
+def _one_of(values: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """Return one of a few values that every thread has."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0.0), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _means(
+    near_mass: tl.tensor, near_tokens: tl.tensor, far_mass: tl.tensor, far_tokens: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return a window's centre, in places counted from 1, and its tokens' mean weight; float64."""
-    mass = tl.sum(tl.exp2(masses - reference).to(tl.float64), axis=0)
-    centre = before.to(tl.float64) + (tokens.to(tl.float64) + 1) / 2
-    return centre, mass / tl.maximum(tokens, 1).to(tl.float64)
+    """Return the mean weights of both windows' tokens; where one has none, the other's."""
+    near = near_mass * inverse(tl.maximum(near_tokens, 1).to(tl.float64))
+    far = far_mass * inverse(tl.maximum(far_tokens, 1).to(tl.float64))
+    return tl.where(near_tokens > 0, near, far), tl.where(far_tokens > 0, far, near)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _centre(before: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    """Return a window's centre in places, which count from 1: float64."""
+    return before.to(tl.float64) + (tokens.to(tl.float64) + 1) * 0.5
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _curve(place1: tl.tensor, weight1: tl.tensor, place2: tl.tensor, weight2: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return a and b of ``Curve.through``."""
     falls = (weight1 > weight2) & (place1 < place2)
-    width = tl.where(falls, place2 - place1, 1.0)
-    a = tl.where(falls, (weight1 - weight2) * place1 * place2 / width, 0.0)
-    b = tl.where(falls, (weight2 * place2 - weight1 * place1) / width, (weight1 + weight2) / 2)
+    of_width = inverse(tl.where(falls, place2 - place1, 1.0))
+    a = tl.where(falls, (weight1 - weight2) * place1 * place2 * of_width, 0.0)
+    b = tl.where(falls, (weight2 * place2 - weight1 * place1) * of_width, (weight1 + weight2) * 0.5)
     return a, b
 
 
@@ -289,62 +283,132 @@ def _last_positive(a: tl.tensor, b: tl.tensor, first: tl.tensor, last: tl.tensor
 def curve_mass(a: tl.tensor, b: tl.tensor, first: tl.tensor, last: tl.tensor) -> tl.tensor:
     """Return the sum of the curve at places ``first`` + 1 … ``last``: float64, of the shape of ``last``."""
     start = first.to(tl.float64)
-    harmonic = _log_series(last + 1) - _log_series(start + 1)
-    if first + 1 < _LARGE:
-        harmonic = harmonic * 0
-        for step in range(1, _LARGE + 1):
-            harmonic += 1 / (start + step) - 1 / (last + step)
-        harmonic += _log_series(last + (1 + _LARGE)) - _log_series(start + (1 + _LARGE))
+    shift = tl.maximum(_LARGE - first, 0)
+    harmonic = _log_series(last + (1 + shift)) - _log_series(start + (1 + shift))
+    for step in range(1, shift + 1):
+        harmonic += inverse(start + step) - inverse(last + step)
     return a * harmonic + b * (last - start)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _log_series(x: tl.tensor) -> tl.tensor:
     """Return digamma at ``x``, float64, at least 16."""
-    inverse = 1 / x
-    square = inverse * inverse
+    inverse_x = inverse(x)
+    square = inverse_x * inverse_x
     series = 1.0 / 252 - square * (1.0 / 240 - square * (1.0 / 132))
     series = 1.0 / 12 - square * (1.0 / 120 - square * series)
-    return tl.log(x) - inverse * 0.5 - square * series
+    return tl.log(x) - inverse_x * 0.5 - square * series
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place_on_curve(
-    a: tl.tensor, b: tl.tensor, known: tl.tensor, tokens: tl.tensor, end: tl.tensor, wanted: tl.tensor
-) -> tl.tensor:
+def inverse(x: tl.tensor) -> tl.tensor:
+    """Return 1 / ``x``, float64, if it is within float32's range. A division would be a call, and hold registers."""
+    approximate = (1.0 / x.to(tl.float32)).to(tl.float64)
+    approximate = approximate * (2.0 - x * approximate)
+    return approximate * (2.0 - x * approximate)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place_on_curve(a: tl.tensor, b: tl.tensor, known: tl.tensor, end: tl.tensor, wanted: tl.tensor) -> tl.tensor:
     """Return the first place, at most ``end``, up to which the curve from ``known`` on holds ``wanted``; int32."""
-    stride = tl.maximum(tl.ceil(tl.sqrt(tokens.to(tl.float64))).to(tl.int32), 1)
-    steps = 1 + tl.arange(0, _STEPS)
-    coarse = tl.minimum(known + steps * stride, end)
-    below = (curve_mass(a, b, known, coarse.to(tl.float64)) < wanted) & (steps <= stride)
-    base = known + tl.sum(below.to(tl.int32), axis=0) * stride
-    fine = tl.minimum(base + steps, end)
-    below = (curve_mass(a, b, known, fine.to(tl.float64)) < wanted) & (steps <= stride)
-    return tl.minimum(base + tl.sum(below.to(tl.int32), axis=0) + 1, end)
+    # It lies behind low, and not behind high. The first guess is nearly always within a place or two.
+    low, high = known, end
+    stride = known * 0 + 1
+    base = tl.minimum(tl.maximum(_estimated_place(a, b, known, end, wanted) - _PLACES // 2, low), high)
+    while low < high - 1:
+        places = tl.minimum(base + (1 + tl.arange(0, _PLACES)) * stride, end)
+        below = curve_mass(a, b, known, places.to(tl.float64)) < wanted
+        found = tl.sum(below.to(tl.int32), axis=0)
+        high = tl.where(found < _PLACES, tl.minimum(base + (found + 1) * stride, high), high)
+        low = tl.where(found > 0, tl.minimum(tl.maximum(base + found * stride, low), high), low)
+        stride = tl.maximum(tl.cdiv(high - low, _PLACES), 1)
+        base = low
+    return high
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mass_threshold(
-    keys: tl.tensor, weights: tl.tensor, present: tl.tensor, target: tl.tensor, total: tl.tensor, count: tl.tensor
+def _estimated_place(a: tl.tensor, b: tl.tensor, known: tl.tensor, end: tl.tensor, wanted: tl.tensor) -> tl.tensor:
+    """Return about what ``_place_on_curve`` does, by float32."""
+    # Where x is the places, counted to their middles, over those known: a log(x) + b' (x - 1) = wanted. As a function
+    # of y = log(x) that is convex or concave, and Newton's steps from the side chosen never overshoot.
+    begin = known.to(tl.float32) + 0.5
+    of_wanted = 1.0 / tl.maximum(wanted, 1e-290)
+    slope = (a * of_wanted).to(tl.float32)
+    growth = (b * of_wanted).to(tl.float32) * begin
+    furthest = tl.log(tl.maximum(end.to(tl.float32) + 0.5, begin) / begin)
+    y = tl.minimum(1.0 / tl.maximum(slope, 1e-30), tl.log(1.0 + 1.0 / tl.maximum(growth, 1e-30)))
+    y = tl.minimum(tl.where(growth < 0, 1.0 / tl.maximum(slope, 1e-30), y), furthest)
+    for _ in tl.static_range(_NEWTON_STEPS):
+        x = tl.exp(y)
+        off = slope * y + growth * (x - 1.0) - 1.0
+        y -= off / tl.maximum(slope + growth * x, 1e-30)
+        y = tl.minimum(tl.maximum(y, 0.0), furthest)
+    return tl.minimum(begin * tl.exp(y), end.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cut(
+    keys: tl.tensor,
+    packed: tl.tensor,
+    all_packed: tl.tensor,
+    wanted: tl.tensor,
+    brackets_ptr: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the largest key at or above which the weights, float64, sum to ``target``, at most all, and that sum."""
-    low = tl.min(tl.where(present, keys, HIGHEST), axis=0)
-    high = tl.minimum(tl.max(tl.where(present, keys, LOWEST), axis=0), HIGHEST - 1) + 1
-    at_low, at_high = total, total * 0
-    between = count
-    number = count.to(tl.float64) / total
-    halve = target.to(tl.int32) * 0 + 2
-    while (between > 1) & (low + 1 < high):
-        guess = interpolated_key(low, high, at_low * number, at_high * number, target * number, count.to(tl.float64))
-        middle = (low & high) + ((low ^ high) >> 1)
-        guess = tl.where(halve == 0, middle, tl.minimum(tl.maximum(guess, low + 1), high - 1))
-        above = tl.sum(tl.where(keys >= guess, weights, 0.0), axis=0)
-        suffices = above >= target
-        at_low, low = tl.where(suffices, above, at_low), tl.where(suffices, guess, low)
-        at_high, high = tl.where(suffices, at_high, above), tl.where(suffices, high, guess)
-        between = tl.sum((present & (keys >= low) & (keys < high)).to(tl.int32), axis=0)
-        halve = tl.where(halve == 0, 2, halve - 1)
-    return tl.min(tl.where(present & (keys >= low), keys, HIGHEST), axis=0), at_low
+    """Return the key of the cluster in which the first ``wanted`` tokens end, and how many tokens come before it."""
+    bracket = tl.arange(0, BRACKETS)
+    first_guesses = tl.load(brackets_ptr + bracket)
+    first_sums = tl.load(brackets_ptr + BRACKETS + bracket).to(tl.uint32, bitcast=True)
+    has_all = weight_of(first_sums) >= wanted
+    low, high, at_low, at_high = narrowed(
+        wanted * 0 + LOWEST + 1, wanted * 0 + HIGHEST, all_packed, all_packed - all_packed, first_guesses,
+        first_sums, has_all, has_all == 0,
+    )  # fmt: skip
+    # Seven guesses round the line, close to it more closely, and one halves.
+    guess = tl.arange(0, _GUESSES)
+    halves = guess == 7
+    steps = (guess - 3).to(tl.float32)
+    offsets = steps * (0.2 + 0.05 * steps * steps)
+    while within(at_low, at_high) > 1:
+        guesses = guessed_keys(low, high, at_low, at_high, wanted + guess * 0, offsets, halves, True)
+        sums = sums_above(keys, packed, guesses)
+        suffices = weight_of(sums) >= wanted
+        low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, suffices, suffices == 0)
+    return tl.max(tl.where(keys < high, keys, LOWEST), axis=0), weight_of(at_high).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _known_cut(
+    known_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    count: tl.tensor,
+    reference: tl.tensor,
+    target: tl.tensor,
+    compared: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the key of the listed cluster with which the exact weights reach ``target``, and what comes before it.
+
+    They are some forty to two hundred: what comes before each is added up in pairs, and no round waits for another.
+    """
+    last_key, before = count * 0 + HIGHEST, target * 0
+    for begin in range(0, count, compared):
+        place = begin + tl.arange(0, compared)
+        number = tl.load(known_ptr + place, mask=place < count, other=0)
+        score = tl.load(scores_ptr + number, mask=place < count, other=0.0)
+        key = tl.where(place < count, unique_keys(score, number), HIGHEST)
+        running = tl.zeros((compared,), tl.float64)
+        for other_begin in range(0, count, _OTHERS):
+            other_place = other_begin + tl.arange(0, _OTHERS)
+            other = tl.load(known_ptr + other_place, mask=other_place < count, other=0)
+            other_score = tl.load(scores_ptr + other, mask=other_place < count, other=0.0)
+            mass = tl.load(masses_ptr + other, mask=other_place < count, other=NOTHING)
+            weight = tl.exp2(mass - reference).to(tl.float64)
+            other_key = unique_keys(other_score, other)
+            running += tl.sum(tl.where(other_key[:, None] > key[None, :], weight[:, None], 0.0), axis=0)
+        least = tl.min(tl.where((place < count) & (running < target), key, HIGHEST), axis=0)
+        before = tl.where(least < last_key, tl.sum(tl.where(key == least, running, 0.0), axis=0), before)
+        last_key = tl.minimum(last_key, least)
+    return last_key, before
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -423,68 +487,3 @@ def member_weights(
     of_head = tl.load(queries_ptr + query + dims, mask=dims < head_dim, other=0.0).to(tl.float32)
     scores = tl.sum(keys * of_head[None, :], axis=1) * scale_log2
     return tl.where(is_member, tl.exp2(tl.where(is_member, scores - reference, 0.0)), 0.0).to(tl.float64)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _unite(
-    scores_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
-    union_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    needed_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    capped_ptr: tl.tensor,
-    selected_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    row: tl.tensor,
-    kv_head: tl.tensor,
-    length: tl.tensor,
-    tokens: tl.tensor,
-    cap: tl.tensor,
-    capacity: tl.tensor,
-    member_bytes: tl.tensor,
-    group: tl.constexpr,
-    span: tl.constexpr,
-    of_span: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    """List the clusters of which some query head of a group takes something, by number, and how much of each."""
-    count = tokens // span * of_span
-    # As in ``rank_kernel``: one layout for all.
-    numbers = tl.max_contiguous(tl.arange(0, block), 1)
-    present = numbers < count
-    addresses = addresses_of(entries_ptr, numbers, present, kv_head, capacity, of_span)
-    sizes = tl.load(sizes_ptr + addresses, mask=present, other=0).to(tl.int32)
-    needed = tl.zeros((block,), tl.int32)
-    for head in range(group):
-        # What other programs have just written is in the L2 cache.
-        key = tl.load(cuts_ptr + head * CUTS + CUT_KEY, cache_modifier=".cg")
-        last = tl.load(cuts_ptr + head * CUTS + CUT_LAST, cache_modifier=".cg")
-        taken = tl.load(cuts_ptr + head * CUTS + CUT_TAKEN, cache_modifier=".cg")
-        keys = ordered(tl.load(scores_ptr + head * block + numbers, mask=present, other=0.0))
-        of_head = tl.where(through(keys, numbers, key, last - 1), sizes, 0)
-        of_head = tl.where(numbers == last, taken, of_head)
-        needed = tl.maximum(needed, tl.where(present, of_head, 0))
-    is_needed = needed > 0
-    packed = tl.where(is_needed, counted(needed), 0)
-    all_packed = tl.sum(packed, axis=0)
-    listed, wanted = count_of(all_packed), weight_of(all_packed)
-    kept = kept_tokens(length, tokens, cap)
-    taken = tl.minimum(wanted, tl.where(cap > 0, cap, length) - kept)
-    is_whole = exceeds(kept + taken, length)
-    tl.store(union_ptr + UNION_CLUSTERS, listed)
-    tl.store(union_ptr + UNION_WANTED, wanted)
-    tl.store(union_ptr + UNION_TAKEN, tl.where(is_whole, -1, taken))
-    tl.store(selected_ptr, tl.where(is_whole, _WHOLE, kept + taken))
-    if is_whole == 0:
-        count_read(counts_ptr, row, taken * member_bytes)
-        if length - tokens + wanted > kept + taken:
-            tl.store(capped_ptr, 1)
-
-    running = tl.cumsum(packed, axis=0)
-    place = count_of(running) - 1
-    tl.store(listed_ptr + place, numbers, mask=is_needed)
-    tl.store(needed_ptr + place, needed, mask=is_needed)
-    tl.store(places_ptr + place, weight_of(running) - needed, mask=is_needed)

@@ -29,130 +29,148 @@ from winnow_kernels.gpu.tactic_state import (
     RANK_KNOWN,
     RANK_KNOWN_CLUSTERS,
     RANKS,
-    UNION_CLUSTERS,
-    UNION_LOST,
-    UNION_TAKEN,
-    UNION_WANTED,
-    UNIONS,
+    SLICE,
     addresses_of,
     is_idle,
-    kept_tokens,
     keys_at,
+    needs_order,
     slots_at,
     through,
     tied,
+    united,
 )
-from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, counted_threshold, ordered
+from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, counted, counted_threshold, ordered
 
-SPLITS: Final = 16
+SPLITS: Final = 32
 """Programs among which the listed clusters of a row and KV head are dealt out."""
-COMPARED: Final = 64
-"""Clusters that are compared with as many others at a time."""
+PLACED: Final = 16
+"""Clusters that are compared with others at a time; in lists of several query heads not so many."""
 
+_SLICE = tl.constexpr(SLICE)
+_COMPARED = tl.constexpr(64)
 _TOKEN_TILE = tl.constexpr(64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _needs_order(union_ptr: tl.tensor, is_ordered: tl.tensor) -> tl.tensor:
-    """Return whether the clusters of a union that is not everything must be read in order."""
-    taken = tl.load(union_ptr + UNION_TAKEN)
-    return (taken > 0) & ((is_ordered != 0) | (tl.load(union_ptr + UNION_WANTED) > taken))
+def _listed_at(places: tl.tensor, totals: tl.tensor) -> tl.tensor:
+    """Return where in the lists, which lie by slice, those at ``places`` of all listed clusters are; int32 [n]."""
+    counts = count_of(totals)
+    ends = tl.cumsum(counts, axis=0)
+    gaps = tl.where(ends[None, :] <= places[:, None], _SLICE - counts[None, :], 0)
+    return places + tl.sum(gaps, axis=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def best_kernel(
-    sizes_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
     shares_ptr: tl.tensor,
+    caps_ptr: tl.tensor,
     ordered_ptr: tl.tensor,
     scores_ptr: tl.tensor,
     cuts_ptr: tl.tensor,
-    unions_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
     listed_ptr: tl.tensor,
+    cluster_sizes_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    entries_stride: tl.tensor,
-    capacity: tl.tensor,
-    clusters: tl.tensor,
+    clusters: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
-    of_span: tl.constexpr,
-    compared: tl.constexpr,
+    group_block: tl.constexpr,
+    placed: tl.constexpr,
 ) -> None:
     """Find the listed clusters' best places in the lists of the query heads that need them."""
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
-    union_ptr = unions_ptr + of_kv_head * UNIONS
-    if tl.load(shares_ptr + row) == 0:
+    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
+    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    if is_idle(share, length, clustered, cap):
         return
-    if _needs_order(union_ptr, tl.load(ordered_ptr + row)) == 0:
+    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    slices: tl.constexpr = clusters // _SLICE
+    totals, _, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, cap, slices)
+    listed = tl.sum(count_of(totals), axis=0)
+    if (needs_order(taken, wanted, tl.load(ordered_ptr + row)) == 0) | (part * placed >= listed):
         return
     listed_ptr += of_kv_head * clusters
-    entries_ptr += row * entries_stride
-    listed = tl.load(union_ptr + UNION_CLUSTERS)
-    for begin in range(part * compared, listed, tl.num_programs(0) * compared):
-        place = begin + tl.arange(0, compared)
-        number = tl.load(listed_ptr + place, mask=place < listed, other=0)
-        best = tl.full((compared,), HIGHEST, tl.int32)
-        for head in range(group):
-            of_head = of_kv_head * group + head
-            key = ordered(tl.load(scores_ptr + of_head * clusters + number, mask=place < listed, other=0.0))
-            cut_key = tl.load(cuts_ptr + of_head * CUTS + CUT_KEY)
-            is_needed = through(key, number, cut_key, tl.load(cuts_ptr + of_head * CUTS + CUT_LAST))
-            start = tl.zeros((compared,), tl.int32)
-            for other_begin in range(0, listed, compared):
-                other_place = other_begin + tl.arange(0, compared)
-                is_other = other_place < listed
-                other = tl.load(listed_ptr + other_place, mask=is_other, other=0)
-                other_key = ordered(tl.load(scores_ptr + of_head * clusters + other, mask=is_other, other=0.0))
-                addresses = addresses_of(entries_ptr, other, is_other, kv_head, capacity, of_span)
-                size = tl.load(sizes_ptr + addresses, mask=is_other, other=0).to(tl.int32)
-                precedes = through(other_key[None, :], other[None, :], key[:, None], number[:, None] - 1)
-                start += tl.sum(tl.where(precedes, size[None, :], 0), axis=1)
-            best = tl.where(is_needed, tl.minimum(best, start), best)
-        tl.store(best_ptr + of_kv_head * clusters + place, best, mask=place < listed)
+    cluster_sizes_ptr += of_kv_head * clusters
+    heads = tl.arange(0, group_block)
+    is_head = heads < group
+    of_heads = of_kv_head * group + heads
+    cut_key = tl.load(cuts_ptr + of_heads * CUTS + CUT_KEY, mask=is_head, other=HIGHEST)
+    cut_last = tl.load(cuts_ptr + of_heads * CUTS + CUT_LAST, mask=is_head, other=-1)
+    scores_ptr += of_heads[:, None] * clusters
+    for begin in range(part * placed, listed, tl.num_programs(0) * placed):
+        place = begin + tl.arange(0, placed)
+        is_listed = place < listed
+        at = _listed_at(place, totals)
+        number = tl.load(listed_ptr + at, mask=is_listed, other=0)
+        key = ordered(tl.load(scores_ptr + number[None, :], mask=is_head[:, None] & is_listed[None, :], other=0.0))
+        starts = tl.zeros((group_block, placed), tl.int32)
+        for other_begin in range(0, listed, _COMPARED):
+            other_place = other_begin + tl.arange(0, _COMPARED)
+            is_other = other_place < listed
+            other_at = _listed_at(other_place, totals)
+            other = tl.load(listed_ptr + other_at, mask=is_other, other=0)
+            size = tl.load(cluster_sizes_ptr + other, mask=is_other, other=0)
+            is_compared = is_head[:, None] & is_other[None, :]
+            other_key = ordered(tl.load(scores_ptr + other[None, :], mask=is_compared, other=0.0))
+            # They are listed by number.
+            precedes = through(
+                other_key[:, None, :], other_place[None, None, :], key[:, :, None], place[None, :, None] - 1
+            )
+            starts += tl.sum(tl.where(precedes, size[None, None, :], 0), axis=2)
+        is_needed = is_head[:, None] & through(key, number[None, :], cut_key[:, None], cut_last[:, None])
+        best = tl.min(tl.where(is_needed, starts, HIGHEST), axis=0)
+        tl.store(best_ptr + of_kv_head * clusters + at, best, mask=is_listed)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def place_kernel(
+    lengths_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
     shares_ptr: tl.tensor,
+    caps_ptr: tl.tensor,
     ordered_ptr: tl.tensor,
-    unions_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
     needed_ptr: tl.tensor,
     best_ptr: tl.tensor,
     places_ptr: tl.tensor,
-    clusters: tl.tensor,
+    lost_ptr: tl.tensor,
+    clusters: tl.constexpr,
     kv_heads: tl.constexpr,
-    compared: tl.constexpr,
+    placed: tl.constexpr,
 ) -> None:
     """Put the listed clusters in order: by best place, then by number; and find what the cap cuts first."""
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
-    union_ptr = unions_ptr + of_kv_head * UNIONS
-    if tl.load(shares_ptr + row) == 0:
+    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
+    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    if is_idle(share, length, clustered, cap):
         return
-    if _needs_order(union_ptr, tl.load(ordered_ptr + row)) == 0:
+    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    slices: tl.constexpr = clusters // _SLICE
+    totals, _, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, cap, slices)
+    listed = tl.sum(count_of(totals), axis=0)
+    if (needs_order(taken, wanted, tl.load(ordered_ptr + row)) == 0) | (part * placed >= listed):
         return
     needed_ptr += of_kv_head * clusters
     best_ptr += of_kv_head * clusters
-    listed, taken = tl.load(union_ptr + UNION_CLUSTERS), tl.load(union_ptr + UNION_TAKEN)
-    for begin in range(part * compared, listed, tl.num_programs(0) * compared):
-        place = begin + tl.arange(0, compared)
+    for begin in range(part * placed, listed, tl.num_programs(0) * placed):
+        place = begin + tl.arange(0, placed)
         is_listed = place < listed
-        best = tl.load(best_ptr + place, mask=is_listed, other=0)
-        before = tl.zeros((compared,), tl.int32)
-        for other_begin in range(0, listed, compared):
-            other_place = other_begin + tl.arange(0, compared)
-            other_best = tl.load(best_ptr + other_place, mask=other_place < listed, other=HIGHEST)
-            needed = tl.load(needed_ptr + other_place, mask=other_place < listed, other=0)
-            # They are listed by number.
-            precedes = (other_best[None, :] < best[:, None]) | (
-                (other_best[None, :] == best[:, None]) & (other_place[None, :] < place[:, None])
-            )
-            before += tl.sum(tl.where(precedes, needed[None, :], 0), axis=1)
-        tl.store(places_ptr + of_kv_head * clusters + place, before, mask=is_listed)
-        needed = tl.load(needed_ptr + place, mask=is_listed, other=0)
+        at = _listed_at(place, totals)
+        best = tl.load(best_ptr + at, mask=is_listed, other=0)
+        needed = tl.load(needed_ptr + at, mask=is_listed, other=0)
+        before = tl.zeros((placed,), tl.int32)
+        for other_begin in range(0, listed, _COMPARED):
+            other_place = other_begin + tl.arange(0, _COMPARED)
+            other_at = _listed_at(other_place, totals)
+            other_best = tl.load(best_ptr + other_at, mask=other_place < listed, other=0)
+            other_needed = tl.load(needed_ptr + other_at, mask=other_place < listed, other=0)
+            precedes = through(-other_best[None, :], other_place[None, :], -best[:, None], place[:, None] - 1)
+            before += tl.sum(tl.where(precedes, other_needed[None, :], 0), axis=1)
+        tl.store(places_ptr + of_kv_head * clusters + at, before, mask=is_listed)
         is_cut = is_listed & (before <= taken) & (before + needed > taken)
-        tl.store(union_ptr + UNION_LOST + place * 0, best + taken - before, mask=is_cut)
+        tl.store(lost_ptr + of_kv_head + place * 0, best + taken - before, mask=is_cut)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -174,7 +192,8 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
     ranks_ptr: tl.tensor,
     cuts_ptr: tl.tensor,
     fits_ptr: tl.tensor,
-    unions_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    lost_ptr: tl.tensor,
     head_shares_ptr: tl.tensor,
     scale_log2: tl.tensor,
     query_stride: tl.tensor,
@@ -198,11 +217,11 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
     kv_head = head // group
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
     length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    union_ptr = unions_ptr + (row.to(tl.int64) * kv_heads + kv_head) * UNIONS
     if is_idle(share, length, clustered, cap) | (cap == 0):
         return
-    taken, wanted = tl.load(union_ptr + UNION_TAKEN), tl.load(union_ptr + UNION_WANTED)
-    kept = kept_tokens(length, clustered, cap)
+    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    slices: tl.constexpr = clusters // _SLICE
+    _totals, kept, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, cap, slices)
     if (taken < 0) | (kept + taken == length - clustered + wanted):
         return
     of_head = row.to(tl.int64) * (kv_heads * group) + head
@@ -228,7 +247,7 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
     tokens = tl.load(cuts_ptr + of_head * CUTS + CUT_TOKENS)
     if wanted > taken:
         # No list is cut before the best place of the first token that is lost.
-        tokens = tl.minimum(tokens, tl.where(taken > 0, tl.load(union_ptr + UNION_LOST), 0))
+        tokens = tl.minimum(tokens, tl.where(taken > 0, tl.load(lost_ptr + of_kv_head), 0))
     if tokens > 0:
         known = tl.load(ranks_ptr + of_head * RANKS + RANK_KNOWN)
         first = tl.load(fits_ptr + FIT_FIRST)

@@ -1,11 +1,30 @@
-"""What of a query head's list of clusters is looked at, found without sorting (``winnow_kernels.gpu.tactic``)."""
+"""What of a query head's list of clusters is looked at, found without sorting (``winnow_kernels.gpu.tactic``).
+
+A program reads 8 bytes a cluster and holds them in registers. It costs what its sums over all of them cost, which wait
+for each other: one for the scores' mean and deviation, one for the first guesses, one or two for guesses between them
+(``winnow_kernels.gpu.tactic_search``), one for where to copy the few clusters left, and one over pairs of those.
+"""
 
 from __future__ import annotations
+
+from typing import Final
 
 import triton
 import triton.language as tl
 
+from winnow_kernels.gpu.batch import COUNTS, Count
+from winnow_kernels.gpu.tactic_search import (
+    BRACKETS,
+    guessed_keys,
+    narrowed,
+    number_of,
+    score_key_of,
+    sums_above,
+    unique_keys,
+    within,
+)
 from winnow_kernels.gpu.tactic_state import (
+    HISTOGRAM,
     RANK_FAR_BEFORE,
     RANK_FAR_TOKENS,
     RANK_KNOWN,
@@ -16,32 +35,39 @@ from winnow_kernels.gpu.tactic_state import (
     RANK_NEAR_BEFORE,
     RANK_NEAR_TOKENS,
     RANKS,
-    addresses_of,
-    count_read,
     is_idle,
-    through,
-    tied,
 )
-from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, counted, counted_threshold, ordered, weight_of
+from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, counted, ordered, packed_of, weight_of
 from winnow_kernels.kmeans import CLUSTER_SIZE
 from winnow_kernels.tactic import EXACT_SHARE, LISTED_SHARE, WINDOW_CENTRES, WINDOW_CLUSTERS
+
+CLUSTERS_OF_THREAD: Final = 16
+"""Of how many clusters each thread holds key and size: of more, their comparisons find no room in registers."""
 
 _EXACT_SHARE = tl.constexpr(EXACT_SHARE)
 _LISTED_SHARE = tl.constexpr(LISTED_SHARE)
 _NEAR, _FAR = (tl.constexpr(centre) for centre in WINDOW_CENTRES)
 _WINDOW = tl.constexpr(WINDOW_CLUSTERS)
 _SAMPLED = tl.constexpr(CLUSTER_SIZE)
-# Three running counts in one number: of both windows' clusters, at most 4 each, and of those with exact weights.
-_COUNT_FAR = tl.constexpr(1 << 3)
-_COUNT_KNOWN = tl.constexpr(1 << 6)
+_HISTOGRAM = tl.constexpr(HISTOGRAM)
+_COUNTS = tl.constexpr(COUNTS)
+_READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
+_GUESSES = tl.constexpr(16)
+# Clusters of a thread, with as many warps as a launch gives.
+_OF_THREAD = tl.constexpr(CLUSTERS_OF_THREAD)
+# So many clusters of a bracket are compared in pairs.
+_FEW = tl.constexpr(64)
+# Four running counts in one number: of three brackets' clusters, less than 64 each, and of those surely known.
+_COUNT_NEAR = tl.constexpr(64)
+_COUNT_FAR = tl.constexpr(64**2)
+_COUNT_KNOWN = tl.constexpr(64**3)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     scores_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
+    cluster_sizes_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
@@ -49,8 +75,7 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     ranks_ptr: tl.tensor,
     known_ptr: tl.tensor,
     windows_ptr: tl.tensor,
-    entries_stride: tl.tensor,
-    capacity: tl.tensor,
+    histogram_ptr: tl.tensor,
     member_bytes: tl.tensor,
     clusters: tl.tensor,
     known_clusters: tl.tensor,
@@ -67,100 +92,187 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     if is_idle(share, length, tokens, cap) | (tokens == 0):
         return
     count = tokens // span * of_span
-    # One at a time in each thread: such that searches, running sums and scattered stores have one layout, and no block
-    # has to change places. What is read here lies in the L2 cache.
+    # One at a time in each thread: such that comparisons, running sums and scattered stores have one layout, and no
+    # block has to change places. What is read here lies in the L2 cache.
     numbers = tl.max_contiguous(tl.arange(0, block), 1)
     present = numbers < count
     of_head = row.to(tl.int64) * query_heads + head
-    keys = ordered(tl.load(scores_ptr + of_head * clusters + numbers, mask=present, other=0.0))
-    keys = tl.where(present, keys, LOWEST)
-    addresses = addresses_of(entries_ptr + row * entries_stride, numbers, present, head // group, capacity, of_span)
-    packed = tl.load(sizes_ptr + addresses, mask=present, other=0).to(tl.int32)
-    packed = tl.where(present, counted(packed), 0)
-    # Nothing but keys and packed sizes stays in registers.
+    scores_ptr += of_head * clusters
     ranks_ptr += of_head * RANKS
-
-    # Exact weights: of a share of the tokens, if so many are in the clusters listed, else of all in these.
-    listed = tl.maximum(tl.ceil(count.to(tl.float64) * _LISTED_SHARE).to(tl.int32), 1)
-    wanted = tl.ceil(tokens.to(tl.float64) * _EXACT_SHARE).to(tl.int32)
-    key, ranked, reached = counted_threshold(keys, packed, wanted, wanted < 0)
-    last, start = tied(keys, weight_of(packed), numbers, key, reached, wanted)
-    if ranked > listed:
-        ranked = tl.sum((through(keys, numbers, key, last) & (packed > 0)).to(tl.int32), axis=0)
-    known = wanted
-    if ranked > listed:
-        key, ranked, reached = counted_threshold(keys, packed, listed, listed > 0)
-        last, _ = tied(keys, count_of(packed), numbers, key, ranked, listed)
-        known = tl.sum(tl.where(through(keys, numbers, key, last), weight_of(packed), 0), axis=0)
-        start = known - tl.sum(tl.where(numbers == last, weight_of(packed), 0), axis=0)
-    tl.store(ranks_ptr + RANK_KNOWN, known)
-    tl.store(ranks_ptr + RANK_KNOWN_KEY, key)
-    tl.store(ranks_ptr + RANK_KNOWN_LAST, last)
-    tl.store(ranks_ptr + RANK_KNOWN_START, start)
-
-    # Half a window is a whole number of clusters, so that it may be taken away after rounding.
-    near = tl.maximum(tl.ceil(count.to(tl.float64) * _NEAR).to(tl.int32) - _WINDOW // 2, 0)
-    far_end = tl.minimum(tl.ceil(count.to(tl.float64) * _FAR).to(tl.int32) - _WINDOW // 2 + _WINDOW, count)
-    edges = tl.arange(0, 4)
-    ends = tl.where(edges < 2, near, far_end - _WINDOW) + tl.where(edges % 2 == 1, _WINDOW, 0)
-    edge_keys, edge_lasts = _edges(keys, packed, numbers, ends)
-    before_near, in_near = _window(keys, packed, numbers, edge_keys, edge_lasts, edges, 0)
-    before_far, in_far = _window(keys, packed, numbers, edge_keys, edge_lasts, edges, 2)
-    tl.store(ranks_ptr + RANK_NEAR_BEFORE, before_near)
-    tl.store(ranks_ptr + RANK_NEAR_TOKENS, tl.sum(tl.where(in_near, weight_of(packed), 0), axis=0))
-    tl.store(ranks_ptr + RANK_FAR_BEFORE, before_far)
-    tl.store(ranks_ptr + RANK_FAR_TOKENS, tl.sum(tl.where(in_far, weight_of(packed), 0), axis=0))
-    sampled = tl.minimum(weight_of(packed), _SAMPLED)
-    sampled = tl.sum(tl.where(in_near, sampled, 0) + tl.where(in_far, sampled, 0), axis=0)
-    count_read(counts_ptr, row, (known + sampled) * member_bytes)
-
-    is_known = through(keys, numbers, key, last) & (weight_of(packed) > 0)
-    marks = tl.where(in_near, 1, 0) + tl.where(in_far, _COUNT_FAR, 0) + tl.where(is_known, _COUNT_KNOWN, 0)
-    running = tl.cumsum(marks, axis=0)
     windows_ptr += of_head * (2 * _WINDOW)
-    tl.store(windows_ptr + running % _COUNT_FAR - 1, numbers, mask=in_near)
-    tl.store(windows_ptr + _WINDOW + running // _COUNT_FAR % _COUNT_FAR - 1, numbers, mask=in_far)
-    tl.store(known_ptr + of_head * known_clusters + running // _COUNT_KNOWN - 1, numbers, mask=is_known)
-    tl.store(ranks_ptr + RANK_KNOWN_CLUSTERS, tl.sum(is_known.to(tl.int32), axis=0))
+    known_ptr += of_head * known_clusters
+    searches_ptr = histogram_ptr + of_head * _HISTOGRAM
+    scores = tl.load(scores_ptr + numbers, mask=present, other=0.0)
+    of_kv_head = row.to(tl.int64) * (query_heads // group) + head // group
+    packed = tl.load(cluster_sizes_ptr + of_kv_head * clusters + numbers, mask=present, other=0)
+    packed = tl.where(present, counted(packed), 0)
+    # What is before a window is stored, and what is in it added to, by one thread each.
+    tl.store(ranks_ptr + RANK_NEAR_TOKENS, 0)
+    tl.store(ranks_ptr + RANK_FAR_TOKENS, 0)
+
+    # Three places are sought at once: where the exact weights end, and both windows, all of each in one bracket. Half a
+    # window is a whole number of clusters, so that it may be taken away after rounding.
+    wanted = tl.ceil(tokens.to(tl.float64) * _EXACT_SHARE).to(tl.int32)
+    listed = tl.maximum(tl.ceil(count.to(tl.float64) * _LISTED_SHARE).to(tl.int32), 1)
+    near = tl.maximum(tl.ceil(count.to(tl.float64) * _NEAR).to(tl.int32) - _WINDOW // 2, 0)
+    far = tl.minimum(tl.ceil(count.to(tl.float64) * _FAR).to(tl.int32) - _WINDOW // 2, count - _WINDOW)
+
+    # The first guesses take the scores to be normal. One of them is added to the others' differences from it, so that
+    # their squares keep their digits.
+    guess = tl.arange(0, _GUESSES)
+    some_score = tl.load(scores_ptr)
+    off = tl.where(present, scores - some_score, 0.0)
+    moment = tl.arange(0, 2)
+    moments = tl.sum(tl.where(moment[:, None] == 0, off[None, :], off[None, :] * off[None, :]), axis=1)
+    moments = moments / count.to(tl.float32)
+    mean = tl.sum(tl.where(moment == 0, moments, 0.0), axis=0)
+    deviation = tl.sqrt(tl.maximum(tl.sum(tl.where(moment == 1, moments, 0.0), axis=0) - mean * mean, 0.0))
+    guesses = ordered(some_score + mean + deviation * _normal_places(guess))
+    keys = tl.where(present, unique_keys(scores, numbers), LOWEST)
+    sums = sums_above(keys, packed, guesses)
+    _store_brackets(searches_ptr, guess, guesses, sums)
+    _store_brackets(searches_ptr, _GUESSES + guess, guesses, sums)
+
+    lowest, highest = count * 0 + LOWEST + 1, count * 0 + HIGHEST
+    all_packed = packed_of(count, tokens).to(tl.uint32, bitcast=True)
+    none = all_packed - all_packed
+    has_known = (weight_of(sums) >= wanted) | (count_of(sums) >= listed)
+    low, high, at_low, at_high = narrowed(lowest, highest, all_packed, none, guesses, sums, has_known, has_known == 0)
+    near_low, near_high, at_near_low, at_near_high = narrowed(
+        lowest, highest, all_packed, none, guesses, sums, count_of(sums) >= near + _WINDOW, count_of(sums) <= near
+    )
+    far_low, far_high, at_far_low, at_far_high = narrowed(
+        lowest, highest, all_packed, none, guesses, sums, count_of(sums) >= far + _WINDOW, count_of(sums) <= far
+    )
+    target = tl.minimum(guess // 5, 2)
+    offsets = tl.where(guess % 5 == 0, 2.5, 0.0) + tl.where(guess % 5 == 1, 1.0, 0.0)
+    offsets -= tl.where(guess % 5 == 3, 1.0, 0.0) + tl.where(guess % 5 == 4, 2.5, 0.0)
+    halves = guess % 5 == 2
+    behind = tl.where(offsets > 0, _WINDOW, 0)
+    most = tl.maximum(within(at_low, at_high), within(at_near_low, at_near_high))
+    while tl.maximum(most, within(at_far_low, at_far_high)) >= _FEW:
+        guesses = guessed_keys(low, high, at_low, at_high, wanted + guess * 0, offsets, halves, True)
+        of_near = guessed_keys(near_low, near_high, at_near_low, at_near_high, near + behind, offsets, halves, False)
+        of_far = guessed_keys(far_low, far_high, at_far_low, at_far_high, far + behind, offsets, halves, False)
+        guesses = tl.where(target == 0, guesses, tl.where(target == 1, of_near, of_far))
+        sums = sums_above(keys, packed, guesses)
+        _store_brackets(searches_ptr, _GUESSES + guess, guesses, sums)
+        has_known = (weight_of(sums) >= wanted) | (count_of(sums) >= listed)
+        low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, has_known, has_known == 0)
+        near_low, near_high, at_near_low, at_near_high = narrowed(
+            near_low, near_high, at_near_low, at_near_high, guesses, sums,
+            count_of(sums) >= near + _WINDOW, count_of(sums) <= near,
+        )  # fmt: skip
+        far_low, far_high, at_far_low, at_far_high = narrowed(
+            far_low, far_high, at_far_low, at_far_high, guesses, sums,
+            count_of(sums) >= far + _WINDOW, count_of(sums) <= far,
+        )  # fmt: skip
+        most = tl.maximum(within(at_low, at_high), within(at_near_low, at_near_high))
+
+    # The few clusters of each bracket are copied out, and those that surely have exact weights are listed.
+    is_known = keys >= high
+    is_candidate = (keys >= low) & (keys < high)
+    is_near = (keys >= near_low) & (keys < near_high)
+    is_far = (keys >= far_low) & (keys < far_high)
+    marks = tl.where(is_known, _COUNT_KNOWN, 0) + tl.where(is_candidate, 1, 0)
+    marks += tl.where(is_near, _COUNT_NEAR, 0) + tl.where(is_far, _COUNT_FAR, 0)
+    running = _running(marks)
+    tl.store(known_ptr + running // _COUNT_KNOWN - 1, numbers, mask=is_known)
+    copies_ptr = searches_ptr + 2 * BRACKETS
+    _copy(copies_ptr, running % _COUNT_NEAR - 1, keys, packed, is_candidate)
+    _copy(copies_ptr + 2 * _FEW, running // _COUNT_NEAR % _COUNT_NEAR - 1, keys, packed, is_near)
+    _copy(copies_ptr + 4 * _FEW, running // _COUNT_FAR % _COUNT_NEAR - 1, keys, packed, is_far)
+    tl.debug_barrier()
+
+    # What comes before each of them is counted in pairs.
+    sought, place = tl.arange(0, 4)[:, None], tl.arange(0, _FEW)[None, :]
+    copied = _of_sought(
+        sought, within(at_low, at_high), within(at_near_low, at_near_high), within(at_far_low, at_far_high)
+    )
+    pairs_ptr = copies_ptr + sought * (2 * _FEW) + place
+    keys = tl.load(pairs_ptr, mask=place < copied, other=LOWEST)
+    packed = tl.load(pairs_ptr + _FEW, mask=place < copied, other=0)
+    before = tl.sum(tl.where(keys[:, :, None] > keys[:, None, :], packed[:, :, None], 0), axis=1)
+
+    # From here on in a row, such that all that is stored has one layout again.
+    before = tl.reshape(before, (4 * _FEW,))
+    copy = tl.arange(0, 4 * _FEW)
+    sought, place = copy // _FEW, copy % _FEW
+    copied = _of_sought(
+        sought, within(at_low, at_high), within(at_near_low, at_near_high), within(at_far_low, at_far_high)
+    )
+    is_copy = place < copied
+    copies_ptr += sought * (2 * _FEW) + place
+    keys = tl.load(copies_ptr, mask=is_copy, other=LOWEST)
+    sizes = weight_of(tl.load(copies_ptr + _FEW, mask=is_copy, other=0))
+    before += tl.where(sought == 0, at_high, tl.where(sought == 1, at_near_high, at_far_high)).to(
+        tl.int32, bitcast=True
+    )
+    clusters_before, tokens_before, numbers = count_of(before), weight_of(before), number_of(keys)
+
+    is_exact = is_copy & (sought == 0) & (tokens_before < wanted) & (clusters_before < listed)
+    is_last = is_exact & ((tokens_before + sizes >= wanted) | (clusters_before + 1 >= listed))
+    known = tl.minimum(tokens_before + sizes, wanted)
+    here = copy * 0
+    tl.store(known_ptr + clusters_before, numbers, mask=is_exact)
+    tl.store(ranks_ptr + RANK_KNOWN + here, known, mask=is_last)
+    tl.store(ranks_ptr + RANK_KNOWN_CLUSTERS + here, clusters_before + 1, mask=is_last)
+    tl.store(ranks_ptr + RANK_KNOWN_KEY + here, score_key_of(keys), mask=is_last)
+    tl.store(ranks_ptr + RANK_KNOWN_LAST + here, numbers, mask=is_last)
+    tl.store(ranks_ptr + RANK_KNOWN_START + here, tokens_before, mask=is_last)
+
+    window = clusters_before - tl.where(sought == 1, near, far)
+    in_window = is_copy & (sought > 0) & (window >= 0) & (window < _WINDOW)
+    tl.store(windows_ptr + tl.where(sought == 1, 0, _WINDOW) + window, numbers, mask=in_window)
+    before_ptr = ranks_ptr + tl.where(sought == 1, RANK_NEAR_BEFORE, RANK_FAR_BEFORE)
+    tl.store(before_ptr, tokens_before, mask=in_window & (window == 0))
+    tokens_ptr = ranks_ptr + tl.where(sought == 1, RANK_NEAR_TOKENS, RANK_FAR_TOKENS)
+    tl.atomic_add(tokens_ptr, sizes, mask=in_window, sem="relaxed", scope="cta")
+    sampled = tl.where(is_last, known, tl.minimum(sizes, _SAMPLED))
+    read_ptr = counts_ptr + row * _COUNTS + _READ_BYTES + here
+    tl.atomic_add(read_ptr, (sampled * member_bytes).to(tl.int64), mask=is_last | in_window, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _edges(keys: tl.tensor, packed: tl.tensor, numbers: tl.tensor, ends: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the keys and numbers of the clusters up to which the first ``ends``, int32 [4], come; of none for 0."""
-    rows_of_keys = keys[None, :] + tl.zeros((4, 1), tl.int32)
-    rows_packed = packed[None, :] + tl.zeros((4, 1), tl.int32)
-    wanted = tl.maximum(ends, 1)
-    found, reached, _ = counted_threshold(rows_of_keys, rows_packed, wanted, ends >= 0)
-    lasts = tl.where(reached > wanted, tl.max(numbers, axis=0), HIGHEST)
-    if tl.max(reached - wanted, axis=0) > 0:
-        # Several clusters have the same score, and only the first of them are wanted.
-        is_tied = (rows_of_keys == found[:, None]) & (rows_packed > 0)
-        missing = wanted - (reached - tl.sum(is_tied.to(tl.int32), axis=1))
-        low = tl.where(reached > wanted, -1, HIGHEST - 1)
-        while tl.max((low + 1 < lasts).to(tl.int32), axis=0) > 0:
-            middle = low + (lasts - low) // 2
-            enough = tl.sum((is_tied & (numbers[None, :] <= middle[:, None])).to(tl.int32), axis=1) >= missing
-            searching = low + 1 < lasts
-            lasts = tl.where(searching & enough, middle, lasts)
-            low = tl.where(searching & (enough == 0), middle, low)
-    return tl.where(ends == 0, HIGHEST, found), tl.where(ends == 0, -1, lasts)
+def _running(marks: tl.tensor) -> tl.tensor:
+    """Return running sums of int32 ``marks``, in another order than theirs: first all of a thread's, then the next's.
+
+    A sum over neighbours would go through all threads once for each number that a thread holds.
+    """
+    block: tl.constexpr = marks.shape[0]
+    threads: tl.constexpr = max(128, block // _OF_THREAD)
+    of_thread = tl.reshape(marks, (block // threads, threads))
+    totals = tl.sum(of_thread, axis=0)
+    before = tl.cumsum(totals, axis=0) - totals
+    return tl.reshape(tl.cumsum(of_thread, axis=0) + before[None, :], (block,))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _window(
-    keys: tl.tensor,
-    packed: tl.tensor,
-    numbers: tl.tensor,
-    edge_keys: tl.tensor,
-    edge_lasts: tl.tensor,
-    edges: tl.tensor,
-    edge: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return how many tokens come before the window whose edges are ``edge`` and the next, and what is in it."""
-    start = tl.sum(tl.where(edges == edge, edge_keys, 0), axis=0)
-    start_last = tl.sum(tl.where(edges == edge, edge_lasts, 0), axis=0)
-    end = tl.sum(tl.where(edges == edge + 1, edge_keys, 0), axis=0)
-    end_last = tl.sum(tl.where(edges == edge + 1, edge_lasts, 0), axis=0)
-    before = through(keys, numbers, start, start_last) & (packed > 0)
-    tokens = tl.sum(tl.where(before, weight_of(packed), 0), axis=0)
-    return tokens, through(keys, numbers, end, end_last) & (packed > 0) & (before == 0)
+def _of_sought(sought: tl.tensor, known: tl.tensor, near: tl.tensor, far: tl.tensor) -> tl.tensor:
+    """Return the number that goes with each of the three places sought, and 0 for 3."""
+    return tl.where(sought == 0, known, tl.where(sought == 1, near, tl.where(sought == 2, far, 0)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normal_places(guess: tl.tensor) -> tl.tensor:
+    """Return float32 [16]: in deviations from the mean, where normal scores have what is sought, and what bounds them.
+
+    No more than a fiftieth of any numbers lies above 7 deviations, no more than two fifths below -1.25.
+    """
+    places = tl.where(guess == 0, 7.0, tl.where(guess == 1, 3.5, tl.where(guess == 2, 2.6, 2.25)))
+    places = tl.where(guess == 4, 2.05, tl.where(guess == 5, 1.85, tl.where(guess == 6, 1.6, places)))
+    places = tl.where(guess == 7, 1.38, tl.where(guess == 8, 1.2, tl.where(guess == 9, 1.0, places)))
+    places = tl.where(guess == 10, 0.5, tl.where(guess == 11, 0.1, tl.where(guess == 12, -0.15, places)))
+    return tl.where(guess == 13, -0.35, tl.where(guess == 14, -0.6, tl.where(guess == 15, -1.25, places)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_brackets(searches_ptr: tl.tensor, place: tl.tensor, guesses: tl.tensor, sums: tl.tensor) -> None:
+    tl.store(searches_ptr + place, guesses)
+    tl.store(searches_ptr + BRACKETS + place, sums.to(tl.int32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(copies_ptr: tl.tensor, place: tl.tensor, keys: tl.tensor, packed: tl.tensor, is_copy: tl.tensor) -> None:
+    tl.store(copies_ptr + place, keys, mask=is_copy)
+    tl.store(copies_ptr + _FEW + place, packed, mask=is_copy)

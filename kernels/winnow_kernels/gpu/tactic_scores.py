@@ -7,6 +7,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from winnow_kernels.gpu.tactic_search import coarse
 from winnow_kernels.gpu.tactic_state import (
     GROUP_BLOCK,
     NOTHING,
@@ -18,8 +19,11 @@ from winnow_kernels.gpu.tactic_state import (
     slots_at,
 )
 
-TILE: Final = 128
-"""Centroids of a program, and tokens that are scored at a time."""
+OF_PROGRAM: Final = 256
+"""Centroids of a program."""
+
+_TOKENS = tl.constexpr(128)
+_CENTROIDS = tl.constexpr(64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,6 +31,8 @@ def score_kernel(
     queries_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     centroids_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
     table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     entries_ptr: tl.tensor,
@@ -35,6 +41,8 @@ def score_kernel(
     caps_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     scores_ptr: tl.tensor,
+    cluster_sizes_ptr: tl.tensor,
+    cluster_firsts_ptr: tl.tensor,
     tails_ptr: tl.tensor,
     scale_log2: tl.tensor,
     query_stride: tl.tensor,
@@ -53,10 +61,10 @@ def score_kernel(
     page_size: tl.constexpr,
     span: tl.constexpr,
     of_span: tl.constexpr,
-    tile: tl.constexpr,
+    of_program: tl.constexpr,
     tail_splits: tl.constexpr,
 ) -> None:
-    """Score one tile of centroids, or one split of the tokens in no cluster, for all query heads of a group.
+    """Score one split of the centroids, or of the tokens in no cluster, for all query heads of a group.
 
     The first ``tail_splits`` programs of a row and KV head have the tokens, the others the centroids.
     """
@@ -66,7 +74,8 @@ def score_kernel(
     if is_idle(share, length, clustered, cap):
         return
     heads = tl.arange(0, GROUP_BLOCK)
-    of_heads = (row * kv_heads + kv_head).to(tl.int64) * group + heads
+    of_kv_head = (row * kv_heads + kv_head).to(tl.int64)
+    of_heads = of_kv_head * group + heads
     queries = group_queries(queries_ptr, row, kv_head, query_stride, group, head_dim, dim_block)
     if part < tail_splits:
         if (part == 0) & (kv_head == 0):
@@ -76,8 +85,8 @@ def score_kernel(
             )
         largest = tl.full((GROUP_BLOCK,), NOTHING, tl.float32)
         mass = tl.zeros((GROUP_BLOCK,), tl.float32)
-        for begin in range(clustered + part * tile, length, tail_splits * tile):
-            positions = begin + tl.arange(0, tile)
+        for begin in range(clustered + part * _TOKENS, length, tail_splits * _TOKENS):
+            positions = begin + tl.arange(0, _TOKENS)
             is_token = positions < length
             slots = slots_at(table_ptr + row * table_stride, positions, is_token, page_size)
             keys = keys_at(keys_ptr + kv_head * head_stride, slots, is_token, slot_stride, head_dim, dim_block)
@@ -91,13 +100,19 @@ def score_kernel(
         tl.store(tail_ptr, largest, mask=heads < group)
         tl.store(tail_ptr + 1, mass, mask=heads < group)
     else:
-        numbers = (part - tail_splits) * tile + tl.arange(0, tile)
-        is_cluster = numbers < clustered // span * of_span
-        if (part - tail_splits) * tile < clustered // span * of_span:
-            addresses = addresses_of(
-                entries_ptr + row * entries_stride, numbers, is_cluster, kv_head, capacity, of_span
-            )
-            dims = tl.arange(0, dim_block)
+        first = (part - tail_splits) * of_program
+        count = clustered // span * of_span
+        dims = tl.arange(0, dim_block)
+        entries_ptr += row * entries_stride
+        of_all = first + tl.arange(0, of_program)
+        addresses_of_all = addresses_of(entries_ptr, of_all, of_all < count, kv_head, capacity, of_span)
+        sizes = tl.load(sizes_ptr + addresses_of_all, mask=of_all < count, other=0).to(tl.int32)
+        firsts = tl.load(firsts_ptr + addresses_of_all, mask=of_all < count, other=0)
+        # So many stages that the next tiles are on their way while one is scored.
+        for begin in tl.range(first, tl.minimum(first + of_program, count), _CENTROIDS, num_stages=5):
+            numbers = begin + tl.arange(0, _CENTROIDS)
+            is_cluster = numbers < count
+            addresses = addresses_of(entries_ptr, numbers, is_cluster, kv_head, capacity, of_span)
             centroids = tl.load(
                 centroids_ptr + addresses[:, None] * head_dim + dims[None, :],
                 mask=is_cluster[:, None] & (dims < head_dim)[None, :],
@@ -106,6 +121,8 @@ def score_kernel(
             scores = tl.dot(queries, tl.trans(centroids), input_precision="ieee")
             tl.store(
                 scores_ptr + of_heads[:, None] * clusters + numbers[None, :],
-                scores,
+                coarse(scores),
                 mask=(heads < group)[:, None] & is_cluster[None, :],
             )
+        tl.store(cluster_sizes_ptr + of_kv_head * clusters + of_all, sizes, mask=of_all < count)
+        tl.store(cluster_firsts_ptr + of_kv_head * clusters + of_all, firsts, mask=of_all < count)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.gpu.batch import COUNTS, Count
+from winnow_kernels.gpu.threshold import HIGHEST, weight_of
 from winnow_kernels.kmeans import CLUSTER_SIZE
 from winnow_kernels.tactic import LISTED_SHARE, WHOLE_SHARE, WINDOW_CLUSTERS
 
@@ -21,11 +22,16 @@ TAIL_SPLITS: Final = 16
 """Programs among which the tokens in no cluster are dealt out, of a row and KV head."""
 WINDOWS: Final = 2 * WINDOW_CLUSTERS
 """Clusters of a query head's near and far window."""
+HISTOGRAM: Final = 2048
+"""Bins among which a query head's clusters can be counted."""
+SLICE: Final = 128
+"""Clusters of a row that one program lists for a KV head."""
 
 NOTHING: Final = tl.constexpr(-1e30)
 """Logarithm of no mass; finite, so that differences stay numbers."""
 GROUP_BLOCK: Final = tl.constexpr(LARGEST_GROUP)
 _WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
+_SLICE_TOKENS = tl.constexpr(SLICE * CLUSTER_SIZE)
 _COUNTS = tl.constexpr(COUNTS)
 _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
 
@@ -69,22 +75,6 @@ class Fit(IntEnum):
     END = 6
 
 
-class Union(IntEnum):
-    """A number in ``TacticWorkspace.unions``.
-
-    Attributes:
-        CLUSTERS: how many are listed.
-        TAKEN: tokens taken of them, within the cap; -1 where the whole context is attended to instead.
-        WANTED: tokens needed of them.
-        LOST: the best place, in a list of the group, of the first token that the cap cuts.
-    """
-
-    CLUSTERS = 0
-    TAKEN = 1
-    WANTED = 2
-    LOST = 3
-
-
 # The numbers above, as kernels can use them.
 RANKS = tl.constexpr(len(Rank))
 RANK_KNOWN = tl.constexpr(int(Rank.KNOWN))
@@ -109,56 +99,62 @@ FIT_TOTAL = tl.constexpr(int(Fit.TOTAL))
 FIT_A = tl.constexpr(int(Fit.A))
 FIT_B = tl.constexpr(int(Fit.B))
 FIT_END = tl.constexpr(int(Fit.END))
-UNIONS = tl.constexpr(len(Union))
-UNION_CLUSTERS = tl.constexpr(int(Union.CLUSTERS))
-UNION_TAKEN = tl.constexpr(int(Union.TAKEN))
-UNION_WANTED = tl.constexpr(int(Union.WANTED))
-UNION_LOST = tl.constexpr(int(Union.LOST))
 
 
 @dataclass(frozen=True, eq=False)
 class TacticWorkspace:
     """What is handed on from launch to launch, for one layer at a time.
 
-    For a row, 9 bytes a cluster and query head, and 16 a cluster and KV head: 104 MiB for 32 rows of 128K tokens with
-    32 query and 8 KV heads. What is not by cluster is less than a hundredth of that.
+    For a row, 9 bytes a cluster and query head, 32 a cluster and KV head, and 8 KiB a query head: 144 MiB for 32 rows
+    of 128K tokens with 32 query and 8 KV heads. What else there is is less than a hundredth of that.
 
     Attributes:
-        scores: float32 [rows, query heads, clusters]; query · centroid.
+        scores: float32 [rows, query heads, clusters]; query · centroid, in the steps in which clusters are ranked.
+        cluster_sizes: int32 [rows, KV heads, clusters]; members of each cluster, by number.
+        cluster_firsts: int32, same shape; where in a head's offsets they begin.
         masses: float32, same shape; of the clusters with exact weights the logarithm (base 2) of the weights' sum.
-        known: int32 [rows, query heads, clusters / 4]; the clusters with exact weights, by number.
+        known: int32 [rows, query heads, clusters / 4]; the clusters with exact weights.
         tails: float32 [rows, query heads, TAIL_SPLITS, 2]; of the tokens in no cluster: the largest score, and the sum
             of the weights relative to it.
         windows: int32 [rows, query heads, WINDOWS]; clusters of both windows.
         window_masses: float32, same shape; logarithms of their masses, as the sample has them.
+        histogram: int32 [rows, query heads, HISTOGRAM]; scratch of the searches.
         ranks: int32 [rows, query heads, Rank].
         cuts: int32 [rows, query heads, Cut].
         fits: float64 [rows, query heads, Fit].
         shares: float64 [rows, query heads]; share of the mass that is believed to be attended in this layer.
-        arrivals: int32 [rows, KV heads]; query heads that have their cut; 0 between layers.
-        unions: int32 [rows, KV heads, Union].
-        listed: int32 [rows, KV heads, clusters]; clusters of which something is taken. Before that, scratch.
-        needed: int32, same shape; how many members of them. Before that, scratch.
-        places: int32, same shape; how many tokens come before them.
+        totals: int32 [rows, KV heads, clusters / SLICE]; of each slice of a row's clusters those of which something is
+            taken, and how many tokens: ``counted`` sums. What is by slice and cluster lies at the front of its slice:
+        listed: int32 [rows, KV heads, clusters]; clusters of which something is taken, by number.
+        firsts: int32, same shape; where in a head's offsets their members begin.
+        starts: int32, same shape; how many tokens the clusters before them in the slice bring.
+        needed: int32, same shape; how many members are taken.
         best: int32, same shape; their best place in a list of the group, where the order matters.
+        places: int32, same shape; how many tokens come before them, where the order matters.
+        lost: int32 [rows, KV heads]; the best place, in a list of the group, of the first token that the cap cuts.
     """
 
     scores: Tensor
+    cluster_sizes: Tensor
+    cluster_firsts: Tensor
     masses: Tensor
     known: Tensor
     tails: Tensor
     windows: Tensor
     window_masses: Tensor
+    histogram: Tensor
     ranks: Tensor
     cuts: Tensor
     fits: Tensor
     shares: Tensor
-    arrivals: Tensor
-    unions: Tensor
+    totals: Tensor
     listed: Tensor
+    firsts: Tensor
+    starts: Tensor
     needed: Tensor
-    places: Tensor
     best: Tensor
+    places: Tensor
+    lost: Tensor
 
     @classmethod
     def empty(
@@ -173,21 +169,26 @@ class TacticWorkspace:
 
         return cls(
             scores=space(*heads, clusters, dtype=torch.float32),
+            cluster_sizes=space(*kv, clusters),
+            cluster_firsts=space(*kv, clusters),
             masses=space(*heads, clusters, dtype=torch.float32),
             known=space(*heads, known_block_of(clusters)),
             tails=space(*heads, TAIL_SPLITS, 2, dtype=torch.float32),
             windows=space(*heads, WINDOWS),
             window_masses=space(*heads, WINDOWS, dtype=torch.float32),
+            histogram=space(*heads, HISTOGRAM),
             ranks=space(*heads, len(Rank)),
             cuts=space(*heads, len(Cut)),
             fits=space(*heads, len(Fit), dtype=torch.float64),
             shares=space(*heads, dtype=torch.float64),
-            arrivals=space(*kv),
-            unions=space(*kv, len(Union)),
+            totals=space(*kv, clusters // SLICE),
             listed=space(*kv, clusters),
+            firsts=space(*kv, clusters),
+            starts=space(*kv, clusters),
             needed=space(*kv, clusters),
-            places=space(*kv, clusters),
             best=space(*kv, clusters),
+            places=space(*kv, clusters),
+            lost=space(*kv),
         )
 
 
@@ -211,6 +212,38 @@ def kept_tokens(length: tl.tensor, clustered: tl.tensor, cap: tl.tensor) -> tl.t
 def exceeds(count: tl.tensor, length: tl.tensor) -> tl.tensor:
     """Return whether ``count`` tokens are so much of the context that all of it is read instead."""
     return count.to(tl.float32) > _WHOLE_SHARE * length.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def united(
+    totals_ptr: tl.tensor, length: tl.tensor, clustered: tl.tensor, cap: tl.tensor, slices: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return what is taken for one KV head of a row that is not idle.
+
+    Args:
+        totals_ptr: its slices' totals.
+        length: tokens of the row.
+        clustered: tokens of the row in clusters.
+        cap: the row's.
+        slices: how many slices a row can have.
+
+    Returns:
+        The totals, packed, int32 [slices]; tokens in no cluster that are kept; tokens that are taken of clusters within
+        the cap, -1 where the whole context is attended to instead; tokens that are needed of clusters.
+    """
+    each = tl.arange(0, slices)
+    # A slice has as many clusters as ``SLICE``, each of CLUSTER_SIZE tokens on average.
+    totals = tl.load(totals_ptr + each, mask=each * _SLICE_TOKENS < clustered, other=0)
+    wanted = tl.sum(weight_of(totals), axis=0)
+    kept = kept_tokens(length, clustered, cap)
+    taken = tl.minimum(wanted, tl.where(cap > 0, cap, length) - kept)
+    return totals, kept, tl.where(exceeds(kept + taken, length), -1, taken), wanted
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def needs_order(taken: tl.tensor, wanted: tl.tensor, is_ordered: tl.tensor) -> tl.tensor:
+    """Return whether clusters of which so much is ``taken`` and ``wanted`` must be read in order."""
+    return (taken > 0) & ((is_ordered != 0) | (wanted > taken))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -263,6 +296,24 @@ def tied(
             low = tl.where(enough, low, middle)
         before += tl.sum(tl.where(is_tied & (places < last), weights, 0), axis=0)
     return last, before
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def places_of(starts_ptr: tl.tensor, tokens: tl.tensor, listed: tl.tensor, most: tl.constexpr) -> tl.tensor:
+    """Return to which cluster of a list tokens belong: the last that begins by then.
+
+    Args:
+        starts_ptr: how many tokens come before each cluster of the list.
+        tokens: int32 [n]; counted through the list.
+        listed: scalar; clusters in the list, at most ``most``, a power of two up to 256.
+    """
+    place = tokens * 0
+    for halved in tl.static_range(1, 9):
+        if most >> halved > 0:
+            later = place + (most >> halved)
+            start = tl.load(starts_ptr + later, mask=later < listed, other=HIGHEST)
+            place = tl.where(start <= tokens, later, place)
+    return place
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -78,6 +78,12 @@ def counted(weights: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def packed_of(counts: tl.tensor, weights: tl.tensor) -> tl.tensor:
+    """Return int32 ``counts`` of keys packed with the sums of their weights."""
+    return counts * _ONE + weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def count_of(sums: tl.tensor) -> tl.tensor:
     """Return the number of the keys whose packed weights sum to ``sums``."""
     return (sums >> _COUNT_SHIFT) & _COUNT_MASK
@@ -150,7 +156,7 @@ def _search(
     searching = enough & _undecided(low, high, at_low, at_high, wanted, by_count, is_packed)
     halve = 2
     while _any(searching):
-        guess = interpolated_key(
+        guess = _interpolated_key(
             low, high, _amount(at_low, by_count, is_packed), _amount(at_high, by_count, is_packed), wanted, total
         )
         middle = (low & high) + ((low ^ high) >> 1)
@@ -194,7 +200,7 @@ def _amount(sums: tl.tensor, by_count: tl.tensor, is_packed: tl.constexpr) -> tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def interpolated_key(
+def _interpolated_key(
     low: tl.tensor, high: tl.tensor, at_low: tl.tensor, at_high: tl.tensor, wanted: tl.tensor, total: tl.tensor
 ) -> tl.tensor:
     """Return the key at which a logistic distribution would have ``wanted`` of ``total`` at or above it.
@@ -208,7 +214,7 @@ def interpolated_key(
         total: a number.
     """
     at_low, at_high, at_wanted = _logit(at_low, total), _logit(at_high, total), _logit(wanted, total)
-    low, high = _score(low), _score(high)
+    low, high = score_of(low), score_of(high)
     return ordered(low + (high - low) * ((at_low - at_wanted) / (at_low - at_high)))
 
 
@@ -218,7 +224,8 @@ def _logit(part: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _score(keys: tl.tensor) -> tl.tensor:
+def score_of(keys: tl.tensor) -> tl.tensor:
+    """Return the float32 score that has a key of ``ordered``; of what is not finite ±1e38."""
     # Within ±1e38, so that the difference of two is finite.
     keys = tl.minimum(tl.maximum(keys, -1 - _KEY_OF_1E38), _KEY_OF_1E38)
     return tl.where(keys < 0, keys ^ HIGHEST, keys).to(tl.float32, bitcast=True)

@@ -79,7 +79,7 @@ def tables_of(tables: ClusterTables) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("dtype", "span", "kv_heads", "head_dim"),
     [
-        (torch.float32, 64, 3, 8),
+        (torch.float32, 64, 3, 16),
         (torch.float16, 128, 2, 16),
         # Neither 6 clusters, nor keys of 24 numbers, nor spans of 96 fill a power of two.
         (torch.float32, 96, 1, 24),

@@ -1,0 +1,85 @@
+"""What a KV head reads of clusters for its query heads (``winnow_kernels.gpu.tactic``).
+
+A row's clusters are dealt out by slices of consecutive ones, so that a single request keeps many multiprocessors busy.
+What a slice lists stays in its place; who reads the lists adds up the totals of the slices before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from winnow_kernels.gpu.tactic_state import (
+    CUT_KEY,
+    CUT_LAST,
+    CUT_TAKEN,
+    CUTS,
+    SLICE,
+    is_idle,
+    through,
+)
+from winnow_kernels.gpu.threshold import HIGHEST, count_of, counted, ordered, weight_of
+
+_SLICE = tl.constexpr(SLICE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def union_kernel(
+    cluster_sizes_ptr: tl.tensor,
+    cluster_firsts_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    caps_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    listed_ptr: tl.tensor,
+    list_firsts_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    needed_ptr: tl.tensor,
+    clusters: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    group_block: tl.constexpr,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
+) -> None:
+    """List the clusters of a slice of which some query head of a group takes something, and how much of each."""
+    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
+    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    count = clustered // span * of_span
+    if is_idle(share, length, clustered, cap) | (part * _SLICE >= count):
+        return
+    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    numbers = part * _SLICE + tl.arange(0, _SLICE)
+    present = numbers < count
+    heads = tl.arange(0, group_block)
+    is_head = heads < group
+    of_heads = of_kv_head * group + heads
+    # One after the other and before anything is used, so that all are under way together.
+    key = tl.load(cuts_ptr + of_heads * CUTS + CUT_KEY, mask=is_head, other=HIGHEST)
+    last = tl.load(cuts_ptr + of_heads * CUTS + CUT_LAST, mask=is_head, other=-1)
+    taken = tl.load(cuts_ptr + of_heads * CUTS + CUT_TAKEN, mask=is_head, other=0)
+    scores = tl.load(
+        scores_ptr + of_heads[:, None] * clusters + numbers[None, :],
+        mask=is_head[:, None] & present[None, :],
+        other=0.0,
+    )
+    sizes = tl.load(cluster_sizes_ptr + of_kv_head * clusters + numbers, mask=present, other=0)
+    firsts = tl.load(cluster_firsts_ptr + of_kv_head * clusters + numbers, mask=present, other=0)
+
+    is_taken = through(ordered(scores), numbers[None, :], key[:, None], last[:, None] - 1)
+    needed = tl.where(is_taken, sizes[None, :], 0)
+    needed = tl.where(numbers[None, :] == last[:, None], taken[:, None], needed)
+    needed = tl.max(tl.where(is_head[:, None] & present[None, :], needed, 0), axis=0)
+    is_needed = needed > 0
+    packed = tl.where(is_needed, counted(needed), 0)
+    tl.store(totals_ptr + of_kv_head * (clusters // _SLICE) + part, tl.sum(packed, axis=0))
+    running = tl.cumsum(packed, axis=0)
+    place = of_kv_head * clusters + part * _SLICE + count_of(running) - 1
+    tl.store(listed_ptr + place, numbers, mask=is_needed)
+    tl.store(list_firsts_ptr + place, firsts, mask=is_needed)
+    tl.store(starts_ptr + place, weight_of(running) - needed, mask=is_needed)
+    tl.store(needed_ptr + place, needed, mask=is_needed)
