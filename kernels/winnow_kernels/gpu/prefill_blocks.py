@@ -1,0 +1,67 @@
+"""The blocks of queries of one prefill pass: each attends to a selection before it and causally to its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+WHOLE: Final = -1
+"""In place of a budget: the block attends to everything before it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block on a request's grid of absolute positions, or what a prefill chunk leaves of it.
+
+    Attributes:
+        row: of the request, in the page table.
+        start: position of the block's first token.
+        begin: position of its first query in this pass; more than ``start`` where the chunk begins inside the block.
+        end: position behind its last query.
+        first_query: where the query of position ``begin`` lies among the queries of the pass.
+        budget: tokens before ``start`` to select, less than ``start``; or ``WHOLE``.
+        speakers: queries that speak for the block, at most (N_Q in the paper); 0 if ``budget`` is ``WHOLE``.
+    """
+
+    row: int
+    start: int
+    begin: int
+    end: int
+    first_query: int
+    budget: int
+    speakers: int
+
+    @property
+    def queries(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillBlocks:
+    """All blocks of a pass, on the host and on the device.
+
+    Attributes:
+        blocks: on the host; launches depend on them.
+        fields: int32 [blocks, 7], on the device: each block's attributes, in the order of ``Block``.
+        page_table: int32 [rows, pages]; the token of a row at position i lies in slot
+            ``page_table[row, i // page_size] * page_size + i % page_size``.
+        page_size: tokens in a page; a power of two.
+    """
+
+    blocks: Sequence[Block]
+    fields: Tensor
+    page_table: Tensor
+    page_size: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], page_table: Tensor, page_size: int) -> PrefillBlocks:
+        """Copy ``blocks`` to the device of ``page_table``."""
+        rows = [(b.row, b.start, b.begin, b.end, b.first_query, b.budget, b.speakers) for b in blocks]
+        fields = torch.tensor(rows, dtype=torch.int32).view(-1, 7)
+        if page_table.is_cuda:
+            fields = fields.pin_memory()
+        return cls(blocks, fields.to(page_table.device, non_blocking=True), page_table, page_size)

@@ -1,0 +1,59 @@
+"""Cutting the new tokens of a request into the blocks of a prefill pass."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from winnow_kernels.gpu.prefill_blocks import WHOLE, Block
+from winnow_kernels.quoka import QuokaPrefillParameters
+
+DENSE_BLOCK: Final = 128
+"""Queries in a block of a dense request."""
+
+
+def blocks_of(
+    row: int, first_query: int, prefix_length: int, length: int, parameters: QuokaPrefillParameters
+) -> list[Block]:
+    """Return the blocks of a request with QUOKA, as ``winnow_kernels.quoka.quoka_prefill`` has them.
+
+    Args:
+        row: of the request, in the page table.
+        first_query: where its first new token lies among the queries of the pass.
+        prefix_length: tokens of the request before the pass.
+        length: tokens of the request with those of the pass.
+        parameters: the request's.
+    """
+    found = []
+    for start in _starts(prefix_length, length, parameters.block):
+        dense = parameters.is_dense(start)
+        budget = WHOLE if dense else parameters.tokens(start)
+        speakers = 0 if dense else parameters.queries
+        found.append(_block(row, first_query, prefix_length, length, start, parameters.block, budget, speakers))
+    return found
+
+
+def dense_blocks_of(row: int, first_query: int, prefix_length: int, length: int) -> list[Block]:
+    """Return the blocks of a request that is dense; arguments as those of ``blocks_of``."""
+    return [
+        _block(row, first_query, prefix_length, length, start, DENSE_BLOCK, WHOLE, 0)
+        for start in _starts(prefix_length, length, DENSE_BLOCK)
+    ]
+
+
+def _starts(prefix_length: int, length: int, block: int) -> range:
+    return range(prefix_length // block * block, length, block) if length > prefix_length else range(0)
+
+
+def _block(
+    row: int, first_query: int, prefix_length: int, length: int, start: int, block: int, budget: int, speakers: int
+) -> Block:
+    begin = max(start, prefix_length)
+    return Block(
+        row=row,
+        start=start,
+        begin=begin,
+        end=min(start + block, length),
+        first_query=first_query + begin - prefix_length,
+        budget=budget,
+        speakers=speakers,
+    )

@@ -1,0 +1,325 @@
+"""QUOKA's selection in prefill on a GPU against the torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import pairwise
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.gpu.compiling import SHARED_LIMIT, Constant, Variant, compile_for_hopper
+from tests.kernels.gpu.selectors import HALF, UNTOUCHED, cache_on
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.gpu import quoka_prefill_scores as scoring
+from winnow_kernels.gpu import quoka_prefill_speakers as speaking
+from winnow_kernels.gpu import quoka_prefill_top as top
+from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
+from winnow_kernels.gpu.prefill_blocks_cut import blocks_of, dense_blocks_of
+from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
+from winnow_kernels.quoka import QuokaPrefillParameters, select_for_blocks, speaking_queries
+
+# Scores are cosines; float32 sums of some hundred products, and speakers in two parts, are this exact.
+ROUNDING: Final = 3e-6
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search little at a time: the interpreter is slow, and these contexts are short."""
+    monkeypatch.setattr(top, "LISTED", 1024)
+    monkeypatch.setattr(top, "SCORES_AT_ONCE", 512)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass's queries and blocks, and the contexts that they lie in."""
+
+    queries: Tensor
+    blocks: Sequence[Block]
+    context: Context
+    cache: LayerCache
+    page_size: int = 16
+
+    def select(self, device: torch.device, scores_bytes: int = 2**22) -> Tensor:
+        """Slots, int32 [blocks, KV heads, width]; of what is not written ``UNTOUCHED``."""
+        return self.launch(device, scores_bytes).selection.slots.cpu()
+
+    def launch(self, device: torch.device, scores_bytes: int = 2**22) -> QuokaPrefillPass:
+        table = (self.context.slots[:, :: self.page_size] // self.page_size).to(device, torch.int32)
+        blocks = PrefillBlocks.of(self.blocks, table, self.page_size)
+        cache = cache_on(device, self.cache)
+        workspace = QuokaPrefillWorkspace.empty(cache.kv_heads, self.context.longest, device, scores_bytes)
+        workspace.scores.fill_(torch.nan)
+        own = QuokaPrefillPass.of(blocks, self.queries.shape[1], cache, workspace)
+        own.selection.slots.fill_(UNTOUCHED)
+        # Strided, as it is when queries, keys and values come from one product.
+        queries = torch.cat((self.queries, self.queries), -1).to(device)[..., : self.queries.shape[2]]
+        assert select_blocks(queries, cache, own) is own.selection
+        return own
+
+    def scores(self, block: Block) -> Tensor:
+        """Float64 [KV heads, tokens before the block]."""
+        rows = slice(block.first_query, block.first_query + block.queries)
+        speakers = speaking_queries(self.queries[rows], self.cache.kv_heads, block.speakers).double()
+        keys = self.cache.keys[self.context.slots[block.row, : block.start]].double()
+        return torch.einsum("hsd,thd->hst", speakers, keys).amax(1) / keys.norm(dim=-1).T
+
+    def positions(self, block: Block, slots: Tensor) -> Tensor:
+        """Positions of ``slots``, any shape, in the block's request."""
+        positions = torch.full((self.cache.slots + 1,), -1)
+        own = self.context.slots[block.row]
+        positions[own] = torch.arange(len(own))
+        return positions[slots.long()]
+
+
+def random_pass(
+    requests: Sequence[tuple[int, int, QuokaPrefillParameters | None]],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    page_size: int = 16,
+) -> Pass:
+    """Requests are given as tokens before the pass, tokens with those of the pass, and parameters, None if dense."""
+    blocks: list[Block] = []
+    first_query = 0
+    for row, (prefix, length, parameters) in enumerate(requests):
+        if parameters is None:
+            blocks += dense_blocks_of(row, first_query, prefix, length)
+        else:
+            blocks += blocks_of(row, first_query, prefix, length, parameters)
+        first_query += length - prefix
+    lengths = [length for _, length, _ in requests]
+    slots = (sum(-(-length // page_size) for length in lengths) + 3) * page_size
+    cache = random_cache(slots, kv_heads, head_dim, dtype=dtype)
+    # As in a model, keys and queries are not of equal length, and queries of a block resemble each other.
+    cache.keys.mul_(torch.rand(slots, kv_heads, 1, generator=torch.Generator().manual_seed(1)) + 0.5)
+    queries = (random_queries(first_query, kv_heads * group, head_dim) + 0.3).to(dtype)
+    return Pass(queries, blocks, scattered_context(lengths, slots, page_size), cache, page_size)
+
+
+def check_selected(own: Pass, selected: Tensor) -> int:
+    """Compare with scores in float64; returns the number of sparse blocks."""
+    sparse = 0
+    for number, block in enumerate(own.blocks):
+        if block.budget == WHOLE:
+            assert (selected[number] == UNTOUCHED).all()
+            continue
+        sparse += 1
+        assert (selected[number, :, block.budget :] == UNTOUCHED).all()
+        positions = own.positions(block, selected[number, :, : block.budget])
+        assert (positions >= 0).all()
+        assert (positions[:, 1:] > positions[:, :-1]).all()
+        scores = own.scores(block)
+        least = scores.topk(block.budget, dim=-1).values[:, -1:]
+        is_selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, positions, True)
+        assert (is_selected | (scores < least + ROUNDING)).all()
+        assert (~is_selected | (scores > least - ROUNDING)).all()
+    return sparse
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "dtype", "page_size"),
+    [(2, 4, 128, HALF, 16), (1, 5, 96, torch.float32, 1), (2, 1, 64, HALF, 64), (1, 2, 256, torch.float16, 16)],
+)
+def test_blocks_select_what_scores_most(
+    kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device
+) -> None:
+    requests = [
+        (0, 300, QuokaPrefillParameters(budget=40, block=64)),
+        # Cut at both ends; a block has fewer queries than may speak.
+        (250, 389, QuokaPrefillParameters(budget_ratio=0.2, block=128, queries=16)),
+        (70, 200, None),
+        (190, 333, QuokaPrefillParameters(budget=100, block=64, queries=3, dense_prefix=220)),
+        (64, 160, QuokaPrefillParameters(budget=1, block=32, queries=100)),
+    ]
+    own = random_pass(requests, kv_heads, group, head_dim, dtype, page_size)
+    assert check_selected(own, own.select(device)) == 12
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_sets_are_the_references(device: torch.device) -> None:
+    parameters = QuokaPrefillParameters(budget=50, block=64, queries=8)
+    own = random_pass([(130, 500, parameters)], 2, 4, 64)
+    selected = own.select(device)
+    expected = dict(select_for_blocks(own.queries, own.context.slots[0], own.cache, parameters))
+    assert sorted(expected) == [block.start for block in own.blocks]
+    for number, block in enumerate(own.blocks):
+        positions = own.positions(block, selected[number, :, : block.budget])
+        assert torch.equal(positions, expected[block.start].sort().values)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_speakers_keep_what_half_precision_would_lose(device: torch.device) -> None:
+    own = random_pass([(100, 300, QuokaPrefillParameters(budget=20, block=64, queries=9))], 2, 3, 64, HALF)
+    [speakers] = own.launch(device).speakers
+    for block, vectors in zip(own.blocks, speakers.cpu(), strict=True):
+        rows = slice(block.first_query, block.first_query + block.queries)
+        expected = speaking_queries(own.queries[rows], 2, block.speakers)
+        # In place of those that are not there the first is repeated, which changes no maximum.
+        expected = torch.cat((expected, expected[:, :1].expand(-1, 16 - expected.shape[1], -1)), 1)
+        torch.testing.assert_close(vectors.float().sum(1), expected, atol=4e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_more_speakers_than_one_product_takes(device: torch.device) -> None:
+    own = random_pass([(0, 500, QuokaPrefillParameters(budget=60, block=320, queries=300))], 1, 2, 64)
+    assert check_selected(own, own.select(device)) == 1
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_neighbours_batches_and_ends_of_chunks_change_nothing(device: torch.device) -> None:
+    parameters = QuokaPrefillParameters(budget=70, block=64)
+    others = [(40, 140, QuokaPrefillParameters(budget=30, block=64, queries=5)), (0, 90, None)]
+    together = random_pass([(0, 600, parameters), *others], 1, 2, 64, HALF)
+    expected = together.select(device)
+    # One block, or a few, at a time.
+    for scores_bytes in (1, 8_000):
+        assert torch.equal(together.select(device, scores_bytes), expected)
+    for number in (2, 9, 11):
+        block = together.blocks[number]
+        alone = replace(together, blocks=[block]).select(device)
+        assert torch.equal(alone[0], expected[number, :, : alone.shape[2]])
+    for begin, end in pairwise([0, 192, 448, 600]):
+        blocks = [replace(b, first_query=b.first_query - begin) for b in blocks_of(0, begin, begin, end, parameters)]
+        chunk = replace(together, queries=together.queries[begin:end], blocks=blocks).select(device)
+        first = begin // 64
+        assert torch.equal(chunk, expected[first : first + len(blocks), :, : chunk.shape[2]])
+
+
+def test_a_pass_without_sparse_blocks_launches_nothing(device: torch.device) -> None:
+    own = random_pass([(0, 200, None), (10, 100, QuokaPrefillParameters(budget=100, block=64))], 1, 2, 64)
+    assert own.select(device).shape == (len(own.blocks), 1, 0)
+
+
+def _pass_of_levels(levels: Tensor, budgets: Sequence[int]) -> Pass:
+    """A pass of requests with ``levels``, int64 [requests, tokens], that grow with the keys' scores."""
+    requests, tokens = levels.shape
+    slots = requests * (tokens + 16) + 64
+    context = scattered_context([tokens + 8] * requests, slots)
+    keys = torch.zeros(slots, 1, 64)
+    cosines = levels * 1e-4
+    keys[context.slots[:, :tokens].flatten(), 0, 0] = cosines.flatten()
+    keys[context.slots[:, :tokens].flatten(), 0, 1] = (1 - cosines**2).sqrt().flatten()
+    queries = torch.zeros(8, 1, 64)
+    queries[..., 0] = 2.0
+    blocks = [Block(row, tokens, tokens, tokens + 8, 0, budget, 8) for row in range(requests) for budget in budgets]
+    return Pass(queries, blocks, context, LayerCache(keys, keys))
+
+
+def _check_levels(own: Pass, levels: Tensor, selected: Tensor) -> None:
+    for number, block in enumerate(own.blocks):
+        best = levels[block.row].sort(descending=True, stable=True).indices[: block.budget].sort().values
+        assert torch.equal(own.positions(block, selected[number, 0, : block.budget]), best), block
+
+
+def _levels(tokens: int, listed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    scattered = torch.randint(0, 9000, (tokens,), generator=generator)
+    place = torch.arange(tokens)
+    sampled = place % (tokens // (listed // 8)) < 8
+    return torch.stack(
+        [
+            scattered,
+            # All scores alike, or nearly all.
+            torch.full((tokens,), 3000),
+            torch.where(place % 3 == 0, 3000, 3001),
+            torch.where(place % 100 == 7, scattered, 10),
+            # Samples that mislead.
+            torch.where(sampled, scattered % 100, 1000 + scattered // 2),
+            torch.where(sampled, 5000 + scattered // 3, scattered % 3000),
+            place,
+        ]
+    )
+
+
+def test_thresholds_are_exact_whatever_the_scores(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(top, "LISTED", 256)
+    monkeypatch.setattr(top, "SCORES_AT_ONCE", 512)
+    levels = _levels(1040, 256)
+    own = _pass_of_levels(levels, [1, 150, 1039])
+    _check_levels(own, levels, own.select(device))
+
+
+@pytest.mark.parametrize("tokens", [top.LISTED - 64, top.LISTED + 900])
+def test_long_contexts(tokens: int, device: torch.device) -> None:
+    levels = _levels(tokens, top.LISTED)[[0, 5]]
+    own = _pass_of_levels(levels, [1000])
+    _check_levels(own, levels, own.select(device, 2**20))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_not_finite_stays_in_its_block(device: torch.device) -> None:
+    own = random_pass([(0, 500, QuokaPrefillParameters(budget=40, block=64, queries=8))], 1, 2, 64)
+    expected = own.select(device)
+    broken = 3
+    own.queries[own.blocks[broken].first_query + 5] = torch.nan
+    own.cache.keys[own.context.slots[0, 440]] = torch.inf
+    selected = own.select(device)
+    assert (own.positions(own.blocks[broken], selected[broken, :, :40]).diff() > 0).all()
+    assert torch.equal(selected[1:broken], expected[1:broken])
+    assert torch.equal(selected[broken + 1 : 7], expected[broken + 1 : 7])
+    assert (own.positions(own.blocks[7], selected[7, :, :40]).diff() > 0).all()
+
+
+def _type(name: str) -> str:
+    if name in ("keys_ptr", "queries_ptr", "speakers_ptr"):
+        return "*bf16"
+    if name in ("scores_ptr", "reciprocals_ptr"):
+        return "*fp32"
+    return "*i32" if name.endswith("_ptr") else "i32"
+
+
+def _variant(kernel: str, constants: Mapping[str, Constant], warps: int = 4) -> Variant:
+    module, name = kernel.split(".")
+    module = f"winnow_kernels.gpu.quoka_prefill_{module}"
+    types = {each: _type(each) for each in getattr(import_module(module), name).arg_names if each not in constants}
+    divisible = [each for each in types if each.endswith("stride")]
+    return Variant(f"{module}:{name}", types, constants, divisible, num_warps=warps)
+
+
+def _of_heads(head_dim: int) -> dict[str, Constant]:
+    return {"head_dim": head_dim, "dim_block": next_power_of_2(head_dim)}
+
+
+def _scoring(head_dim: int, speakers: int) -> Variant:
+    constants = {"page_bits": 4, "parts": 2, "speakers": speakers, "columns": scoring.columns_of(head_dim)}
+    constants |= {"keys": scoring.KEYS_AT_ONCE, "run": scoring.RUN}
+    return _variant("scores.score_kernel", constants | _of_heads(head_dim))
+
+
+def _ranking(head_dim: int, speakers: int, queries: int) -> Variant:
+    rows = speaking.QUERIES_AT_ONCE
+    constants = {"speakers": speakers, "rows": rows, "tiles": queries // rows}
+    return _variant("speakers.rank_kernel", constants | _of_heads(head_dim))
+
+
+def test_kernels_fit_a_multiprocessor_as_often_as_they_should() -> None:
+    averaging = {"speakers": 16, "parts": 2, "tile": speaking.SPEAKERS_AT_ONCE}
+    launched = [
+        *((_scoring(128, speakers), 2) for speakers in (8, 16, 64, 256)),
+        (_scoring(64, 16), 2),
+        (_scoring(256, 16), 1),
+        (_variant("scores.norms_kernel", {"page_bits": 4, "keys": scoring.KEYS_AT_ONCE} | _of_heads(128)), 8),
+        (_ranking(128, 16, 128), 5),
+        (_ranking(128, 64, 512), 5),
+        (_ranking(256, 16, 128), 2),
+        (_variant("speakers.average_kernel", averaging | _of_heads(128)), 8),
+        (_variant("top.top_kernel", {"page_bits": 4, "listed": top.LISTED, "block": top.SCORES_AT_ONCE}, top.WARPS), 1),
+    ]
+    variants = [variant for variant, _ in launched]
+    for (variant, programs), compiled in zip(launched, compile_for_hopper(variants), strict=True):
+        name = (variant.kernel, dict(variant.constants), compiled)
+        assert compiled.local_bytes == 0, name
+        assert programs * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024, name
+        assert programs * variant.num_warps * 32 * compiled.registers <= 65536, name
+        if "score_kernel" in variant.kernel:
+            assert "wgmma" in compiled.ptx, name
