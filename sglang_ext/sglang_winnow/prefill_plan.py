@@ -15,13 +15,23 @@ from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.dense import causal_tokens, prefill
-from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.quoka import PrefillReads, QuokaPrefillParameters, quoka_prefill
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """What one request computes in this pass: tokens ``start`` to ``end``, from row ``first_row`` of the batch on."""
+class Chunk:
+    """What one request computes in this pass: tokens ``start`` to ``end``, from row ``first_row`` of the batch on.
 
+    Attributes:
+        number: of the request in the batch.
+        state: the request's; None for one that is not counted.
+        table_row: int64 [1]; its request slot.
+        slots: int64 [end]; KV slots of its tokens.
+        quoka: parameters, if QUOKA prefills it.
+        counted: the tokens whose prefill counts.
+    """
+
+    number: int
     state: RequestState | None
     table_row: Tensor
     slots: Tensor
@@ -37,7 +47,11 @@ class _Chunk:
 
 
 class PrefillPlan:
-    """Where each request's new tokens lie in the batch, and how they attend."""
+    """Where each request's new tokens lie in the batch, and how they attend.
+
+    Attributes:
+        chunks: of the requests, in their order.
+    """
 
     def __init__(
         self,
@@ -48,24 +62,27 @@ class PrefillPlan:
         new_lengths: Sequence[int],
         indexes: Indexes,
         statistics: Statistics,
+        *,
+        with_norms: bool = True,
     ) -> None:
+        """With ``with_norms`` the index of key norms is built that QUOKA's ``attend`` reads."""
         self._indexes = indexes
         self._statistics = statistics
         self._dense_layers = 0
-        self._chunks: list[_Chunk] = []
+        self.chunks: list[Chunk] = []
         row = 0
         for i, (state, start, new) in enumerate(zip(states, prefix_lengths, new_lengths, strict=True)):
             end = start + new
             quoka = _quoka(state)
             slots = context.slots[i, :end]
-            self._chunks.append(
-                _Chunk(state, table_rows[i : i + 1], slots, start, end, row, quoka, _counted(state, start, end))
+            self.chunks.append(
+                Chunk(i, state, table_rows[i : i + 1], slots, start, end, row, quoka, _counted(state, start, end))
             )
             row += new
-            if quoka is not None:
+            if quoka is not None and with_norms:
                 built = indexes.key_norms.ensure(indexes.generations.complete_pages(context, i, start))
                 statistics.add(table_rows[i : i + 1], Field.INDEX_BUILT_TOKENS, built * indexes.page_size)
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if chunk.state is not None:
                 statistics.add(chunk.table_row, Field.PREFILL_TOKENS, len(chunk.counted))
                 chunk.state.prefilled = max(chunk.state.prefilled, chunk.counted.stop)
@@ -81,7 +98,7 @@ class PrefillPlan:
             window: the layer's sliding window in tokens; such a layer is dense for every request and not counted.
         """
         output = torch.empty_like(queries)
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             own = queries[chunk.rows]
             if window is not None or chunk.quoka is None:
                 output[chunk.rows] = prefill(own, chunk.slots, cache, scale, window)
@@ -89,7 +106,7 @@ class PrefillPlan:
                 norms = self._indexes.key_norms.reciprocals[layer]
                 output[chunk.rows], reads = quoka_prefill(own, chunk.slots, cache, scale, chunk.quoka, norms)
             if window is None and chunk.counted and chunk.quoka is not None:
-                self._count(chunk, (reads.context, reads.attended, reads.context_bytes, reads.read_bytes))
+                self.count(chunk, reads)
         if window is None:
             self.note(layer, queries)
         return output
@@ -97,32 +114,34 @@ class PrefillPlan:
     @property
     def is_dense(self) -> bool:
         """Whether all requests attend to everything: SGLang's own backends can compute that."""
-        return all(chunk.quoka is None for chunk in self._chunks)
+        return all(chunk.quoka is None for chunk in self.chunks)
 
     def note(self, layer: int, queries: Tensor) -> None:
         """Keep of a layer's ``queries`` what policies need later; call once for each layer that is counted."""
         self._dense_layers += 1
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             _observe(chunk, layer, len(self._indexes.caches), queries[chunk.rows])
 
     def finish(self) -> None:
         """Count what dense requests have read; call after the last layer."""
         cache = self._indexes.caches[0]
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if chunk.counted and chunk.quoka is None:
                 tokens = causal_tokens(chunk.counted.start, chunk.counted.stop)
                 pairs = tokens * cache.kv_heads * self._dense_layers
-                self._count(chunk, (pairs, pairs, pairs * 2 * cache.vector_bytes, pairs * 2 * cache.vector_bytes))
+                bytes_read = pairs * 2 * cache.vector_bytes
+                self.count(chunk, PrefillReads(pairs, pairs, bytes_read, bytes_read))
 
-    def _count(self, chunk: _Chunk, amounts: Sequence[int | Tensor]) -> None:
-        fields = (
-            Field.PREFILL_CONTEXT,
-            Field.PREFILL_ATTENDED,
-            Field.PREFILL_CONTEXT_BYTES,
-            Field.PREFILL_READ_BYTES,
-        )
-        for field, amount in zip(fields, amounts, strict=True):
-            self._statistics.add(chunk.table_row, field, amount)
+    def count(self, chunk: Chunk, reads: PrefillReads, layers: int = 1) -> None:
+        """Count what a request has read in each of ``layers`` layers."""
+        amounts = {
+            Field.PREFILL_CONTEXT: reads.context,
+            Field.PREFILL_ATTENDED: reads.attended,
+            Field.PREFILL_CONTEXT_BYTES: reads.context_bytes,
+            Field.PREFILL_READ_BYTES: reads.read_bytes,
+        }
+        for field, amount in amounts.items():
+            self._statistics.add(chunk.table_row, field, amount * layers)
 
 
 def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:
@@ -145,7 +164,7 @@ def _counted(state: RequestState | None, start: int, end: int) -> range:
     return range(first, max(first, min(end, state.prompt_length)))
 
 
-def _observe(chunk: _Chunk, layer: int, layers: int, queries: Tensor) -> None:
+def _observe(chunk: Chunk, layer: int, layers: int, queries: Tensor) -> None:
     """Keep the queries that vote, unless they have voted."""
     state = chunk.state
     if state is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -94,12 +95,20 @@ def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:
         "prefill-decode disaggregation (--disaggregation-mode)": arguments.disaggregation_mode != "null",
         "prefill-decode multiplexing (--enable-pdmux)": arguments.enable_pdmux,
         "two-batch overlap (--enable-two-batch-overlap)": arguments.enable_two_batch_overlap,
-        "tensor parallelism (--tensor-parallel-size)": arguments.tp_size > 1,
+        "tensor parallelism on CPUs (--tensor-parallel-size)": arguments.tp_size > 1 and not _runs_triton(),
         "pipeline parallelism (--pipeline-parallel-size)": arguments.pp_size > 1,
         "data-parallel attention (--enable-dp-attention)": arguments.enable_dp_attention,
+        "data parallelism (--data-parallel-size)": arguments.dp_size > 1,
+        "context parallelism (--attention-context-parallel-size)": arguments.attn_cp_size > 1,
+        "context parallelism in decode (--decode-context-parallel-size)": arguments.dcp_size > 1,
         "another backend for prefill or decode than for the rest": any(
             backend not in (None, "winnow")
             for backend in (arguments.prefill_attention_backend, arguments.decode_attention_backend)
         ),
     }
     yield from (reason for reason, present in refused.items() if present)
+
+
+def _runs_triton() -> bool:
+    # In tests, in its interpreter.
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from sglang_winnow.policy import AttentionPolicy
+from sglang_winnow.ranks import ALONE, Ranks
 from winnow_kernels.gather import Meter
 
 
 class Field(IntEnum):
-    """A column of the table. Sums over layers, KV heads and steps unless it says otherwise."""
+    """A column of the table. Sums over layers, KV heads and steps unless it says otherwise.
+
+    A KV head of which several ranks have a copy counts once for each.
+    """
 
     STEPS = 0  # decode steps
     DENSE_STEPS = 1  # of them, those that ran dense although the policy is not
@@ -39,17 +43,30 @@ class Field(IntEnum):
 
 
 FIELDS = len(Field)
+_ALIKE_ON_ALL_RANKS: Final = (
+    Field.STEPS,
+    Field.DENSE_STEPS,
+    Field.CAPPED_STEPS,
+    Field.BUDGET,
+    Field.CONTEXT,
+    Field.PREFILL_TOKENS,
+    Field.INDEX_BUILT_TOKENS,
+)
 
 
 class Statistics:
     """A table with one row per request slot.
 
     Attributes:
-        rows: float64 [slots, fields]; exact for counts below 2⁵³.
+        rows: float64 [slots, fields]; exact for counts below 2⁵³. Of heads, those that this rank has.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, device: torch.device, ranks: Ranks = ALONE) -> None:
         self.rows = torch.zeros(slots, FIELDS, dtype=torch.float64, device=device)
+        self._ranks = ranks
+        # What all ranks have alike comes from the first.
+        untold = _ALIKE_ON_ALL_RANKS if ranks.rank > 0 else ()
+        self._untold = torch.tensor(untold, dtype=torch.int64, device=device)
 
     def add(self, slots: Tensor, field: Field, amounts: Tensor | float) -> None:
         """Add ``amounts``, one for each of ``slots``, int64 [requests], distinct."""
@@ -77,8 +94,12 @@ class Statistics:
         self.rows[slots, Field.DECODE_CONTEXT : Field.SKIPPED_TILES + 1] += counts
 
     def snapshot(self, slots: Tensor) -> Tensor:
-        """Return a copy of the rows of ``slots``: float64 [requests, fields]."""
-        return self.rows[slots]
+        """Return the rows of ``slots`` with the heads of all ranks, which must all ask: float64 [requests, fields]."""
+        rows = self.rows[slots]
+        if len(self._untold):
+            rows.index_fill_(1, self._untold, 0.0)
+        self._ranks.add(rows)
+        return rows
 
 
 def answer(row: Tensor, policy: AttentionPolicy, cached_tokens: int, retracted: int) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
     for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
         assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == TOKENS
         cost, wanted_cost = (answer["meta_info"]["attention"] for answer in (own, wanted))
-        if number >= len(POLICIES):
-            # Prompts share chunks: how far an index of a prompt is built beforehand depends on who came first.
+        if number >= len(POLICIES) or list(POLICIES)[number] == "quoka prefill":
+            # Prompts share chunks: how far an index of a prompt is built beforehand depends on who came first. And on
+            # the device QUOKA's prefill needs no index.
             del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
         assert cost == wanted_cost

@@ -31,6 +31,9 @@ SERVED_ARGUMENTS: dict[str, Any] = {
     "enable_two_batch_overlap": False,
     "tp_size": 1,
     "pp_size": 1,
+    "dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
     "enable_dp_attention": False,
     "prefill_attention_backend": None,
     "decode_attention_backend": None,
@@ -121,15 +124,25 @@ def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
         ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation (--disaggregation-mode)"),
         ({"enable_pdmux": True}, "prefill-decode multiplexing (--enable-pdmux)"),
         ({"enable_two_batch_overlap": True}, "two-batch overlap (--enable-two-batch-overlap)"),
-        ({"tp_size": 2}, "tensor parallelism (--tensor-parallel-size)"),
         ({"pp_size": 2}, "pipeline parallelism (--pipeline-parallel-size)"),
-        ({"enable_dp_attention": True}, "data-parallel attention (--enable-dp-attention)"),
+        ({"enable_dp_attention": True, "dp_size": 2}, "data-parallel attention (--enable-dp-attention)"),
+        ({"dp_size": 2}, "data parallelism (--data-parallel-size)"),
+        ({"attn_cp_size": 2}, "context parallelism (--attention-context-parallel-size)"),
+        ({"dcp_size": 2}, "context parallelism in decode (--decode-context-parallel-size)"),
         ({"prefill_attention_backend": "triton"}, "another backend for prefill or decode than for the rest"),
         ({"decode_attention_backend": "triton"}, "another backend for prefill or decode than for the rest"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], reason: str) -> None:
     assert_refused(runner(arguments=arguments), reason)
+
+
+def test_tensor_parallelism_is_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    refused = runner(arguments={"tp_size": 2})
+    assert_refused(refused, "tensor parallelism on CPUs (--tensor-parallel-size)")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refuse_what_is_not_served(refused)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,17 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.device.construction import build_decode, dense_backend, enabled_families, profiled_layers
+from sglang_winnow.device.prefill import DevicePrefill
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.prefill_plan import PrefillPlan
+from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -50,17 +53,21 @@ class WinnowDeviceBackend(AttentionBackend):
         self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in layers]
         self.indexes = Indexes(self._caches, runner.page_size, self.device)
         table = self.req_to_token_pool.req_to_token
-        self.statistics = Statistics(table.shape[0], self.device)
+        ranks = attention_ranks()
+        self.statistics = Statistics(table.shape[0], self.device, ranks)
         self.requests = RequestTable(self.statistics)
         families = enabled_families()
-        self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, families)
+        self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, families, ranks)
         self.variants = variants_of(families, len(layers), profiled_layers(runner))
         self.label = DENSE
         self.capturing: str | None = None
         self._states: list[RequestState] = []
         self._slots: list[int] = []
         self._lengths: list[int] = []
-        self._plan: PrefillPlan | None = None
+        self._prefill: DevicePrefill | None = None
+        self._workspace = QuokaPrefillWorkspace.empty(
+            self._caches[0].kv_heads, runner.model_config.context_len, self.device
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Return what SGLang asks of its own backends alone."""
@@ -82,7 +89,7 @@ class WinnowDeviceBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass that no CUDA graph serves."""
-        self._plan = None
+        self._prefill = None
         mode = forward_batch.forward_mode
         if mode.is_idle():
             self._dense.init_forward_metadata(forward_batch)
@@ -94,9 +101,12 @@ class WinnowDeviceBackend(AttentionBackend):
                 self._dense.init_forward_metadata(forward_batch)
             self._decode.begin()
             return
+        dense_batch: ForwardBatch | None = forward_batch
         if len(self._states) == forward_batch.batch_size:
-            self._plan = self._plan_prefill(forward_batch)
-        self._dense.init_forward_metadata(forward_batch)
+            self._prefill = self._plan_prefill(forward_batch)
+            dense_batch = self._prefill.dense_batch
+        if dense_batch is not None:
+            self._dense.init_forward_metadata(dense_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make what graphs need."""
@@ -158,19 +168,24 @@ class WinnowDeviceBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
-        plan = self._plan
+        prefill = self._prefill
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if plan is None or plan.is_dense:
+        if prefill is None or prefill.is_dense:
             output = self._dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
-            if plan is not None:
-                plan.note(layer.layer_id, queries)
         else:
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-            cache = self._caches[layer.layer_id]
-            output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window=None).flatten(1)
-        if plan is not None and layer.layer_id == self._last_layer:
-            plan.finish()
+            output = torch.empty_like(queries)
+            prefill.attend(layer.layer_id, queries, layer.scaling, output)
+            if (rows := prefill.dense_tokens) is not None:
+                own = (q[rows], k[rows], v[rows])
+                part = self._dense.forward_extend(*own, layer, prefill.dense_batch, save_kv_cache=False, **options)
+                output[rows] = part.view(-1, *queries.shape[1:])
+            output = output.flatten(1)
+        if prefill is not None:
+            prefill.plan.note(layer.layer_id, queries)
+            if layer.layer_id == self._last_layer:
+                prefill.finish()
         return output
 
     @property
@@ -188,14 +203,17 @@ class WinnowDeviceBackend(AttentionBackend):
             forward_batch.seq_lens,
         )
 
-    def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:
-        table, pool_slots = self.req_to_token_pool.req_to_token, self._caches[0].slots
-        return PrefillPlan(
-            context_of(forward_batch, table, pool_slots),
+    def _plan_prefill(self, forward_batch: ForwardBatch) -> DevicePrefill:
+        table = self.req_to_token_pool.req_to_token
+        plan = PrefillPlan(
+            context_of(forward_batch, table, self._caches[0].slots),
             forward_batch.req_pool_indices,
             self._states,
             forward_batch.extend_prefix_lens_cpu,
             forward_batch.extend_seq_lens_cpu,
             self.indexes,
             self.statistics,
+            with_norms=False,
         )
+        page_size = self.indexes.page_size
+        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._query_heads, self._workspace)

@@ -24,6 +24,7 @@ from sglang_winnow.device.selectors import (
 )
 from sglang_winnow.device.step import Step, StepBuffers
 from sglang_winnow.indexes import Indexes
+from sglang_winnow.ranks import ALONE, Ranks
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import LayerCache
@@ -64,8 +65,9 @@ def build_decode(
     indexes: Indexes,
     statistics: Statistics,
     families: Collection[Family],
+    ranks: Ranks,
 ) -> DeviceDecode:
-    """Return the decode steps of a server with the selectors of ``families``."""
+    """Return the decode steps of a server, or of one rank of it, with the selectors of ``families``."""
     table = runner.req_to_token_pool.req_to_token
     requests, longest = table.shape[0], runner.model_config.context_len
     page_size = runner.page_size
@@ -81,7 +83,9 @@ def build_decode(
         torch.device(runner.device),
     )
     attend_buffers = AttendBuffers.empty(requests, query_heads, caches[0])
-    selectors = selectors_of(families, caches, scale, query_heads, indexes, attend_buffers, requests, buffers.largest)
+    selectors = selectors_of(
+        families, caches, scale, query_heads, indexes, attend_buffers, requests, buffers.largest, ranks
+    )
     return DeviceDecode(caches, scale, table, buffers, attend_buffers, selectors, statistics)
 
 
@@ -94,15 +98,19 @@ def selectors_of(
     attend_buffers: AttendBuffers,
     requests: int,
     step: Step,
+    ranks: Ranks = ALONE,
 ) -> dict[Family, Selector]:
-    """Return the selectors of ``families``, for ``requests`` request slots and batches of up to ``step``'s rows."""
+    """Return the selectors of ``families``, for ``requests`` request slots and batches of up to ``step``'s rows.
+
+    ``caches`` and ``query_heads`` are those of this one of the ``ranks``.
+    """
     layers = len(caches)
     makers: dict[Family, Callable[[], Selector]] = {
         Family.STREAMING_LLM: StreamingLLMSelector,
         Family.QUEST: lambda: QuestSelector(indexes.page_bounds, step),
         Family.STORED: lambda: StoredSelector(caches, scale, requests, step),
-        Family.DELTA: lambda: DeltaSelector(layers, scale, query_heads, attend_buffers, requests, step),
-        Family.TACTIC: lambda: TacticSelector(indexes.clusters, scale, query_heads, requests, step),
+        Family.DELTA: lambda: DeltaSelector(layers, scale, query_heads, attend_buffers, requests, step, ranks),
+        Family.TACTIC: lambda: TacticSelector(indexes.clusters, scale, query_heads, requests, step, ranks),
         Family.QUOKA: lambda: QuokaSelector(indexes.key_norms, step),
     }
     return {family: makers[family]() for family in sorted(families)}

@@ -14,6 +14,7 @@ from sglang_winnow.device.parameters import kept_positions, roles_of
 from sglang_winnow.device.step import Step
 from sglang_winnow.device.stored_positions import StoredPositions
 from sglang_winnow.policy import Delta
+from sglang_winnow.ranks import Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
@@ -159,11 +160,19 @@ class DeltaSelector(Selector):
     """Pages that Δ-layers find. Those layers' attention is its own, too: ``attend_at``."""
 
     def __init__(
-        self, layers: int, scale: float, query_heads: int, attend_buffers: AttendBuffers, requests: int, step: Step
+        self,
+        layers: int,
+        scale: float,
+        query_heads: int,
+        attend_buffers: AttendBuffers,
+        requests: int,
+        step: Step,
+        ranks: Ranks,
     ) -> None:
         """Room for ``requests`` request slots; ``step`` is the largest that there will be."""
         device = step.slots.device
         self._scale = scale
+        self._ranks = ranks
         self._attend_buffers = attend_buffers
         self._roles = torch.zeros(requests, layers, dtype=torch.int8, device=device)
         self._roles_of_rows = torch.zeros(layers * step.rows, dtype=torch.int8, device=device)
@@ -205,6 +214,7 @@ class DeltaSelector(Selector):
                 output[rows],
             )
             delta.score_tokens(layer, part.batch, own, self._attend_buffers, self._buffers)
+            self._ranks.maximize(self._buffers.token_scores[: part.rows])
             delta.select(layer, part.batch, own, part.slots, self._buffers)
 
     def _of(self, step: Step) -> DeltaRows:
@@ -260,10 +270,13 @@ class QuokaSelector(Selector):
 class TacticSelector(Selector):
     """Clusters of keys, as many as hold each query head's share of the attention mass."""
 
-    def __init__(self, clusters: ClusterIndex, scale: float, query_heads: int, requests: int, step: Step) -> None:
+    def __init__(
+        self, clusters: ClusterIndex, scale: float, query_heads: int, requests: int, step: Step, ranks: Ranks
+    ) -> None:
         """Room for ``requests`` request slots; ``step`` is the largest that there will be."""
         self._clusters = clusters
         self._scale = scale
+        self._ranks = ranks
         device = step.slots.device
         kv_heads = step.slots.shape[1]
         spans = step.batch.longest // clusters.span
@@ -326,7 +339,11 @@ class TacticSelector(Selector):
         share = self._believed.shares[: step.rows].mean(1) * acts
         table[:, Field.ESTIMATED_SHARE].index_add_(0, slots, share)
         table[:, Field.ESTIMATES].index_add_(0, slots, acts * step.counts.shape[0])
-        capped = (self._believed.capped[: step.rows] > 0).double() * acts
+        capped = self._believed.capped[: step.rows]
+        if self._ordered:
+            # A step is capped if a head of any rank is.
+            self._ranks.maximize(capped)
+        capped = (capped > 0).double() * acts
         table[:, Field.CAPPED_STEPS].index_add_(0, slots, capped)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sglang_winnow.device.variants import variant_for, variants_of
 from sglang_winnow.families import kept_by
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.policy import AttentionPolicy
+from sglang_winnow.ranks import ALONE, Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from tests.kernels.caches import random_cache
@@ -57,16 +59,31 @@ def policies_act_at_every_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     crossover.crossover_tokens.cache_clear()
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one of several ranks has of every layer's heads."""
+
+    kv_heads: slice
+    query_heads: slice
+    ranks: Ranks
+
+
+EVERYTHING = Share(slice(0, KV_HEADS), slice(0, KV_HEADS * GROUP), ALONE)
+
+
 class Server:
     """A KV cache with requests in it; what both ways of computing have of their own is made twice."""
 
-    def __init__(self, names: Sequence[str], lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, names: Sequence[str], lengths: Sequence[int], device: torch.device, share: Share = EVERYTHING
+    ) -> None:
         self.device = device
+        self.share = share
         self.lengths = list(lengths)
         pages = LONGEST // PAGE_SIZE
         slots = (len(names) * pages + 1) * PAGE_SIZE
         self.caches = [
-            LayerCache(cache.keys.to(device), cache.values.to(device))
+            LayerCache(*(half[:, self.share.kv_heads].contiguous().to(device) for half in (cache.keys, cache.values)))
             for cache in (random_cache(slots, KV_HEADS, HEAD_DIM, seed) for seed in range(LAYERS))
         ]
         order = 1 + torch.randperm(len(names) * pages, generator=torch.Generator().manual_seed(1))
@@ -74,7 +91,7 @@ class Server:
         self.table = torch.zeros(REQUEST_SLOTS, LONGEST, dtype=torch.int32, device=device)
         self.request_slots = torch.arange(1, len(names) + 1, device=device)
         self.table[self.request_slots] = of_pages.flatten(1).int().to(device)
-        self.statistics = Statistics(REQUEST_SLOTS, device)
+        self.statistics = Statistics(REQUEST_SLOTS, device, self.share.ranks)
         self.indexes = Indexes(self.caches, PAGE_SIZE, device)
         self.indexes.__dict__["clusters"] = ClusterIndex(
             self.caches, self.indexes.generations, SPAN, capacity=slots // SPAN
@@ -87,9 +104,12 @@ class Server:
         if state.kept is not None:
             for layer in range(LAYERS):
                 generator = torch.Generator().manual_seed(layer)
-                shape = (length - 1, KV_HEADS * GROUP, HEAD_DIM)
-                state.kept.observation.record(layer, torch.randn(shape, generator=generator).to(self.device), 0)
+                queries = self.own(torch.randn((length - 1, KV_HEADS * GROUP, HEAD_DIM), generator=generator))
+                state.kept.observation.record(layer, queries, 0)
         return state
+
+    def own(self, queries: Tensor) -> Tensor:
+        return queries[:, self.share.query_heads].contiguous().to(self.device)
 
     def grow(self) -> None:
         written = self.table[self.request_slots, torch.tensor(self.lengths)].long()
@@ -99,10 +119,20 @@ class Server:
 
 def device_decode(server: Server) -> DeviceDecode:
     device = server.device
-    buffers = StepBuffers(REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, KV_HEADS, LONGEST, device)
-    attend_buffers = AttendBuffers.empty(REQUEST_SLOTS, KV_HEADS * GROUP, server.caches[0])
+    heads = server.share.query_heads
+    query_heads = heads.stop - heads.start
+    buffers = StepBuffers(REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, server.caches[0].kv_heads, LONGEST, device)
+    attend_buffers = AttendBuffers.empty(REQUEST_SLOTS, query_heads, server.caches[0])
     selectors = selectors_of(
-        ALL, server.caches, SCALE, KV_HEADS * GROUP, server.indexes, attend_buffers, REQUEST_SLOTS, buffers.largest
+        ALL,
+        server.caches,
+        SCALE,
+        query_heads,
+        server.indexes,
+        attend_buffers,
+        REQUEST_SLOTS,
+        buffers.largest,
+        server.share.ranks,
     )
     return DeviceDecode(server.caches, SCALE, server.table, buffers, attend_buffers, selectors, server.statistics)
 
@@ -114,7 +144,7 @@ VARIANTS = variants_of(ALL, LAYERS, delta_layers=(1,))
 def queries_of(server: Server, step: int, layer: int) -> Tensor:
     shape = (len(server.states), KV_HEADS * GROUP, HEAD_DIM)
     generator = torch.Generator().manual_seed(100 * step + layer)
-    return torch.randn(shape, generator=generator).to(server.device)
+    return server.own(torch.randn(shape, generator=generator))
 
 
 def by_torch(server: Server, step: int) -> list[Tensor]:

@@ -1,0 +1,141 @@
+"""Prefill on the device: QUOKA's blocks of a pass in a few launches a layer, all else by SGLang's own backend."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sglang_winnow.prefill_plan import Chunk, PrefillPlan
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.gpu.prefill_blocks import PrefillBlocks
+from winnow_kernels.gpu.prefill_blocks_cut import blocks_of
+from winnow_kernels.gpu.prefill_blocks_reads import reads_of
+from winnow_kernels.gpu.quoka_prefill_attention import attend_blocks
+from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class DevicePrefill:
+    """One pass.
+
+    A request whose whole prompt is shorter than QUOKA's budget is dense: all blocks of another one are computed by the
+    same kernels, dense ones too, so that where prefill chunks end changes nothing.
+
+    Attributes:
+        plan: of the pass, which counts.
+        dense_batch: the requests that SGLang's backend computes; the whole batch if it computes all, None for none.
+        dense_tokens: int64 [tokens], where theirs lie in the batch; None for all or none.
+    """
+
+    def __init__(
+        self,
+        plan: PrefillPlan,
+        forward_batch: ForwardBatch,
+        table: Tensor,
+        page_size: int,
+        caches: Sequence[LayerCache],
+        query_heads: int,
+        workspace: QuokaPrefillWorkspace,
+    ) -> None:
+        """
+        Args:
+            plan: of the pass.
+            forward_batch: of SGLang.
+            table: int32 [request slots, positions]; the KV slot of each token of a request.
+            page_size: slots in a page.
+            caches: every layer's KV cache.
+            query_heads: of a layer.
+            workspace: for contexts as long as the longest.
+        """
+        self.plan = plan
+        self._caches = caches
+        sparse = [chunk for chunk in plan.chunks if _is_sparse(chunk)]
+        self._is_sparse = bool(sparse)
+        self.dense_batch: ForwardBatch | None = forward_batch
+        self.dense_tokens: Tensor | None = None
+        if not sparse:
+            return
+        dense = [chunk for chunk in plan.chunks if not _is_sparse(chunk)]
+        self.dense_batch = _part_of(forward_batch, dense, table.device) if dense else None
+        self.dense_tokens = _tokens_of(dense, table.device) if dense else None
+        self._blocks_of = {chunk.number: _blocks_of(chunk, row) for row, chunk in enumerate(sparse)}
+        slots = torch.cat([chunk.table_row for chunk in sparse])
+        longest = max(chunk.end for chunk in sparse)
+        pages = (table[slots, :longest:page_size] // page_size).contiguous()
+        blocks = [block for of_request in self._blocks_of.values() for block in of_request]
+        self._blocks = PrefillBlocks.of(blocks, pages, page_size)
+        self._pass = QuokaPrefillPass.of(self._blocks, query_heads, caches[0], workspace)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether SGLang's backend computes everything."""
+        return not self._is_sparse
+
+    def attend(self, layer: int, queries: Tensor, scale: float, output: Tensor) -> None:
+        """Attend from the queries that SGLang's backend does not serve; their keys and values are in the cache.
+
+        Args:
+            layer: its number.
+            queries: [tokens, query heads, head dim], of the whole pass.
+            scale: what scores are multiplied by before the softmax.
+            output: like ``queries``; those of other requests are left as they are.
+        """
+        cache = self._caches[layer]
+        selection = select_blocks(queries, cache, self._pass)
+        attend_blocks(queries, cache, self._blocks, selection, scale, output)
+
+    def finish(self) -> None:
+        """Count what was read, after the last layer."""
+        self.plan.finish()
+        for chunk in self.plan.chunks:
+            if chunk.quoka is not None and chunk.counted:
+                blocks = self._blocks_of[chunk.number] if _is_sparse(chunk) else _blocks_of(chunk, 0)
+                self.plan.count(chunk, reads_of(blocks, self._caches[0]), len(self._caches))
+
+
+def _is_sparse(chunk: Chunk) -> bool:
+    if chunk.quoka is None or chunk.state is None:
+        return False
+    last = max(chunk.state.prompt_length, chunk.end) - 1
+    return not chunk.quoka.is_dense(last // chunk.quoka.block * chunk.quoka.block)
+
+
+def _blocks_of(chunk: Chunk, row: int) -> Any:
+    assert chunk.quoka is not None
+    return blocks_of(row, chunk.first_row, chunk.start, chunk.end, chunk.quoka)
+
+
+def _tokens_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(chunk.rows.start, chunk.rows.stop) for chunk in chunks]).to(device)
+
+
+def _part_of(batch: ForwardBatch, chunks: Sequence[Chunk], device: torch.device) -> ForwardBatch:
+    """Return the batch as it would be with the requests of ``chunks`` alone."""
+    numbers = torch.tensor([chunk.number for chunk in chunks])
+    on_device = numbers.to(device)
+    tokens = _tokens_of(chunks, device)
+    lengths = [chunk.end - chunk.start for chunk in chunks]
+    part = copy.copy(batch)
+    part.batch_size = len(chunks)
+    part.req_pool_indices = batch.req_pool_indices[on_device]
+    part.seq_lens = batch.seq_lens[on_device]
+    part.seq_lens_cpu = batch.seq_lens_cpu[numbers]
+    part.seq_lens_sum = int(part.seq_lens_cpu.sum())
+    part.out_cache_loc = batch.out_cache_loc[tokens]
+    part.positions = batch.positions[tokens]
+    part.input_ids = None if batch.input_ids is None else batch.input_ids[tokens]
+    part.extend_num_tokens = sum(lengths)
+    part.extend_seq_lens = batch.extend_seq_lens[on_device]
+    part.extend_prefix_lens = batch.extend_prefix_lens[on_device]
+    starts = [0, *accumulate(lengths)][:-1]
+    part.extend_start_loc = torch.tensor(starts, dtype=batch.extend_start_loc.dtype).to(device)
+    part.extend_seq_lens_cpu = lengths
+    part.extend_prefix_lens_cpu = [chunk.start for chunk in chunks]
+    return part
