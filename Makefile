@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help up down eval test test-full lint packages
+.PHONY: help up down eval loadtest audit test test-full lint packages
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,12 @@ down: $(INSTALLED) ## Stop what `make up` started
 
 eval: $(INSTALLED) ## Measure a served model's accuracy (options: ARGS='--lengths 4096')
 	$(BIN)/winnow eval $(ARGS)
+
+loadtest: $(INSTALLED) ## Put a service under load, one of its own by default (options: ARGS='--url http://...')
+	$(BIN)/python -m loadtest $(ARGS)
+
+audit: $(INSTALLED) ## Check versions, licences and known vulnerabilities of the dependencies
+	$(BIN)/python scripts/audit_dependencies.py $(ARGS)
 
 test: lint packages ## Check style, types and import contracts, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile $(ARGS)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
 from fastapi import FastAPI
 
+from winnow_service.admission.drain import Drain, DrainMiddleware
+from winnow_service.admission.queue import AdmissionQueue, QueueBounds
 from winnow_service.errors import StoreUnavailable, install_error_handlers
+from winnow_service.headers import HeaderLimitMiddleware
 from winnow_service.keys.keyring import Keyring
 from winnow_service.limits.fallback import FallbackLimiter
 from winnow_service.limits.forwarding import GovernedForwarder
@@ -23,16 +27,16 @@ from winnow_service.metrics.state import StateCollector
 from winnow_service.metrics.store import MeasuredStore
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.request_id import RequestIdMiddleware
+from winnow_service.request_log import install_request_log
 from winnow_service.routers import keys, native, openai, operations, policies
 from winnow_service.routers.documentation import install_documentation
-from winnow_service.runtime.client import RuntimeClient
-from winnow_service.runtime.monitor import RuntimeMonitor
-from winnow_service.runtime.served_model import ServedModelLookup
+from winnow_service.runtime.pool import RuntimePool
 from winnow_service.settings import Settings
 from winnow_service.store.documents import Store
 from winnow_service.store.mirror import Mirror
 from winnow_service.store.open import open_store, parse_store_url
 from winnow_service.store.redis import RedisStore
+from winnow_service.tracing.configuration import tracing_from_environment
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +48,15 @@ def store_of(settings: Settings) -> Store:
 
 
 def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
-    """The service in front of the runtime that ``settings`` name. It starts, and stays up, without runtime and store.
+    """The service in front of the runtimes that ``settings`` name. It starts, and stays up, without them and its store.
 
     Args:
         may_be_open: whether it answers everybody as long as there are no keys.
+
+    Raises:
+        TracingRefused: the environment asks for traces that the service cannot send.
     """
+    tracing = tracing_from_environment(os.environ)
     metrics = Metrics()
     store = store_of(settings)
     mirror = Mirror(MeasuredStore(store, metrics))
@@ -56,18 +64,18 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
     admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
     keyring = Keyring(mirror, admin_key, may_be_open=may_be_open)
     metrics.registry.register(StateCollector(mirror, registry, keyring))
+    drain = Drain()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        client = RuntimeClient(settings)
-        monitor = RuntimeMonitor(client, metrics, settings)
-        served = ServedModelLookup(client, monitor, settings.readiness_timeout_seconds)
+        runtimes = RuntimePool(settings, metrics, None if tracing is None else tracing.transport)
+        queue = _queue(settings, runtimes, drain, metrics)
         limiter = _limiter(store, mirror)
-        app.state.forwarder = GovernedForwarder(client, monitor, served, metrics, settings, registry, limiter)
+        app.state.forwarder = GovernedForwarder(runtimes, metrics, settings, registry, limiter, queue)
         # A store that is away does not keep the service from starting: the mirror goes on asking.
         with suppress(StoreUnavailable):
             await mirror.refresh()
-        tasks = [asyncio.create_task(each) for each in (monitor.run(), mirror.run(), limiter.run())]
+        tasks = [asyncio.create_task(each) for each in (runtimes.run(), mirror.run(), limiter.run())]
         for task in tasks:
             task.add_done_callback(_log_failure)
         try:
@@ -77,15 +85,19 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await store.close()
-            await client.close()
+            await runtimes.close()
+            if tracing is not None:
+                await tracing.close()
 
     app = FastAPI(title="Winnow", version=version("sglang-winnow"), lifespan=lifespan)
     app.state.settings = settings
     app.state.mirror = mirror
     app.state.registry = registry
     app.state.keyring = keyring
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(MetricsMiddleware, metrics=metrics)
+    app.state.drain = drain
+    _install_middleware(app, settings, drain, metrics)
+    if tracing is not None:
+        tracing.install(app)
     install_error_handlers(app)
     count_refusals(app, metrics)
     app.include_router(operations.router)
@@ -97,9 +109,29 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
     return app
 
 
+def _install_middleware(app: FastAPI, settings: Settings, drain: Drain, metrics: Metrics) -> None:
+    # What is added later sees requests earlier.
+    app.add_middleware(HeaderLimitMiddleware, limit_bytes=settings.max_header_bytes, metrics=metrics)
+    app.add_middleware(DrainMiddleware, drain=drain, metrics=metrics)
+    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(MetricsMiddleware, metrics=metrics)
+    install_request_log(app)
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.critical("A task of the service has ended; restart it", exc_info=error)
+
+
+def _queue(settings: Settings, runtimes: RuntimePool, drain: Drain, metrics: Metrics) -> AdmissionQueue:
+    bounds = QueueBounds(settings.max_queued, settings.max_queued_per_key, settings.queue_timeout_seconds)
+    queue = AdmissionQueue(bounds, lambda: runtimes.capacity, metrics.queue_wait.observe)
+    metrics.queued.set_function(lambda: queue.waiting)
+    metrics.admitted.set_function(lambda: queue.running)
+    metrics.draining.set_function(lambda: drain.draining)
+    runtimes.when_changed(queue.admit_waiting)
+    drain.when_begun(queue.close)
+    return queue
 
 
 def _limiter(store: Store, mirror: Mirror) -> Limiter:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Protocol
 
 import anyio
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, ServiceError
-from winnow_service.runtime.client import RuntimeAnswer
+from winnow_service.runtime.runtime import Answer
 
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LONGEST_END = 4
@@ -32,6 +34,11 @@ class EventSplitter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Add ``chunk`` and return all events that are now complete, possibly none."""
+        # Whole events, which is what nearly always comes.
+        if not self._rest and chunk.endswith(b"\n\n"):
+            last_line = chunk[chunk.rfind(b"\n", 0, -2) + 1 : -2]
+            self.done = self.done or last_line == _DONE
+            return chunk
         searched = max(0, len(self._rest) - _LONGEST_END + 1)
         self._rest += chunk
         end = 0
@@ -68,20 +75,24 @@ class StreamObserver(Protocol):
 class EventStreamResponse(StreamingResponse):
     """The runtime's event stream, passed on event by event.
 
-    If it does not end as a complete stream does, an error event follows. If the client leaves, the runtime's connection
-    is closed, which aborts the generation.
+    If it does not end as a complete stream does, an error event follows. If the client leaves, or does not take what it
+    is sent, the runtime's connection is closed, which aborts the generation.
 
     Args:
+        stall_seconds: how long the client may take nothing.
         rewrite: what becomes of whole events on their way.
 
     Attributes:
         observer: told of everything, if there is one.
+        on_end: called when it has ended, one way or another.
     """
 
     def __init__(
         self,
-        answer: RuntimeAnswer,
+        answer: Answer,
         headers: list[tuple[str, str]],
+        *,
+        stall_seconds: float,
         on_failure: Callable[[RuntimeFailure], None],
         on_disconnect: Callable[[], None],
         rewrite: Callable[[bytes], bytes],
@@ -89,15 +100,28 @@ class EventStreamResponse(StreamingResponse):
         super().__init__(self._events(), status_code=answer.status)
         self.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         self._answer = answer
+        self._stall_seconds = stall_seconds
         self._on_failure = on_failure
         self._on_disconnect = on_disconnect
         self._rewrite = rewrite
         self._complete = False
         self.observer: StreamObserver | None = None
+        self.on_end: Callable[[], None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        stall = asyncio.timeout(None)
+
+        async def bounded_send(message: Message) -> None:
+            # Sending waits when what was sent before has not been taken.
+            stall.reschedule(clock() + self._stall_seconds)
+            await send(message)
+            stall.reschedule(None)
+
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(TimeoutError):
+                async with stall:
+                    await super().__call__(scope, receive, bounded_send)
         finally:
             if not self._complete:
                 self._on_disconnect()
@@ -105,6 +129,8 @@ class EventStreamResponse(StreamingResponse):
                 if not self._complete:
                     self.observer.abandon()
                 self.observer.end()
+            if self.on_end is not None:
+                self.on_end()
             with anyio.CancelScope(shield=True):
                 await self._answer.close()
 

@@ -1,7 +1,8 @@
 """``attention`` in SGLang's OpenAI answers: chat and text completions, streamed or not.
 
 Each choice has its own; an answer with one choice has it at the top as well. A stream has one more chunk, just before
-its end: without choices, and with the object of the only choice, or a list with that of each.
+its end: without choices (of a text completion with one that says nothing), and with the object of the only choice, or
+a list with that of each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 END: Final = "data: [DONE]\n\n"
 _DATA: Final = "data: "
+_TEXT: Final = "text_completion"
+# SGLang's own benchmark reads the first choice of each chunk of a text completion.
+_SAYS_NOTHING: Final = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
 
 
 def note_costs(
@@ -72,7 +76,8 @@ async def _with_costs(chunks: AsyncIterator[str], request: GenerateReqInput) -> 
             # Like the chunk before, but for what it says.
             like = json.loads(last.removeprefix(_DATA))
             head = {name: like[name] for name in ("id", "object", "created", "model") if name in like}
-            yield f"{_DATA}{json.dumps(head | {'choices': [], KEY: cost}, separators=(',', ':'))}\n\n"
+            choices = [_SAYS_NOTHING] if head.get("object") == _TEXT else []
+            yield f"{_DATA}{json.dumps(head | {'choices': choices, KEY: cost}, separators=(',', ':'))}\n\n"
         last = chunk
         yield chunk
 

@@ -241,7 +241,7 @@ def test_beside_the_service_the_runtime_listens_on_loopback(name: str) -> None:
         assert "--host=127.0.0.1" in container["args"]
         assert "ports" not in container
     [service] = service_containers(name)
-    assert {"name": "WINNOW_RUNTIME_URL", "value": "http://127.0.0.1:30000"} in service["env"]
+    assert {"name": "WINNOW_RUNTIME_URLS", "value": "http://127.0.0.1:30000"} in service["env"]
     assert not any(each.endswith("-runtime") for each in of_kind(name, "Service"))
 
 

@@ -108,8 +108,9 @@ def test_the_service_understands_its_environment(given: dict[str, str], monkeypa
     environment = services()["service"]["environment"]
     passed_on = {name: given[name] if value is None else value for name, value in environment.items() if value or given}
     settings = check_settings(passed_on | stage(OURS["service"], "").environment | passed_on, monkeypatch)
-    assert settings.runtime_url.host == "runtime"
-    assert str(settings.runtime_url.port) in stage(OURS["runtime"], "").values("EXPOSE")
+    [runtime_url] = settings.runtime_urls
+    assert runtime_url.host == "runtime"
+    assert str(runtime_url.port) in stage(OURS["runtime"], "").values("EXPOSE")
     assert urlsplit(settings.store_url.get_secret_value()).hostname == "redis"
     # Open is only what is published on loopback only: another test sees to that.
     assert settings.allow_open

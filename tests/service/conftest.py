@@ -49,8 +49,9 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
             await stopping.__aexit__(None, None, None)
 
     settings = Settings(
-        runtime_url=AnyHttpUrl(f"http://127.0.0.1:{runtime_port}"),
+        runtime_urls=(AnyHttpUrl(f"http://127.0.0.1:{runtime_port}"),),
         max_body_bytes=BODY_LIMIT_BYTES,
+        first_token_timeout_seconds=SILENCE_SECONDS,
         runtime_silence_timeout_seconds=SILENCE_SECONDS,
         readiness_interval_seconds=0.02,
         store_url=SecretStr(f"sqlite:///{tmp_path}/control.db"),

@@ -37,9 +37,8 @@ async def replica(
     """A service on that store; yields a client without a key."""
     given = Settings(
         store_url=SecretStr(store_url),
-        runtime_url=AnyHttpUrl(runtime_url),
-        readiness_interval_seconds=0.05,
-        **settings,
+        runtime_urls=tuple(map(AnyHttpUrl, runtime_url.split(","))),
+        **{"readiness_interval_seconds": 0.05, **settings},
     )
     async with (
         serving(create_app(given, may_be_open=may_be_open), free_port(), grace_seconds=1) as address,
@@ -82,7 +81,7 @@ async def processes(
         **os.environ,
         "WINNOW_STORE_URL": store_url,
         "WINNOW_ADMIN_KEY": ADMIN_KEY,
-        "WINNOW_RUNTIME_URL": runtime_url,
+        "WINNOW_RUNTIME_URLS": runtime_url,
     }
     async with contextlib.AsyncExitStack() as stack:
         services = []

@@ -31,6 +31,8 @@ class FakeRuntime:
     - ``die_after``, ``end_after``: break off, or end without [DONE], after so many events;
     - ``half``: break off in the middle of that event;
     - ``gated``: wait for ``gate`` before each event;
+    - ``pause``: wait so many seconds before each event but the first;
+    - ``pad``: make each event so many bytes longer;
     - ``hang``: never answer;
     - ``status``: answer with that status;
     - ``die``: break off in the middle of a JSON answer;
@@ -122,11 +124,14 @@ class FakeRuntime:
             for index in range(0 if "events" in fake else fake.get("chunks", 3)):
                 if fake.get("gated"):
                     await self.gate.acquire()
+                if index and "pause" in fake:
+                    await asyncio.sleep(fake["pause"])
                 if fake.get("die_after") == index:
                     raise BreakOff
                 if fake.get("end_after") == index:
                     return
-                event = b"data: " + json.dumps({"text": "word " * (index + 1), "index": index}).encode() + b"\n\n"
+                text = "x" * fake["pad"] if "pad" in fake else "word " * (index + 1)
+                event = b"data: " + json.dumps({"text": text, "index": index}).encode() + b"\n\n"
                 if fake.get("half") == index:
                     yield event[: len(event) // 2]
                     raise BreakOff

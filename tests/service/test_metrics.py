@@ -25,6 +25,7 @@ from winnow_service.errors import StoreUnavailable
 from winnow_service.metrics.generation import Generation
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.metrics.store import MeasuredStore
+from winnow_service.request_log import RequestFacts
 from winnow_service.store.sqlite import SqliteStore
 
 MODEL = "needle"
@@ -178,7 +179,7 @@ async def test_a_client_that_leaves_is_counted_once(measured: Deployment, stream
 
 def test_an_abandoned_native_stream_tells_what_it_took() -> None:
     events = [{"meta_info": {"prompt_tokens": 7, "completion_tokens": count}} for count in (1, 2)]
-    generation = Generation(Metrics(), "default", MODEL, 0.0)
+    generation = Generation(Metrics(), "default", MODEL, 0.0, RequestFacts())
     for event in events:
         generation.feed(b"data: " + encoded(event) + b"\n\n")
     generation.abandon()
@@ -330,8 +331,8 @@ _JSON: st.SearchStrategy[Any] = st.recursive(
 def test_no_answer_breaks_the_measuring(answer: Any) -> None:
     metrics = Metrics()
     body = encoded(answer)
-    Generation(metrics, "default", MODEL, 0.0).end_with(200, body)
-    stream = Generation(metrics, "default", MODEL, 0.0)
+    Generation(metrics, "default", MODEL, 0.0, RequestFacts()).end_with(200, body)
+    stream = Generation(metrics, "default", MODEL, 0.0, RequestFacts())
     stream.feed(b"data: " + body + b"\n\n")
     stream.end()
     values = [sample.value for family in metrics.registry.collect() for sample in family.samples]

@@ -379,9 +379,13 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
         answer = await policies.client.get("/readyz")
         return answer.json() if answer.status_code == 200 else None
 
-    assert await eventually(ready) == {
+    state = await eventually(ready)
+    [runtime] = state.pop("runtimes")
+    assert (runtime["usable"], runtime["breaker"], runtime["model"]) == (True, "closed", "needle")
+    assert state == {
         "ready": True,
         "degraded": False,
+        "draining": False,
         "reason": "The runtime answers.",
         "store": {"healthy": True, "reason": "The store answers."},
     }

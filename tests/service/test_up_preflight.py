@@ -66,10 +66,19 @@ def test_the_runtime_listens_on_loopback_and_gets_what_follows_the_dashes() -> N
     program = runtime_program(Path("/models/tiny"), Device.cuda, 31000, ["--page-size", "16"])
     command = " ".join(program.command[1:])
     assert command.startswith("-m sglang.launch_server --host 127.0.0.1 --port 31000 ")
-    assert command.endswith(" --model-path /models/tiny --served-model-name tiny --page-size 16")
+    assert command.endswith(
+        " --model-path /models/tiny --served-model-name tiny --attention-backend winnow --page-size 16"
+    )
+    assert program.ready_url == "http://127.0.0.1:31000/health"
     assert "CUDA_VISIBLE_DEVICES" not in program.environment
     assert runtime_program(Path("m"), Device.cpu, 1, []).environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert program.ready_url == "http://127.0.0.1:31000/health"
+
+
+def test_on_a_gpu_the_runtime_serves_policies_unless_told_otherwise() -> None:
+    assert "--attention-backend winnow" in " ".join(runtime_program(Path("m"), Device.cuda, 1, []).command)
+    for own in (["--attention-backend", "fa3"], ["--attention-backend=fa3"]):
+        assert "winnow" not in runtime_program(Path("m"), Device.cuda, 1, own).command
+    assert "winnow" not in runtime_program(Path("m"), Device.cpu, 1, []).command
 
 
 @pytest.mark.parametrize(

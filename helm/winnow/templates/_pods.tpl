@@ -60,7 +60,7 @@ annotations:
     - --host=0.0.0.0
     - --port={{ .Values.service.port }}
   env:
-    - name: WINNOW_RUNTIME_URL
+    - name: WINNOW_RUNTIME_URLS
       {{- if eq .Values.topology "gateway" }}
       value: http://{{ include "winnow.fullname" . }}-runtime:{{ .Values.runtime.port }}
       {{- else }}

@@ -14,16 +14,20 @@ from winnow_service.settings import Settings
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    runtime_url: Annotated[
-        str | None, typer.Option(help="Address of the SGLang server [default: WINNOW_RUNTIME_URL or port 30000].")
+    runtime_urls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--runtime-url",
+            help="Address of an SGLang server; may be repeated [default: WINNOW_RUNTIME_URLS or port 30000].",
+        ),
     ] = None,
 ) -> None:
-    """Run the service alone. It stays up, and says that it is not ready, while the runtime is away.
+    """Run the service alone. It stays up, and says that it is not ready, while its runtimes are away.
 
     Without any API key it answers everybody, on this machine only.
     """
     try:
-        settings = Settings() if runtime_url is None else Settings(runtime_url=AnyHttpUrl(runtime_url))
+        settings = Settings() if runtime_urls is None else Settings(runtime_urls=tuple(map(AnyHttpUrl, runtime_urls)))
     except ValidationError as error:
         report(error)
         raise typer.Exit(2) from None
@@ -37,7 +41,7 @@ def serve(
 def report(error: ValidationError) -> None:
     """Say which settings are wrong, without the values of those that are secret."""
     for problem in error.errors():
-        field = ".".join(map(str, problem["loc"])) or "runtime_url"
+        field = ".".join(map(str, problem["loc"])) or "runtime_urls"
         known = Settings.model_fields.get(field)
         is_secret = known is not None and SecretStr in (known.annotation, *get_args(known.annotation))
         got = "" if is_secret else f" (got {problem['input']!r})"

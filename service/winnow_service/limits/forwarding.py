@@ -1,4 +1,4 @@
-"""Forwarding requests that generate: with the policy that the caller gets, within the limits that the caller has."""
+"""Forwarding requests that generate: in their turn, with the caller's policy, within the caller's limits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from winnow_service.admission.queue import AdmissionQueue, Place
 from winnow_service.attention.answer import warn_in_body, warn_in_events
-from winnow_service.attention.request import Form
+from winnow_service.attention.request import FIELD, Form
 from winnow_service.errors import InvalidField, RateLimited
 from winnow_service.forwarding import Forwarder
-from winnow_service.keys.keyring import Caller
+from winnow_service.keys.keyring import ANYONE, Caller
 from winnow_service.limits.limiter import Limiter, Ticket
 from winnow_service.limits.limits import Limits
 from winnow_service.limits.usage import Estimate, StreamUsage, estimate, used_tokens
 from winnow_service.policies.choice import Choice, choose
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.request_body import JsonBody, read_json_object
+from winnow_service.request_log import request_facts
+from winnow_service.streaming import EventStreamResponse
 
 _WARNING = "winnow-warning"
 
@@ -32,17 +35,33 @@ class GovernedForwarder(Forwarder):
 
     registry: PolicyRegistry
     limiter: Limiter
+    queue: AdmissionQueue
 
     async def generate_for(self, caller: Caller, request: Request, form: Form) -> Response:
         """Forward a request that may ask for policies. Without any, the runtime gets the very bytes that were sent.
 
         Raises:
-            InvalidPolicy, PolicyForbidden, RateLimited: the runtime has not seen the request.
+            InvalidPolicy, PolicyForbidden, RateLimited, KeyQueueFull, QueueFull, QueueTimeout, Draining: the runtime
+                has not seen the request.
         """
         body = await read_json_object(request, self.settings.max_body_bytes)
         choice = choose(body.members, form, self.registry, caller.default_policy, caller.bounds)
+        facts = request_facts(request.scope)
+        facts.key_id = None if caller is ANYONE else caller.id
+        if isinstance(asked := body.members.get(FIELD), str):
+            facts.policy_name = asked
+        place = self.queue.join(None if caller is ANYONE else caller.id)
+        try:
+            return await self._limited(caller, choice, place, request, form, body)
+        except BaseException:
+            place.leave()
+            raise
+
+    async def _limited(
+        self, caller: Caller, choice: Choice, place: Place, request: Request, form: Form, body: JsonBody
+    ) -> Response:
         if caller.limits is None:
-            return await self._generate_as(choice, request, form, body)
+            return await self._generate_as(choice, place, request, form, body)
         counted = _counted(caller.limits, body.members, form)
         reserved = 0 if counted is None else counted.prompt + counted.answers
         try:
@@ -52,17 +71,29 @@ class GovernedForwarder(Forwarder):
                 self.metrics.limits_hit.labels(limit).inc()
             raise
         try:
-            response = await self._generate_as(choice, request, form, body)
+            response = await self._generate_as(choice, place, request, form, body)
         except BaseException:
             await self._settle(ticket, 0)
             raise
         response.headers.update(ticket.headers)
         return self._settling(response, ticket, counted)
 
-    async def _generate_as(self, choice: Choice, request: Request, form: Form, body: JsonBody) -> Response:
-        answering = self._generate(request, form, body, choice.policies)
+    async def _generate_as(
+        self, choice: Choice, place: Place, request: Request, form: Form, body: JsonBody
+    ) -> Response:
+        answering = self._in_turn(choice, place, request, form, body)
         response = await self._unless_client_leaves(request, answering)
         return _with_warnings(response, choice.warnings) if choice.warnings else response
+
+    async def _in_turn(self, choice: Choice, place: Place, request: Request, form: Form, body: JsonBody) -> Response:
+        """Answer when it is the turn of ``place``, which is left when the runtime has done its part."""
+        await place.turn()
+        response = await self._generate(request, form, body, choice.policies)
+        if isinstance(response, EventStreamResponse):
+            response.on_end = place.leave
+        else:
+            place.leave()
+        return response
 
     def _settling(self, response: Response, ticket: Ticket, counted: Estimate | None) -> Response:
         """Return ``response``, which settles what it took when it has been sent, or could not be."""

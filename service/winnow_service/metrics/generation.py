@@ -19,6 +19,7 @@ from winnow_service.attention.told import (
     told_by_body,
 )
 from winnow_service.metrics.instruments import Metrics
+from winnow_service.request_log import RequestFacts
 
 # An answer's policy that this version of the contract does not have.
 _OTHER: Final = "other"
@@ -43,9 +44,12 @@ class Generation:
     Args:
         decode_policy: what it asks for.
         started: when its first byte came, by ``time.perf_counter``.
+        facts: what becomes known of the request is written there.
     """
 
-    def __init__(self, metrics: Metrics, decode_policy: str, model: str, started: float) -> None:
+    def __init__(self, metrics: Metrics, decode_policy: str, model: str, started: float, facts: RequestFacts) -> None:
+        facts.policy, facts.model = decode_policy, model
+        self._facts = facts
         self._metrics = metrics
         self._labels = (decode_policy, model)
         self._model = model
@@ -96,6 +100,8 @@ class Generation:
         self._in_flight.dec()
         self._metrics.generations.labels(*self._labels, self._outcome).inc()
         told = read()
+        self._facts.outcome = self._outcome
+        self._facts.prompt_tokens, self._facts.output_tokens = told.prompt_tokens, told.output_tokens
         self._count_tokens(told)
         if self._outcome is Outcome.FINISHED:
             self._metrics.generation_duration.labels(*self._labels).observe(self._last_event - self._started)

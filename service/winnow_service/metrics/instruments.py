@@ -49,6 +49,7 @@ class Metrics:
         self._add_generations()
         self._add_attention()
         self._add_runtime()
+        self._add_admission()
         self._add_store()
         Info("winnow_build", "The version of Winnow.", registry=self.registry).info(
             {"version": version("sglang-winnow")}
@@ -194,7 +195,39 @@ class Metrics:
             "Requests that the runtime did not answer, or not completely, by kind.",
             "kind",
         )
-        self.runtime_ready = self._gauge("winnow_runtime_ready", "1 if the runtime answered when last asked, else 0.")
+        self.runtime_ready = self._gauge(
+            "winnow_runtime_ready", "1 if the runtime answered when last asked, else 0.", "runtime"
+        )
+        self.runtime_calls = self._gauge(
+            "winnow_runtime_requests_in_flight", "Requests of this replica that the runtime has, or is sent.", "runtime"
+        )
+        self.breaker_state = self._gauge(
+            "winnow_runtime_breaker_state",
+            "1 for the state of the runtime's circuit breaker, 0 for the others.",
+            "runtime",
+            "state",
+        )
+        self.runtime_retries = self._counter(
+            "winnow_runtime_retries_total", "Requests sent to a second runtime, because the first did not take them."
+        )
+        self.balanced = self._counter(
+            "winnow_balanced_requests_total",
+            "Requests for which there were several runtimes. Choice: affine (the one that their prefix belongs to), or "
+            "load (another, because that one had too much to do).",
+            "choice",
+        )
+        for choice in ("affine", "load"):
+            self.balanced.labels(choice)
+
+    def _add_admission(self) -> None:
+        self.queued = self._gauge("winnow_queued_requests", "Generation requests that wait for others to end.")
+        self.admitted = self._gauge("winnow_admitted_requests", "Generation requests that were let through and run.")
+        self.queue_wait = self._histogram(
+            "winnow_queue_wait_seconds",
+            "How long generation requests that were let through had waited; 0 for most, or there is too much load.",
+            _SECONDS,
+        )
+        self.draining = self._gauge("winnow_draining", "1 from when the service was told to end.")
 
     def _add_store(self) -> None:
         self.store_writes = self._counter(

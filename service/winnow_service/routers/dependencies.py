@@ -14,6 +14,7 @@ from winnow_service.keys.records import Scope
 from winnow_service.limits.forwarding import GovernedForwarder
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.request_body import read_json_object
+from winnow_service.request_log import request_facts
 from winnow_service.settings import Settings
 from winnow_service.store.mirror import Mirror
 
@@ -27,23 +28,23 @@ _bearer = HTTPBearer(
 )
 
 
-def _forwarder(request: Request) -> GovernedForwarder:
+async def _forwarder(request: Request) -> GovernedForwarder:
     return cast(GovernedForwarder, request.app.state.forwarder)
 
 
-def _mirror(request: Request) -> Mirror:
+async def _mirror(request: Request) -> Mirror:
     return cast(Mirror, request.app.state.mirror)
 
 
-def _registry(request: Request) -> PolicyRegistry:
+async def _registry(request: Request) -> PolicyRegistry:
     return cast(PolicyRegistry, request.app.state.registry)
 
 
-def _keyring(request: Request) -> Keyring:
+async def _keyring(request: Request) -> Keyring:
     return cast(Keyring, request.app.state.keyring)
 
 
-def _settings(request: Request) -> Settings:
+async def _settings(request: Request) -> Settings:
     return cast(Settings, request.app.state.settings)
 
 
@@ -68,6 +69,7 @@ async def _authorized(
     for scope in needed.scopes:
         if scope not in caller.scopes:
             raise ScopeMissing(scope)
+    request_facts(request.scope).key_id = caller.id
     _replace_authorization(request, settings.runtime_api_key)
     return caller
 
@@ -98,7 +100,7 @@ async def read_resource(request: Request, model: type[Model]) -> Model:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise NotJson
-    body = await read_json_object(request, _settings(request).max_body_bytes)
+    body = await read_json_object(request, request.app.state.settings.max_body_bytes)
     try:
         return model.model_validate_json(body.content)
     except ValidationError as error:

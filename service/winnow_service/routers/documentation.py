@@ -16,6 +16,10 @@ _REF: Final = "#/components/schemas/{model}"
 POLICY: Final[dict[str, Any]] = {"$ref": "#/components/schemas/AttentionPolicy"}
 
 _ANY_JSON: Final[dict[str, Any]] = {"application/json": {"schema": {}}}
+_RETRY_AFTER: Final[dict[str, Any]] = {
+    "description": "Seconds until the same request can be served.",
+    "schema": {"type": "integer"},
+}
 
 # Bodies of requests: FastAPI does not know them, because routes read them after they have checked the key.
 _DOCUMENTED: Final[dict[str, type[BaseModel]]] = {}
@@ -75,13 +79,15 @@ def runtime_body(policies: Literal["one", "each"] | None = None) -> dict[str, An
 
 def forwarded() -> Responses:
     """The answers of a route that asks the runtime: its own, and the service's errors."""
+    refused = problems(400, 401, 403, 413, 431, 502, 503, 504)
+    refused[503]["headers"] = {"Retry-After": _RETRY_AFTER}
     return {
         200: {"description": "The runtime's answer", "content": _ANY_JSON},
         "default": {
             "description": "The runtime's own errors, as it words them",
             "content": {**_ANY_JSON, PROBLEM_MEDIA_TYPE: {"schema": {}}},
         },
-        **problems(400, 401, 403, 413, 502, 503, 504),
+        **refused,
     }
 
 
@@ -97,7 +103,7 @@ def generated() -> Responses:
     limited = problems(429)
     limited[429]["headers"] = {
         **{name: headers[name] for name in ("RateLimit", "RateLimit-Policy")},
-        "Retry-After": {"description": "Seconds until the same request can be served.", "schema": {"type": "integer"}},
+        "Retry-After": _RETRY_AFTER,
     }
     return {**forwarded(), **problems(422), **limited, 200: answered}
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
+from winnow_service.admission.drain import Drain
 from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency, Scrapes
 from winnow_service.routers.documentation import problems
+from winnow_service.runtime.pool import RuntimeState
 
 router = APIRouter(tags=["operations"])
 
@@ -32,31 +34,42 @@ class ReadyState(BaseModel):
     """Whether requests are served.
 
     Attributes:
-        degraded: they are, with the last known policies and keys, because the store is away.
+        degraded: they are, but with the last known policies and keys because the store is away, or not by all runtimes.
+        draining: they are not any more, because the service is about to end.
     """
 
     ready: bool
     degraded: bool
+    draining: bool
     reason: str
     store: StoreState
+    runtimes: list[RuntimeState]
 
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """200 as long as the service lives, whatever the runtime does."""
+    """200 as long as the service lives, whatever the runtimes do."""
     return Health(status="ok")
 
 
 @router.get("/readyz", response_model=ReadyState, responses={503: {"model": ReadyState}})
-async def readyz(forwarder: ForwarderDependency, mirror: MirrorDependency) -> JSONResponse:
-    """200 if requests are served: the runtime answered when last asked, and the store has been read; else 503."""
-    runtime, store = forwarder.monitor.readiness, mirror.health
-    ready = runtime.ready and mirror.loaded
+async def readyz(forwarder: ForwarderDependency, mirror: MirrorDependency, request: Request) -> JSONResponse:
+    """200 if requests are served: a runtime answered when last asked, and the store has been read; else 503."""
+    runtimes, store = forwarder.runtimes, mirror.health
+    runtime = runtimes.health
+    draining = cast(Drain, request.app.state.drain).draining
+    ready = runtime.usable and mirror.loaded and not draining
+    if draining:
+        reason = "The service is about to end."
+    else:
+        reason = runtime.reason if not runtime.usable or mirror.loaded else store.reason
     state = ReadyState(
         ready=ready,
-        degraded=ready and not store.healthy,
-        reason=runtime.reason if not runtime.ready or mirror.loaded else store.reason,
+        degraded=ready and not (store.healthy and runtimes.all_usable),
+        draining=draining,
+        reason=reason,
         store=StoreState(healthy=store.healthy, reason=store.reason),
+        runtimes=runtimes.states,
     )
     return JSONResponse(state.model_dump(), status_code=200 if ready else 503)
 

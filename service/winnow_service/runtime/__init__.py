@@ -1,1 +1,1 @@
-"""The runtime as the service sees it: a client that asks it, and a monitor that knows whether it answers."""
+"""Runtimes as the service sees them: asking one, knowing whether it answers, and choosing between several."""

@@ -1,23 +1,22 @@
-"""Knows whether the runtime answers, by asking it again and again."""
+"""Knows whether a runtime answers, by asking it again and again."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic_core import from_json
 
 from winnow_service.errors import RuntimeFailure
-from winnow_service.metrics.instruments import Metrics
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _MODELS_PATH: Final = "/v1/models"
-_UNKNOWN_MODEL: Final = "unknown"
 _LONGEST_NAME: Final = 128
 
 
@@ -32,18 +31,21 @@ class Readiness:
 class RuntimeMonitor:
     """Holds the runtime's ``readiness`` while ``run`` runs.
 
+    Args:
+        changed: called when ``readiness`` or ``model`` is another than before.
+
     Attributes:
-        model: the name of the served model; "unknown" if the runtime does not tell.
+        model: the name of the model that it served last; None if it never told.
         starts: how often it has become ready. What it told before the last time may no longer hold.
     """
 
-    def __init__(self, client: RuntimeClient, metrics: Metrics, settings: Settings) -> None:
+    def __init__(self, client: RuntimeClient, settings: Settings, changed: Callable[[], None]) -> None:
         self._client = client
-        self._metrics = metrics
         self._settings = settings
+        self._changed = changed
         self._ask_now = asyncio.Event()
         self.readiness = Readiness(ready=False, reason="The runtime has not been asked yet.")
-        self.model = _UNKNOWN_MODEL
+        self.model: str | None = None
         self.starts = 0
 
     async def run(self) -> None:
@@ -52,12 +54,13 @@ class RuntimeMonitor:
             self._ask_now.clear()
             readiness = await self._ask()
             if readiness != self.readiness:
-                logger.info("Runtime %s: %s", "ready" if readiness.ready else "not ready", readiness.reason)
-            if readiness.ready and not self.readiness.ready:
-                self.model = await self._ask_model()
-            self.starts += readiness.ready and not self.readiness.ready
-            self.readiness = readiness
-            self._metrics.runtime_ready.set(readiness.ready)
+                state = "ready" if readiness.ready else "not ready"
+                logger.info("Runtime %s %s: %s", self._client.name, state, readiness.reason)
+                if readiness.ready:
+                    self.model = await self._ask_model()
+                    self.starts += 1
+                self.readiness = readiness
+                self._changed()
             try:
                 await asyncio.wait_for(self._ask_now.wait(), self._settings.readiness_interval_seconds)
             except TimeoutError:
@@ -77,7 +80,7 @@ class RuntimeMonitor:
             return Readiness(ready=False, reason=f"The runtime answered {path} with status {status}.")
         return Readiness(ready=True, reason="The runtime answers.")
 
-    async def _ask_model(self) -> str:
+    async def _ask_model(self) -> str | None:
         key = self._settings.runtime_api_key
         headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
         try:
@@ -86,4 +89,4 @@ class RuntimeMonitor:
             told: Any = from_json(answer.content)
             return str(told["data"][0]["id"])[:_LONGEST_NAME]
         except (RuntimeFailure, ValueError, LookupError, TypeError):
-            return _UNKNOWN_MODEL
+            return None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from sglang_winnow.policy import AttentionPolicy, PolicyError, check_against_model
-from winnow_service.errors import InvalidPolicy, RuntimeRefused, RuntimeUnusable
+from winnow_service.errors import InvalidPolicy, RuntimeFailure, RuntimeRefused, RuntimeUnusable
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.monitor import RuntimeMonitor
 
@@ -83,7 +83,11 @@ class ServedModelLookup:
         start = self._monitor.starts
         known = self._known
         if known is None or known.start != start:
-            known = self._known = _Known(start, await self._ask(authorization))
+            try:
+                known = self._known = _Known(start, await self._ask(authorization))
+            except RuntimeFailure:
+                self._monitor.ask_now()
+                raise
         return known.model
 
     async def _ask(self, authorization: str | None) -> ServedModel | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from winnow_service.supervisor.child import Program
 
 RUNTIME_HOST = "127.0.0.1"
+_ATTENTION_BACKEND = "--attention-backend"
 
 
 class Device(StrEnum):
@@ -47,6 +49,9 @@ def runtime_program(model: Path, device: Device, port: int, arguments: Sequence[
     if device is Device.cpu:
         # Without a visible GPU, Winnow's platform plugin takes over.
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif _ATTENTION_BACKEND not in {argument.partition("=")[0] for argument in arguments}:
+        # On a GPU SGLang would choose another one, and refuse policies.
+        arguments = [_ATTENTION_BACKEND, "winnow", *arguments]
     command = [sys.executable, "-m", "sglang.launch_server", "--host", RUNTIME_HOST, "--port", str(port)]
     # The service asks /health every second.
     command += ["--uvicorn-access-log-exclude-prefixes", "/health"]
@@ -58,7 +63,9 @@ def service_program(host: str, port: int, runtime_port: int) -> Program:
     """The service in front of the runtime."""
     command = [sys.executable, "-m", "winnow_service.cli.serve", "--host", host, "--port", str(port)]
     command += ["--runtime-url", f"http://{RUNTIME_HOST}:{runtime_port}"]
-    return Program("service", command, f"{client_address(host, port)}/readyz")
+    # Its lines are read by people, beside those of SGLang.
+    environment = {"WINNOW_LOG_FORMAT": os.environ.get("WINNOW_LOG_FORMAT", "text")}
+    return Program("service", command, f"{client_address(host, port)}/readyz", environment)
 
 
 def client_address(host: str, port: int) -> str:

@@ -1,0 +1,1 @@
+"""Which requests are let through to the runtimes, and when: the queue before them, and the end of the service."""

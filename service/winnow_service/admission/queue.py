@@ -1,0 +1,195 @@
+"""The queue before the runtimes: how many requests run, how many wait, and whose turn it is.
+
+When a request ends, the key with the fewest running requests is next; among equals the one that has waited longest for
+its turn. So keys that ask for more than there is end up with equal shares, whatever the lengths of their requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from winnow_service.admission.refusals import Draining, KeyQueueFull, QueueFull, QueueTimeout
+
+# What Retry-After says is told from so many requests that ended last, and is within these bounds.
+_REMEMBERED_ENDS: Final = 32
+_RETRY_SECONDS: Final = (1.0, 60.0)
+
+
+@dataclass(frozen=True)
+class QueueBounds:
+    """How many requests may wait, in all and of one key, and how long."""
+
+    waiting: int
+    waiting_per_key: int
+    seconds: float
+
+
+class AdmissionQueue:
+    """Lets through as many requests at once as ``capacity`` says; others wait, within ``bounds``.
+
+    Args:
+        capacity: how many requests may run now. When it has grown, ``admit_waiting`` must be called.
+        waited: told of each request that is let through how many seconds it has waited.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        bounds: QueueBounds,
+        capacity: Callable[[], int],
+        waited: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bounds = bounds
+        self._capacity = capacity
+        self._waited = waited
+        self._clock = clock
+        self._waiting: dict[str | None, dict[Place, None]] = {}
+        self._running: Counter[str | None] = Counter()
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
+        self._closed = False
+        self.waiting = 0
+        self.running = 0
+
+    def join(self, key: str | None) -> Place:
+        """Take a place, which must be left, whatever happens.
+
+        Args:
+            key: whose turns these are. None is nobody's: all of these share turns, and one bound.
+
+        Raises:
+            KeyQueueFull, QueueFull, Draining: there is none.
+        """
+        if self._closed:
+            raise Draining
+        self.admit_waiting()
+        place = Place(self, key)
+        if self.running < self._capacity():
+            self._run(place)
+            return place
+        waiting = len(self._waiting.get(key, ()))
+        if key is not None and waiting >= self._bounds.waiting_per_key:
+            raise KeyQueueFull(waiting, self._retry_seconds(waiting))
+        if self.waiting >= self._bounds.waiting:
+            raise QueueFull(self.waiting, self._retry_seconds(self.waiting))
+        self._waiting.setdefault(key, {})[place] = None
+        self.waiting += 1
+        return place
+
+    def admit_waiting(self) -> None:
+        """Let through as many as may run now."""
+        while self.waiting and self.running < self._capacity():
+            key = min(self._waiting, key=lambda key: self._running[key])
+            place = next(iter(self._waiting[key]))
+            self._remove(place)
+            if key in self._waiting:
+                # It had its turn: behind its equals.
+                self._waiting[key] = self._waiting.pop(key)
+            self._run(place)
+
+    def close(self) -> None:
+        """Refuse those who wait and those who come; those who run are left alone."""
+        self._closed = True
+        for place in [place for places in self._waiting.values() for place in places]:
+            self._remove(place)
+            place.end_wait()
+
+    async def wait(self, place: Place) -> None:
+        """Wait until ``place`` runs. Raises as ``Place.turn``."""
+        try:
+            async with asyncio.timeout(self._bounds.seconds):
+                await place.waited
+        except TimeoutError:
+            raise QueueTimeout(self._bounds.seconds, self._retry_seconds(self.waiting)) from None
+        if not place.runs:
+            raise Draining
+
+    def leave(self, place: Place) -> None:
+        """Give up ``place``, whether it waits or runs."""
+        if place.runs:
+            self.running -= 1
+            self._running[place.key] -= 1
+            if not self._running[place.key]:
+                del self._running[place.key]
+            self._ends.append(self._clock())
+            self.admit_waiting()
+        elif place in self._waiting.get(place.key, ()):
+            self._remove(place)
+
+    def _run(self, place: Place) -> None:
+        self.running += 1
+        self._running[place.key] += 1
+        self._waited(self._clock() - place.joined)
+        place.run()
+
+    def _remove(self, place: Place) -> None:
+        places = self._waiting[place.key]
+        del places[place]
+        if not places:
+            del self._waiting[place.key]
+        self.waiting -= 1
+
+    def _retry_seconds(self, before: int) -> float:
+        """Until so many who wait have had their turn, if requests go on ending as they did."""
+        shortest, longest = _RETRY_SECONDS
+        if len(self._ends) < 2:
+            return shortest
+        each = (self._clock() - self._ends[0]) / len(self._ends)
+        return min(max(before * each, shortest), longest)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self._clock
+
+
+class Place:
+    """A request's place: it waits, then it runs, then it is left.
+
+    Attributes:
+        joined: when it was taken, by the queue's clock.
+        runs: whether its turn has come and it has not been left.
+    """
+
+    __slots__ = ("_left", "_queue", "joined", "key", "runs", "waited")
+
+    def __init__(self, queue: AdmissionQueue, key: str | None) -> None:
+        self._queue = queue
+        self._left = False
+        self.key = key
+        self.joined = queue.clock()
+        self.runs = False
+        self.waited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def turn(self) -> None:
+        """Wait for its turn.
+
+        Raises:
+            QueueTimeout: it has waited as long as one may.
+            Draining: its turn will not come.
+        """
+        if not self.runs:
+            await self._queue.wait(self)
+
+    def leave(self) -> None:
+        """Give it up. After the first time nothing happens."""
+        if self._left:
+            return
+        self._left = True
+        self._queue.leave(self)
+        self.runs = False
+        self.waited.cancel()
+
+    def run(self) -> None:
+        """Its turn has come."""
+        self.runs = True
+        self.end_wait()
+
+    def end_wait(self) -> None:
+        """It waits no more, whether its turn has come or will not."""
+        if not self.waited.done():
+            self.waited.set_result(None)

@@ -1,0 +1,126 @@
+"""The circuit breaker of a runtime: after failures in a row nobody waits for it, until one request has tried."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class BreakerState(StrEnum):
+    """Whether the runtime is asked.
+
+    Closed: it is. Open: it is not, for some time. Half open: one request at a time tries whether it answers again.
+    """
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class CircuitBreaker:
+    """Opens after ``failures`` in a row, and lets the first request try ``open_seconds`` later.
+
+    Args:
+        clock: seconds that only go forward.
+    """
+
+    def __init__(self, failures: int, open_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_failures = failures
+        self._open_seconds = open_seconds
+        self._clock = clock
+        self._state = BreakerState.CLOSED
+        self._failures = 0
+        self._opened = 0.0
+        self._probe: Trial | None = None
+        # Requests that were sent before it was closed last say nothing about the runtime as it is now.
+        self._round = 0
+
+    @property
+    def state(self) -> BreakerState:
+        if self._state is BreakerState.OPEN and self.retry_in <= 0:
+            self._state = BreakerState.HALF_OPEN
+        return self._state
+
+    @property
+    def retry_in(self) -> float:
+        """Seconds until the next request may try; 0 or less if time is not what it waits for."""
+        return self._opened + self._open_seconds - self._clock() if self._state is BreakerState.OPEN else 0.0
+
+    @property
+    def permits(self) -> bool:
+        """Whether a request may be sent now."""
+        state = self.state
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe is None)
+
+    def begin(self) -> Trial:
+        """Send a request, which must be permitted. Its outcome must be told."""
+        assert self.permits
+        trial = Trial(self, self._round)
+        if self._state is BreakerState.HALF_OPEN:
+            self._probe = trial
+        return trial
+
+    def try_now(self) -> None:
+        """Let a request try, if none may: there is reason to think that the runtime answers again."""
+        if self._state is not BreakerState.CLOSED:
+            self._state = BreakerState.HALF_OPEN
+            self._probe = None
+
+    def begun(self, trial: Trial) -> None:
+        """``trial`` is being answered. That is enough of the probe: its stream may take long."""
+        if trial is self._probe and self.state is BreakerState.HALF_OPEN:
+            self._close()
+            trial.round = self._round
+
+    def judge(self, trial: Trial, *, answered: bool) -> None:
+        """Take the outcome of ``trial``. While the breaker is not closed, that of the probe alone counts."""
+        if self.state is BreakerState.CLOSED:
+            if trial.round != self._round:
+                return
+            self._failures = 0 if answered else self._failures + 1
+            if self._failures >= self._most_failures:
+                self._open()
+        elif trial is self._probe:
+            if answered:
+                self._close()
+            else:
+                self._open()
+
+    def drop(self, trial: Trial) -> None:
+        """Forget ``trial``, which has told nothing."""
+        if trial is self._probe:
+            self._probe = None
+
+    def _close(self) -> None:
+        self._state, self._failures, self._probe = BreakerState.CLOSED, 0, None
+        self._round += 1
+
+    def _open(self) -> None:
+        self._state, self._opened, self._probe = BreakerState.OPEN, self._clock(), None
+
+
+class Trial:
+    """One request, as the breaker sees it."""
+
+    __slots__ = ("_breaker", "round")
+
+    def __init__(self, breaker: CircuitBreaker, number: int) -> None:
+        self._breaker = breaker
+        self.round = number
+
+    def begun(self) -> None:
+        """The runtime has begun to answer it."""
+        self._breaker.begun(self)
+
+    def answered(self) -> None:
+        """The runtime has answered it."""
+        self._breaker.judge(self, answered=True)
+
+    def failed(self) -> None:
+        """The runtime does not answer it, or not any more."""
+        self._breaker.judge(self, answered=False)
+
+    def drop(self) -> None:
+        """It is over. If nothing was told before, it says nothing about the runtime."""
+        self._breaker.drop(self)

@@ -1,0 +1,176 @@
+"""The circuit breaker: when a runtime is asked, and when not."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from winnow_service.runtime.breaker import BreakerState, CircuitBreaker, Trial
+
+FAILURES = 3
+OPEN_SECONDS = 5.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def breaker_and_clock() -> tuple[CircuitBreaker, Clock]:
+    clock = Clock()
+    return CircuitBreaker(FAILURES, OPEN_SECONDS, clock), clock
+
+
+def state(breaker: CircuitBreaker) -> BreakerState:
+    """Its state now: time changes it."""
+    return breaker.state
+
+
+def opened() -> tuple[CircuitBreaker, Clock]:
+    breaker, clock = breaker_and_clock()
+    for _ in range(FAILURES):
+        breaker.begin().failed()
+    assert state(breaker) is BreakerState.OPEN
+    return breaker, clock
+
+
+def test_it_opens_after_failures_in_a_row_only() -> None:
+    breaker, _ = breaker_and_clock()
+    for _ in range(10):
+        for _ in range(FAILURES - 1):
+            breaker.begin().failed()
+        breaker.begin().answered()
+    assert state(breaker) is BreakerState.CLOSED
+
+
+def test_one_request_tries_and_closes_it() -> None:
+    breaker, clock = opened()
+    clock.now += OPEN_SECONDS - 0.01
+    assert not breaker.permits
+    clock.now += 0.01
+    assert state(breaker) is BreakerState.HALF_OPEN
+    probe = breaker.begin()
+    assert not breaker.permits
+    probe.answered()
+    assert state(breaker) is BreakerState.CLOSED
+    breaker.begin().failed()
+    assert state(breaker) is BreakerState.CLOSED
+
+
+def test_a_probe_that_fails_opens_it_for_as_long_again() -> None:
+    breaker, clock = opened()
+    clock.now += OPEN_SECONDS
+    breaker.begin().failed()
+    assert state(breaker) is BreakerState.OPEN
+    assert breaker.retry_in == OPEN_SECONDS
+
+
+def test_a_probe_that_says_nothing_makes_room_for_another() -> None:
+    breaker, clock = opened()
+    clock.now += OPEN_SECONDS
+    breaker.begin().drop()
+    assert breaker.permits
+
+
+def test_a_probe_that_is_being_answered_closes_it_and_its_end_counts() -> None:
+    breaker, clock = opened()
+    clock.now += OPEN_SECONDS
+    probe = breaker.begin()
+    probe.begun()
+    assert state(breaker) is BreakerState.CLOSED
+    for trial in [breaker.begin() for _ in range(FAILURES - 1)]:
+        trial.begun()
+        trial.failed()
+    probe.failed()
+    assert state(breaker) is BreakerState.OPEN
+
+
+def test_requests_from_before_do_not_open_it_again() -> None:
+    breaker, clock = breaker_and_clock()
+    old = [breaker.begin() for _ in range(3 * FAILURES)]
+    for trial in old[:FAILURES]:
+        trial.failed()
+    clock.now += OPEN_SECONDS
+    breaker.begin().answered()
+    for trial in old[FAILURES:]:
+        trial.failed()
+    assert state(breaker) is BreakerState.CLOSED
+
+
+class BreakerMachine(RuleBasedStateMachine):
+    """Any sequence of requests and outcomes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaker, self.clock = breaker_and_clock()
+        self.under_way: list[Trial] = []
+        self.probes: list[Trial] = []
+        self.failures_since_answer = 0
+
+    @precondition(lambda self: self.breaker.permits)
+    @rule()
+    def begin(self) -> None:
+        half_open = self.breaker.state is BreakerState.HALF_OPEN
+        trial = self.breaker.begin()
+        self.under_way.append(trial)
+        if half_open:
+            self.probes = [trial]
+            assert not self.breaker.permits
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), outcome=st.sampled_from(["answered", "failed", "nothing"]), begun=st.booleans())
+    def end(self, data: st.DataObject, outcome: str, begun: bool) -> None:
+        trial = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        before = self.breaker.state
+        if begun:
+            trial.begun()
+            if self.breaker.state is not before:
+                assert (before, self.breaker.state) == (BreakerState.HALF_OPEN, BreakerState.CLOSED)
+                assert trial in self.probes
+                before, self.failures_since_answer = BreakerState.CLOSED, 0
+        if outcome == "answered":
+            trial.answered()
+            self.failures_since_answer = 0
+        elif outcome == "failed":
+            trial.failed()
+            self.failures_since_answer += 1
+        trial.drop()
+        after = self.breaker.state
+        if before is BreakerState.CLOSED and after is BreakerState.OPEN:
+            assert self.failures_since_answer >= FAILURES
+        if before is not BreakerState.CLOSED and after is not before:
+            assert trial in self.probes
+
+    @rule(seconds=st.floats(0, 2 * OPEN_SECONDS))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def seen_ready(self) -> None:
+        self.breaker.try_now()
+        assert self.breaker.permits
+
+    @invariant()
+    def an_open_one_asks_nobody_and_says_until_when(self) -> None:
+        if self.breaker.state is BreakerState.OPEN:
+            assert not self.breaker.permits
+            assert 0 < self.breaker.retry_in <= OPEN_SECONDS
+        else:
+            assert self.breaker.retry_in <= 0
+
+    @invariant()
+    def a_closed_one_asks(self) -> None:
+        assert self.breaker.permits or self.breaker.state is not BreakerState.CLOSED
+
+    def teardown(self) -> None:
+        # Whatever has happened: when all requests are over and time has passed, it asks again.
+        for trial in self.under_way:
+            trial.drop()
+        self.clock.now += OPEN_SECONDS
+        assert self.breaker.permits
+
+
+TestAnySequence = BreakerMachine.TestCase

@@ -1,0 +1,94 @@
+"""What the service costs in front of a stand-in for the runtime: that it is measured, and what must hold anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+import pytest
+import pytest_asyncio
+
+from benchmarks.overhead import measure
+from benchmarks.overhead.process import Pair, started
+from benchmarks.overhead.standin import Pace
+from benchmarks.overhead.streams import Tally, Target, stream
+from benchmarks.overhead.table import BEGIN, END, PAGE, RECORD, markdown, write_table
+from benchmarks.service_overhead import Plan, limited, measured, plain
+from tests.service.test_up import ROOT
+
+STREAMS = 600
+AT_ONCE = 500
+# Of memory in half an hour. A stream that left a kilobyte behind would come to ten times as much.
+MOST_GROWTH_BYTES = 4 * 1024 * 1024
+MINUTES = 30
+WARM_UP_MINUTES = 10
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with started() as running:
+        yield running
+
+
+async def test_hundreds_of_streams_are_open_at_once_and_all_end(pair: Pair) -> None:
+    found = await measure.many_streams(pair.service, await limited(pair), STREAMS, seconds=12)
+    assert found.open_at_once >= AT_ONCE
+    assert found.finished == STREAMS
+
+
+@pytest.mark.full
+async def test_everything_is_measured_and_written_down() -> None:
+    plan = Plan(streams=4, interval=0.05, seconds=2, requests=20, many=8, memory_seconds=3, warm_up=1, sample_every=0.5)
+    found = await measured(plan)
+    for caller in ("plain", "limited"):
+        assert found["chunk_cost"][caller]["chunks_per_second"] == pytest.approx(4 / 0.05, rel=0.2)
+        assert found["chunk_cost"][caller]["microseconds_per_chunk"] > 0
+        assert found["request_cost"][caller]["microseconds_per_request"] > 0
+    assert [ttft["beside"] for ttft in found["added_ttft"]] == [0, 4]
+    for ttft in found["added_ttft"]:
+        assert ttft["through"] > ttft["direct"] > 0.02
+        assert ttft["added"] == ttft["through"] - ttft["direct"]
+    assert found["many_streams"]["finished"] == 8
+    assert len(found["memory"]["samples"]) == 6
+    record = json.loads((ROOT / RECORD).read_text()) | {"measured": found}
+    assert "8 of 8 open at once, 8 complete" in markdown(record)
+
+
+async def test_a_stream_that_is_not_complete_is_not_measured(pair: Pair) -> None:
+    tally = Tally()
+    await stream(plain(pair), Pace(2, first=0.01, interval=0.01), tally)
+    assert (tally.finished, tally.broken, tally.events) == (1, 0, 4)
+    stranger = Target(pair.service.address)
+    await stream(stranger, Pace(2, first=0.01, interval=0.01), tally)
+    assert (tally.finished, tally.broken) == (1, 1)
+    assert "401" in tally.refusals[0]
+    with pytest.raises(measure.Incomplete, match="0 of 3 streams were complete"):
+        await measure.request_cost(pair.service, stranger, 3)
+
+
+def test_the_table_is_that_of_the_record() -> None:
+    page = (ROOT / PAGE).read_text()
+    assert page.count(BEGIN) == page.count(END) == 1
+    record = json.loads((ROOT / RECORD).read_text())
+    assert page.partition(BEGIN)[2].partition(END)[0].strip() == markdown(record)
+
+
+def test_a_page_without_a_place_for_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="once each and in this order"):
+        write_table({}, ROOT / "README.md")
+
+
+@pytest.mark.full
+@pytest.mark.timeout((MINUTES + 5) * 60)
+async def test_memory_is_flat_over_half_an_hour(pair: Pair) -> None:
+    found = await measure.memory(
+        pair.service,
+        await limited(pair),
+        streams=32,
+        seconds=MINUTES * 60,
+        warm_up=WARM_UP_MINUTES * 60,
+        sample_every=10,
+    )
+    assert found.streams > 10_000
+    assert found.slope * MINUTES < MOST_GROWTH_BYTES, asdict(found)
