@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.machine import surroundings
 from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey, prepare
 from winnow_service.evaluation.sizing import TaskSizer, smaller_size
 from winnow_service.evaluation.tasks import TASKS
@@ -46,6 +48,13 @@ class OfflineModel:
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.context_length: int = config.max_position_embeddings
+
+    def environment(self) -> dict[str, Any]:
+        """Return what a benchmark's record begins with: the model, and what it runs on."""
+        record = surroundings()
+        record["versions"]["transformers"] = version("transformers")
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else record["cpu"]
+        return {"model": self.folder.resolve().name, "device": device, **record}
 
     @property
     def end_tokens(self) -> list[int]:

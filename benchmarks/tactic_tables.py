@@ -287,14 +287,12 @@ def main(
         typer.echo(f"{prompt_length} tokens of prompt, {captured.steps} of answer")
 
     measured = {name: sums for name, sums in by_span.items() if sums.heads}
-    result = {
-        "model": model.name,
+    result = network.environment() | {
         "length": length,
         "tasks": tasks.split(","),
         "samples": samples,
         "seed": seed,
         "span": span,
-        "device": device,
         "steps": steps,
         "by_share": {str(p): sums.table() for p, sums in by_share.items()},
         "by_layer": {str(p): [sums.table() for sums in of_layers] for p, of_layers in by_layer.items()},

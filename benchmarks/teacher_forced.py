@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -26,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.forced_decoding import DENSE, Forced, Forcing, PrefilledBatch, PromptScore, greedy_answers
-from benchmarks.machine import surroundings
 from benchmarks.offline_model import OfflineModel, Prompt, make_prompts
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, PolicyError, check_against_model, parse_policy
@@ -365,7 +363,7 @@ def main(
         options = {"tasks": chosen_tasks, "lengths": chosen_lengths, "samples": samples, "seed": seed}
         options |= {"answers": answers, "steps": steps, "batch": batch, "span": span, "dtype": dtype}
         described = {label: of_label.model_dump(exclude_none=True) for label, of_label in checked.items()}
-        record = _environment(network) | {"options": options, "policies": described, "interval": INTERVAL}
+        record = network.environment() | {"options": options, "policies": described, "interval": INTERVAL}
         output.write_text(json.dumps(record | {"rows": cells}, indent=1) + "\n")
 
 
@@ -379,14 +377,6 @@ def _asked(texts: list[str], file: Path | None, *, with_grid: bool) -> list[Aske
         if ["dense", *labels].count(label) > 1:
             raise OptionError("--policy", f"{label!r} is the name of another policy: choose a name with NAME=JSON")
     return asked
-
-
-def _environment(model: OfflineModel) -> dict[str, Any]:
-    record = surroundings()
-    record["versions"]["transformers"] = version("transformers")
-    on_gpu = model.device.type == "cuda"
-    device = torch.cuda.get_device_name(model.device) if on_gpu else record["cpu"]
-    return {"model": model.folder.resolve().name, "device": device, **record}
 
 
 def _ratio(part: float, whole: float) -> float | None:

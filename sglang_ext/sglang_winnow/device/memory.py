@@ -17,6 +17,7 @@ from sglang_winnow.device.stored_positions import CAPACITY
 from sglang_winnow.hooks import Hook
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu.attend import AttendBuffers
+from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
 from winnow_kernels.gpu.row_parameters import Family
 from winnow_kernels.gpu.tactic import selection_width
 from winnow_kernels.indexes.clusters import ClusterIndex
@@ -62,7 +63,8 @@ def fixed_bytes(
     attention = AttendBuffers.empty(rows, query_heads, layer)
     scratch = SCRATCH_BYTES * len(_WITH_SCRATCH.intersection(families))
     positions = torch.int32.itemsize * CAPACITY if Family.STORED in families else 0
-    return steps.bytes + attention.bytes + scratch + positions
+    prefill = QuokaPrefillWorkspace.empty(shape.kv_heads, longest, nowhere)
+    return steps.bytes + attention.bytes + scratch + positions + prefill.scores.nbytes
 
 
 def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, *arguments: Any, **named: Any) -> int:
