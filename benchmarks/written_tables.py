@@ -83,7 +83,7 @@ def accuracy_table(path: Path) -> str:
             )
         )
     about = {
-        f"{run.model}, {run.device}, {_commit(run.commit and run.commit.model_dump())}"
+        f"{run.model}, {run.device}, {_commit(run.commit.model_dump() if run.commit else None)}"
         f"{'' if run.complete else ', stopped before its end'}"
         for run in record.runs
     }

@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 from sglang_winnow.device.compile_ahead import compiling_ahead
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def kernel(pointer: Any) -> None:
     """Do nothing."""
 
