@@ -94,7 +94,10 @@ def main(
     ] = False,
 ) -> None:
     """Audit the dependencies."""
-    installed = {str(canonicalize_name(each.name)): each.version for each in metadata.distributions()}
+    installed: dict[str, str] = {}
+    for each in metadata.distributions():
+        # The first is the one that is imported; setuptools brings others of its own.
+        installed.setdefault(str(canonicalize_name(each.name)), each.version)
     own = shipped()
     findings = advisories(_pip_audit())
     problems = [

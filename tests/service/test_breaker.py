@@ -109,6 +109,9 @@ class BreakerMachine(RuleBasedStateMachine):
         self.under_way: list[Trial] = []
         self.probes: list[Trial] = []
         self.failures_since_answer = 0
+        # What was sent before it was closed last does not count.
+        self.closings = 0
+        self.sent_after: dict[Trial, int] = {}
 
     @precondition(lambda self: self.breaker.permits)
     @rule()
@@ -116,6 +119,7 @@ class BreakerMachine(RuleBasedStateMachine):
         half_open = self.breaker.state is BreakerState.HALF_OPEN
         trial = self.breaker.begin()
         self.under_way.append(trial)
+        self.sent_after[trial] = self.closings
         if half_open:
             self.probes = [trial]
             assert not self.breaker.permits
@@ -130,19 +134,28 @@ class BreakerMachine(RuleBasedStateMachine):
             if self.breaker.state is not before:
                 assert (before, self.breaker.state) == (BreakerState.HALF_OPEN, BreakerState.CLOSED)
                 assert trial in self.probes
-                before, self.failures_since_answer = BreakerState.CLOSED, 0
+                before = BreakerState.CLOSED
+                self.closed()
+                self.sent_after[trial] = self.closings
+        counts = self.sent_after[trial] == self.closings
         if outcome == "answered":
             trial.answered()
-            self.failures_since_answer = 0
+            self.failures_since_answer = 0 if counts else self.failures_since_answer
         elif outcome == "failed":
             trial.failed()
-            self.failures_since_answer += 1
+            self.failures_since_answer += counts
         trial.drop()
         after = self.breaker.state
+        if before is not BreakerState.CLOSED and after is BreakerState.CLOSED:
+            self.closed()
         if before is BreakerState.CLOSED and after is BreakerState.OPEN:
             assert self.failures_since_answer >= FAILURES
         if before is not BreakerState.CLOSED and after is not before:
             assert trial in self.probes
+
+    def closed(self) -> None:
+        self.closings += 1
+        self.failures_since_answer = 0
 
     @rule(seconds=st.floats(0, 2 * OPEN_SECONDS))
     def wait(self, seconds: float) -> None:
@@ -157,7 +170,8 @@ class BreakerMachine(RuleBasedStateMachine):
     def an_open_one_asks_nobody_and_says_until_when(self) -> None:
         if self.breaker.state is BreakerState.OPEN:
             assert not self.breaker.permits
-            assert 0 < self.breaker.retry_in <= OPEN_SECONDS
+            # Sums of seconds are rounded.
+            assert 0 < self.breaker.retry_in <= OPEN_SECONDS + 1e-6
         else:
             assert self.breaker.retry_in <= 0
 
@@ -169,7 +183,7 @@ class BreakerMachine(RuleBasedStateMachine):
         # Whatever has happened: when all requests are over and time has passed, it asks again.
         for trial in self.under_way:
             trial.drop()
-        self.clock.now += OPEN_SECONDS
+        self.clock.now += OPEN_SECONDS + 1e-6
         assert self.breaker.permits
 
 
