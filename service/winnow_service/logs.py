@@ -49,7 +49,11 @@ def configure_logging(log_format: LogFormat | None, level: LogLevel, stream: Tex
     own = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(own, logging.WARNING), handlers=[handler], force=True)
     logging.getLogger(_OWN).setLevel(own)
-    logging.getLogger(_SERVER).setLevel(max(own, logging.INFO))
+    server = logging.getLogger(_SERVER)
+    server.setLevel(max(own, logging.INFO))
+    # Where uvicorn has set up its own log before.
+    server.handlers.clear()
+    server.propagate = True
     logging.captureWarnings(True)
 
 
