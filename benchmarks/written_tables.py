@@ -208,26 +208,6 @@ def _layers_table(record: Record, shown: Callable[[Mapping[str, Any]], bool]) ->
     return _table(headings, rows) + _devices(record)
 
 
-def serve_table(path: Path) -> str:
-    """Return what policies gain end to end."""
-    record = Record.read(path)
-    rows = [
-        (
-            row.model,
-            f"{row.context // 1024}K × {row.batch}",
-            f"{row.policy} ({row.parameters['backend']})",
-            row.parameters["figure"],
-            row.unit,
-            f"{row.measured:.2f}",
-            "" if row.speedup is None else f"{row.speedup:.2f}",
-            _percent(row.parameters.get("kv_read_ratio")),
-        )
-        for row in record.rows
-    ]
-    headings = ("model", "context", "policy", "figure", "unit", "", "times as fast as the best dense backend")
-    return _table((*headings, "KV read %"), rows) + _devices(record)
-
-
 def prefill_table(path: Path) -> str:
     """Return what prefill attention costs with QUOKA."""
     record = Record.read(path)
@@ -252,13 +232,11 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
     "divergence": ("divergence.json", divergence_table),
-    "termination": ("termination.json", divergence_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),
     "attention": ("attention.json", attention_table),
     "summary": ("attention.json", summary_table),
     "stopping": ("attention.json", stopping_table),
-    "serve": ("serve.json", serve_table),
     "prefill": ("prefill.json", prefill_table),
 }
 """By name: the record's file, and what makes Markdown of it."""

@@ -159,7 +159,7 @@ def quoka_prefill(
         begin = max(start, prefix_length)
         rows = slice(begin - prefix_length, end - prefix_length)
         outputs[rows] = _attend_block(queries[rows], slots[start:end], slots[positions], cache, scale)
-        reads += _block_reads(begin, start, end, positions.shape[1], cache)
+        reads += block_reads(begin, start, end, positions.shape[1], cache)
     return outputs, reads
 
 
@@ -309,8 +309,16 @@ def _attend_block(queries: Tensor, own: Tensor, selected: Tensor, cache: LayerCa
     return dense.ungroup(dense.merge([own_part, (output.view_as(own_part[0]), mass.view_as(own_part[1]))])[0])
 
 
-def _block_reads(begin: int, start: int, end: int, selected: int, cache: LayerCache) -> PrefillReads:
-    """Return what the block from ``start`` to ``end`` reads whose first query lies at ``begin``."""
+def block_reads(begin: int, start: int, end: int, selected: int, cache: LayerCache) -> PrefillReads:
+    """Return what a block reads that attends to ``selected`` tokens before it.
+
+    Args:
+        begin: position of its first query.
+        start: position of its first token.
+        end: position behind its last query.
+        selected: tokens before ``start``, for each KV head.
+        cache: the layer's KV cache.
+    """
     queries = end - begin
     own = dense.causal_tokens(begin - start, end - start)
     scored_bytes = start * (cache.vector_bytes + KeyNorms.BYTES)

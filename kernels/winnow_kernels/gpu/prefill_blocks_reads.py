@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.dense import causal_tokens
 from winnow_kernels.gpu.prefill_blocks import WHOLE, Block
-from winnow_kernels.indexes.key_norms import KeyNorms
-from winnow_kernels.quoka import PrefillReads
+from winnow_kernels.quoka import PrefillReads, block_reads
 
 
 def reads_of(blocks: Iterable[Block], cache: LayerCache) -> PrefillReads:
@@ -22,14 +20,7 @@ def reads_of(blocks: Iterable[Block], cache: LayerCache) -> PrefillReads:
 
 
 def _reads_of_block(block: Block, cache: LayerCache) -> PrefillReads:
-    dense = block.budget == WHOLE
-    selected = block.start if dense else block.budget
-    scored_bytes = 0 if dense else block.start * (cache.vector_bytes + KeyNorms.BYTES)
-    attended_bytes = (selected + block.end - block.start) * 2 * cache.vector_bytes
-    own = causal_tokens(block.begin - block.start, block.end - block.start)
-    return PrefillReads(
-        attended=cache.kv_heads * (block.queries * selected + own),
-        context=cache.kv_heads * causal_tokens(block.begin, block.end),
-        read_bytes=cache.kv_heads * (scored_bytes + attended_bytes),
-        context_bytes=cache.kv_heads * block.end * 2 * cache.vector_bytes,
-    )
+    if block.budget == WHOLE:
+        # One block that begins with the context.
+        return PrefillReads.of_dense(block.begin, block.end, block.end, cache)
+    return block_reads(block.begin, block.start, block.end, block.budget, cache)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sglang_winnow.prefill_plan import Chunk, PrefillPlan
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.prefill_blocks import PrefillBlocks
+from winnow_kernels.gpu.prefill_blocks import Block, PrefillBlocks
 from winnow_kernels.gpu.prefill_blocks_cut import blocks_of
 from winnow_kernels.gpu.prefill_blocks_reads import reads_of
 from winnow_kernels.gpu.quoka_prefill_attention import attend_blocks
@@ -62,9 +62,10 @@ class DevicePrefill:
         self.dense_tokens: Tensor | None = None
         if not sparse:
             return
-        dense = [chunk for chunk in plan.chunks if not _is_sparse(chunk)]
-        self.dense_batch = _part_of(forward_batch, dense, table.device) if dense else None
-        self.dense_tokens = _tokens_of(dense, table.device) if dense else None
+        self.dense_batch = None
+        if dense := [chunk for chunk in plan.chunks if not _is_sparse(chunk)]:
+            self.dense_tokens = _tokens_of(dense, table.device)
+            self.dense_batch = _part_of(forward_batch, dense, self.dense_tokens)
         self._blocks_of = {chunk.number: _blocks_of(chunk, row) for row, chunk in enumerate(sparse)}
         slots = torch.cat([chunk.table_row for chunk in sparse])
         longest = max(chunk.end for chunk in sparse)
@@ -107,7 +108,7 @@ def _is_sparse(chunk: Chunk) -> bool:
     return not chunk.quoka.is_dense(last // chunk.quoka.block * chunk.quoka.block)
 
 
-def _blocks_of(chunk: Chunk, row: int) -> Any:
+def _blocks_of(chunk: Chunk, row: int) -> list[Block]:
     assert chunk.quoka is not None
     return blocks_of(row, chunk.first_row, chunk.start, chunk.end, chunk.quoka)
 
@@ -116,11 +117,10 @@ def _tokens_of(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(chunk.rows.start, chunk.rows.stop) for chunk in chunks]).to(device)
 
 
-def _part_of(batch: ForwardBatch, chunks: Sequence[Chunk], device: torch.device) -> ForwardBatch:
-    """Return the batch as it would be with the requests of ``chunks`` alone."""
+def _part_of(batch: ForwardBatch, chunks: Sequence[Chunk], tokens: Tensor) -> ForwardBatch:
+    """Return the batch as it would be with the requests of ``chunks`` alone, whose tokens are at ``tokens``."""
     numbers = torch.tensor([chunk.number for chunk in chunks])
-    on_device = numbers.to(device)
-    tokens = _tokens_of(chunks, device)
+    on_device = numbers.to(tokens.device)
     lengths = [chunk.end - chunk.start for chunk in chunks]
     part = copy.copy(batch)
     part.batch_size = len(chunks)
@@ -135,7 +135,7 @@ def _part_of(batch: ForwardBatch, chunks: Sequence[Chunk], device: torch.device)
     part.extend_seq_lens = batch.extend_seq_lens[on_device]
     part.extend_prefix_lens = batch.extend_prefix_lens[on_device]
     starts = [0, *accumulate(lengths)][:-1]
-    part.extend_start_loc = torch.tensor(starts, dtype=batch.extend_start_loc.dtype).to(device)
+    part.extend_start_loc = torch.tensor(starts, dtype=batch.extend_start_loc.dtype).to(tokens.device)
     part.extend_seq_lens_cpu = lengths
     part.extend_prefix_lens_cpu = [chunk.start for chunk in chunks]
     return part
