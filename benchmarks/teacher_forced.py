@@ -316,7 +316,7 @@ def main(
     recall: Annotated[bool, typer.Option(help="Measure the attention mass that is attended; slow.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Where to write JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Where to write JSON, after each length.")] = None,
 ) -> None:
     """Compare policies with dense attention on the same answers."""
     try:
@@ -338,6 +338,10 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--policy") from error
     plan = Plan(checked, answers, steps, batch, span, recall)
 
+    options = {"tasks": chosen_tasks, "lengths": chosen_lengths, "samples": samples, "seed": seed}
+    options |= {"answers": answers, "steps": steps, "batch": batch, "span": span, "dtype": dtype}
+    described = {label: of_label.model_dump(exclude_none=True) for label, of_label in checked.items()}
+    record = network.environment() | {"options": options, "policies": described, "interval": INTERVAL}
     console = Console()
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
@@ -359,12 +363,8 @@ def main(
         console.print(summary_table(f"{length} tokens, {', '.join(chosen_tasks)}, {samples} prompts of each", rows))
         console.print(layer_table("attended ratio by layer", rows, "attended_ratio"))
         console.print(layer_table("KV read ratio by layer", rows, "kv_read_ratio"))
-    if output is not None:
-        options = {"tasks": chosen_tasks, "lengths": chosen_lengths, "samples": samples, "seed": seed}
-        options |= {"answers": answers, "steps": steps, "batch": batch, "span": span, "dtype": dtype}
-        described = {label: of_label.model_dump(exclude_none=True) for label, of_label in checked.items()}
-        record = network.environment() | {"options": options, "policies": described, "interval": INTERVAL}
-        output.write_text(json.dumps(record | {"rows": cells}, indent=1) + "\n")
+        if output is not None:
+            output.write_text(json.dumps(record | {"rows": cells}, indent=1) + "\n")
 
 
 def _asked(texts: list[str], file: Path | None, *, with_grid: bool) -> list[AskedPolicy]:

@@ -1,0 +1,126 @@
+"""The documentation's tables of what was timed on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_rows import Record, Row, headers_of
+from benchmarks.markdown_tables import commit_of, markdown_table, percent
+
+
+def attention_table(path: Path) -> str:
+    """Return what a layer costs with each policy."""
+    return _layers_table(Record.read(path), lambda told: told.get("termination", "none") == "none")
+
+
+def summary_table(path: Path) -> str:
+    """Return how many times as fast as dense each policy's layer is."""
+    record = Record.read(path)
+    speedups: dict[str, dict[str, float]] = {}
+    for row in record.rows:
+        told = row.parameters
+        unusual = row.policy == "dense" or "role" in told or told.get("termination") != "none"
+        if told["stage"] != "layer" or row.speedup is None or unusual:
+            continue
+        size = f"union of {told['union_percent']} %" if "union_percent" in told else f"{_tokens_of(told):,} tokens"
+        of_policy = speedups.setdefault(f"`{row.policy}`, {size}", {})
+        of_policy[f"{row.context // 1024}K × {row.batch}"] = row.speedup
+    cases = list(next(iter(speedups.values())))
+    rows = [(policy, *(f"{found[case]:.1f}" for case in cases)) for policy, found in speedups.items()]
+    return markdown_table(("times as fast as dense", *cases), rows) + _devices(record)
+
+
+def _tokens_of(told: Mapping[str, Any]) -> int:
+    return int(told.get("budget") or told["sinks"] + told["window"])
+
+
+def stopping_table(path: Path) -> str:
+    """Return what deciding about early termination costs a layer."""
+    return _layers_table(Record.read(path), lambda told: told.get("termination", "none") != "none")
+
+
+def _layers_table(record: Record, shown: Callable[[Mapping[str, Any]], bool]) -> str:
+    rows = [
+        (
+            f"{row.context // 1024}K × {row.batch}",
+            _policy_of(row),
+            f"{row.dense:.0f}",
+            f"{row.measured:.0f}",
+            f"{row.speedup:.2f}",
+            "" if row.floor_ratio is None else f"{100 * row.floor_ratio:.0f}",
+        )
+        for row in record.rows
+        if row.parameters["stage"] == "layer" and row.speedup is not None and shown(row.parameters)
+    ]
+    headings = ("context", "policy", "dense µs", "µs", "times as fast", "of its byte floor %")
+    return markdown_table(headings, rows) + _devices(record)
+
+
+def prefill_table(path: Path) -> str:
+    """Return what prefill attention costs with QUOKA."""
+    record = Record.read(path)
+    rows = [
+        (
+            f"{row.context // 1024}K",
+            f"{row.policy}, {row.parameters['backend']}" if row.policy == "dense" else row.policy,
+            ", ".join(
+                f"{name} {value}" for name, value in row.parameters.items() if name in ("budget", "budget_ratio")
+            ),
+            row.parameters["stage"],
+            "" if row.dense is None else f"{row.dense / 1e3:.2f}",
+            f"{row.measured / 1e3:.2f}",
+            "" if row.speedup is None else f"{row.speedup:.2f}",
+        )
+        for row in record.rows
+    ]
+    headings = ("context", "policy", "budget", "stage", "dense ms", "ms", "times as fast")
+    return markdown_table(headings, rows) + _devices(record)
+
+
+def serve_table(path: Path) -> str:
+    """Return what whole requests gain over HTTP."""
+    record = Record.read(path)
+    rows = []
+    for row in record.rows:
+        told = row.parameters
+        case = f"{row.context // 1024}K × {row.batch}"
+        name = f"{row.policy}, {told['backend']}" if row.policy == "dense" else row.policy
+        ratios = ("" if row.speedup is None else f"{row.speedup:.2f}", percent(told["kv_read_ratio"]))
+        rows.append((row.model, case, name, told["figure"], f"{row.measured:.2f} {row.unit}", *ratios))
+    headings = ("model", "context", "policy", "figure", "measured", "times as fast as dense", "KV read %")
+    return markdown_table(headings, rows) + _devices(record)
+
+
+def ranks_table(path: Path) -> str:
+    """Return how two GPUs answer beside one."""
+    record = Record.read(path)
+    rows = [
+        (
+            row.model,
+            row.policy,
+            str(row.parameters["gpus"]),
+            f"{row.measured:.2f}",
+            f"{min(row.parameters['equal_tokens'])} of {row.parameters['output_tokens']}",
+            "yes" if row.parameters["numbers_equal"] else "no",
+        )
+        for row in record.rows
+    ]
+    headings = ("model", "policy", "GPUs", "ms a token", "equal tokens, fewest", "counts equal")
+    return markdown_table(headings, rows) + _devices(record)
+
+
+def _policy_of(row: Row) -> str:
+    told = row.parameters
+    details = [told[name] for name in ("backend",) if row.policy == "dense"]
+    details += [f"union {told['read_percent']} %"] if "read_percent" in told else []
+    details += [f"budget {told['budget']}"] if "budget" in told else []
+    details += [told["role"]] if "role" in told else []
+    details += [told["termination"]] if told.get("termination", "none") != "none" else []
+    return ", ".join([row.policy, *details])
+
+
+def _devices(record: Record) -> str:
+    about = {f"{header['device']}, {commit_of(header['commit'])}" for header in headers_of(record)}
+    return f"\n{'; '.join(sorted(about))}.\n"
