@@ -53,6 +53,7 @@ _WARM_UP_ANSWER: Final = 8
 _SMALLEST_TOKEN: Final = 10
 # SGLang keeps some of a context to itself.
 _SPARE_TOKENS: Final = 16
+ROOM_FOR_CHUNKED: Final = 2
 # Without Winnow's plugin, SGLang is as others have it; what lets it run on a CPU does nothing on a GPU.
 _STOCK: Final = {"SGLANG_PLUGINS": "winnow_cpu"}
 _OUTPUT: Final = RESULTS / "serve.json"
@@ -235,13 +236,15 @@ def families_of(contestants: Sequence[Contestant]) -> set[str]:
 
 def arguments_of(plan: Plan, backend: str) -> list[str]:
     """Return a server's arguments."""
-    batch = str(plan.largest_batch)
+    batch = plan.largest_batch
+    # SGLang counts a prompt that is prefilled in chunks twice: with no room to spare the last one would wait.
+    running = batch + ROOM_FOR_CHUNKED
     return [
         *("--attention-backend", backend),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--incremental-streaming-output"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--context-length", str(plan.longest + _SPARE_TOKENS)),
-        *("--max-running-requests", batch, "--cuda-graph-max-bs", batch),
+        *("--max-running-requests", str(running), "--cuda-graph-max-bs", str(batch)),
     ]
 
 

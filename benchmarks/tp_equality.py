@@ -29,7 +29,7 @@ from rich.console import Console
 
 from benchmarks.batch_timing import BatchServer, timing_of
 from benchmarks.gpu_rows import REPOSITORY, RESULTS, Record, Row, header_from_outside
-from benchmarks.gpu_serve import Prompts
+from benchmarks.gpu_serve import ROOM_FOR_CHUNKED, Prompts
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import SHAPES, shape_named, write_model
 from tests.runtime import runtime_server
@@ -120,7 +120,8 @@ def serving(folder: Path, size: int, longest: int, batch: int, log: Path) -> Ite
         *("--attention-backend", "winnow", "--tensor-parallel-size", str(size), *weights),
         *("--skip-tokenizer-init", "--incremental-streaming-output"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
-        *("--context-length", str(longest), "--max-running-requests", str(batch), "--cuda-graph-bs-decode", str(batch)),
+        *("--context-length", str(longest), "--max-running-requests", str(batch + ROOM_FOR_CHUNKED)),
+        *("--cuda-graph-bs-decode", str(batch)),
         *("--max-total-tokens", str(2 * batch * longest)),
     ]
     # Servers that start side by side leave the GPUs unequal memory for a while.

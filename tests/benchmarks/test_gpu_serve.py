@@ -153,7 +153,8 @@ def test_servers_have_room_for_the_longest_request() -> None:
     plan = Plan("tiny", [Cell(64, 2), Cell(32, 4)], [], 16, 1, fresh=False, seed=0)
     arguments = arguments_of(plan, "winnow")
     assert arguments[arguments.index("--context-length") + 1] == "96"
-    assert arguments[arguments.index("--max-running-requests") + 1] == "4"
+    assert arguments[arguments.index("--max-running-requests") + 1] == "6"
+    assert arguments[arguments.index("--cuda-graph-max-bs") + 1] == "4"
 
 
 def test_rows_are_beside_the_fastest_dense_backend() -> None:
