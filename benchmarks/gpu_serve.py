@@ -162,7 +162,7 @@ def run(
     fresh_prompts: Annotated[bool, typer.Option("--fresh-prompts", help="Ask no prompt twice.")] = False,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     log_folder: Annotated[Path | None, typer.Option(help="Where the servers' logs are left.")] = None,
-    output: Annotated[Path, typer.Option(help="Where to write JSON, after each server.")] = _OUTPUT,
+    output: Annotated[Path, typer.Option(help="Where to write JSON, after each batch.")] = _OUTPUT,
 ) -> None:
     """Measure, print a table, write JSON."""
     shape = shape_named(model)
@@ -189,10 +189,11 @@ def run(
             arguments = [*arguments_of(plan, backend), *shlex.split(server_arguments)]
             own_environment = environment if backend == WINNOW else _STOCK
             try:
-                for measured in serve_and_measure(folder, backend, plan, arguments, logs, own_environment):
+                for measured in serve_and_measure(folder, backend, plan, arguments, logs, own_environment, failures):
                     console.print(progress(measured))
                     found.append(measured)
-            except (ValueError, RuntimeError, httpx.HTTPError) as error:
+                    Record(about | {"failures": failures}, rows_of(found, plan.model)).write(output)
+            except (RuntimeError, httpx.HTTPError) as error:
                 failures.append(f"{backend}: {error}")
                 console.print(Text(failures[-1], style="red"))
             Record(about | {"failures": failures}, rows_of(found, plan.model)).write(output)
@@ -249,13 +250,18 @@ def arguments_of(plan: Plan, backend: str) -> list[str]:
 
 
 def serve_and_measure(
-    model: Path, backend: str, plan: Plan, arguments: Sequence[str], logs: Path, environment: Mapping[str, str]
+    model: Path,
+    backend: str,
+    plan: Plan,
+    arguments: Sequence[str],
+    logs: Path,
+    environment: Mapping[str, str],
+    failures: list[str],
 ) -> Iterator[Measured]:
-    """Start a server, and ask it for every cell.
+    """Start a server, and ask it for every cell; ``failures`` as in ``measure``.
 
     Raises:
         RuntimeError: it does not start, or fails.
-        ValueError: a batch did not decode together for long enough.
         httpx.HTTPError: it refuses.
     """
     console.print(f"Starting SGLang with {backend}")
@@ -265,14 +271,19 @@ def serve_and_measure(
         BatchServer(runtime.url, plan.largest_batch) as server,
     ):
         try:
-            yield from measure(server, backend, plan, shape_named(plan.model))
+            yield from measure(server, backend, plan, shape_named(plan.model), failures)
         except (RuntimeError, httpx.HTTPError):
             console.print(Text(log.read_text(errors="replace")[-4000:]))
             raise
 
 
-def measure(server: BatchServer, backend: str, plan: Plan, shape: ModelShape) -> Iterator[Measured]:
-    """Ask a server for every cell: densely, and with all policies if it is Winnow's."""
+def measure(
+    server: BatchServer, backend: str, plan: Plan, shape: ModelShape, failures: list[str]
+) -> Iterator[Measured]:
+    """Ask a server for every cell: densely, and with all policies if it is Winnow's.
+
+    Batches that did not decode together for long enough are told in ``failures``.
+    """
     prompts = Prompts(shape.vocab_size, plan.seed)
     dense = Contestant(DENSE, None)
     contestants = [dense, *plan.contestants] if backend == WINNOW else [dense]
@@ -288,7 +299,13 @@ def measure(server: BatchServer, backend: str, plan: Plan, shape: ModelShape) ->
                 server.empty_cache()
                 asked = prompts(cell.context, cell.batch)
             streams = server.ask(asked, plan.output_tokens, contestant.policies(cell.batch), plan.interval)
-            yield Measured(backend, cell, contestant, plan.output_tokens, timing_of(streams))
+            try:
+                timing = timing_of(streams)
+            except ValueError as error:
+                failures.append(f"{backend}, {cell.context:,} × {cell.batch}, {contestant.name}: {error}")
+                console.print(Text(failures[-1], style="red"))
+                continue
+            yield Measured(backend, cell, contestant, plan.output_tokens, timing)
 
 
 class Prompts:

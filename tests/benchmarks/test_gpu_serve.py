@@ -116,7 +116,9 @@ def test_prompts_are_distinct_and_in_the_vocabulary() -> None:
 class Server:
     """Answers at once, and notes what it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: Any = None) -> None:
+        """Requests with the policy ``alone`` are answered one after the other."""
+        self.alone = alone
         self.asked: list[tuple[tuple[int, ...], int, tuple[Any, ...]]] = []
         self.flushes = 0
 
@@ -125,8 +127,11 @@ class Server:
 
     def ask(self, prompts: list[list[int]], tokens: int, policies: list[Any], interval: int = 1) -> list[Stream]:
         self.asked.append((tuple(prompts[0]), tokens, tuple(policies)))
-        arrivals = [(1.0 + 0.01 * token, token) for token in range(1, tokens + 1)]
-        return [Stream(0.0, arrivals, 0, {}) for _ in prompts]
+        apart = 10.0 if policies[0] is not None and policies[0] == self.alone else 0.0
+        return [
+            Stream(0.0, [(1.0 + apart * index + 0.01 * token, token) for token in range(1, tokens + 1)], 0, {})
+            for index in range(len(prompts))
+        ]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -134,7 +139,8 @@ def test_a_cell_is_asked_densely_then_with_each_policy(fresh: bool) -> None:
     sparse = parse_contestant("tactic")
     plan = Plan("tiny", [Cell(64, 2), Cell(32, 1)], [sparse], 16, 1, fresh, seed=0)
     server: Any = Server()
-    found = list(measure(server, "winnow", plan, shape_named("tiny")))
+    failures: list[str] = []
+    found = list(measure(server, "winnow", plan, shape_named("tiny"), failures))
     assert [(each.cell, each.contestant.name) for each in found] == [
         (Cell(64, 2), "dense"),
         (Cell(64, 2), "tactic"),
@@ -146,7 +152,18 @@ def test_a_cell_is_asked_densely_then_with_each_policy(fresh: bool) -> None:
     assert tactic[2] == (sparse.policy, sparse.policy)
     assert (dense[0] == tactic[0]) == (not fresh)
     assert server.flushes == (4 if fresh else 2)
-    assert len(list(measure(server, "fa3", plan, shape_named("tiny")))) == 2
+    assert len(list(measure(server, "fa3", plan, shape_named("tiny"), failures))) == 2
+    assert failures == []
+
+
+def test_a_batch_that_did_not_decode_together_is_told_and_the_others_go_on() -> None:
+    plan = Plan("tiny", [Cell(64, 2)], [parse_contestant("tactic"), parse_contestant("quest")], 16, 1, False, seed=0)
+    server: Any = Server(alone=parse_contestant("tactic").policy)
+    failures: list[str] = []
+    found = list(measure(server, "winnow", plan, shape_named("tiny"), failures))
+    assert [each.contestant.name for each in found] == ["dense", "quest"]
+    [failure] = failures
+    assert failure.startswith("winnow, 64 × 2, tactic: all requests decoded together for 0 arrivals only")
 
 
 def test_servers_have_room_for_the_longest_request() -> None:
