@@ -32,8 +32,10 @@ from benchmarks.gpu_tables import (
     stopping_table,
     summary_table,
 )
+from benchmarks.overhead.beside_table import service_table
 
-DOCUMENTS: Final = (REPOSITORY / "README.md", REPOSITORY / "docs" / "measurements.md")
+_DOCS: Final = REPOSITORY / "docs"
+DOCUMENTS: Final = (REPOSITORY / "README.md", _DOCS / "measurements.md", _DOCS / "load-tests.md")
 _PLACE: Final = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -90,6 +92,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "short": ("attention-short.json", attention_table),
     "serve": ("serve.json", serve_table),
     "ranks": ("tp.json", ranks_table),
+    "service": ("service.json", service_table),
 }
 """By name: the record's file, and what makes Markdown of it."""
 

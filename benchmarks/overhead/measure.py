@@ -191,9 +191,17 @@ async def memory(
                 break
     if tally.broken:
         raise Incomplete(f"{tally.broken} streams broke off: {tally.refusals[:1]}")
+    return Memory(seconds, warm_up, tally.finished, samples, growth(samples, warm_up))
+
+
+def growth(samples: Sequence[tuple[float, int]], warm_up: float) -> float:
+    """Return by how many bytes a minute memory grows after ``warm_up``, by least squares.
+
+    Args:
+        samples: of memory, each with its time.
+    """
     steady = [(at / _MINUTE, size) for at, size in samples if at >= warm_up]
-    slope = linear_regression([at for at, _ in steady], [size for _, size in steady]).slope
-    return Memory(seconds, warm_up, tally.finished, samples, slope)
+    return linear_regression([at for at, _ in steady], [size for _, size in steady]).slope
 
 
 @asynccontextmanager

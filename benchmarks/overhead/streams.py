@@ -52,19 +52,23 @@ class Target:
 
     def request(self, pace: Pace) -> bytes:
         """The bytes of a request for a stream."""
-        url = urlsplit(self.address)
         message = {"role": "user", "content": "A prompt of some words. " * 20}
         body = {"model": MODEL, "messages": [message], "stream": True, "max_tokens": 4096, "paced": asdict(pace)}
-        content = json.dumps(body | dict(self.members)).encode()
-        headers = {
-            "host": url.netloc,
-            "content-type": "application/json",
-            "content-length": str(len(content)),
-            "connection": "close",
-            **self.headers,
-        }
-        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        return f"POST {_ROUTE} HTTP/1.1\r\n{head}\r\n".encode() + content
+        return request_bytes(self.address, _ROUTE, self.headers, body | dict(self.members))
+
+
+def request_bytes(address: str, route: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> bytes:
+    """Return a request as it is sent, on a connection of its own."""
+    content = json.dumps(body).encode()
+    all_headers = {
+        "host": urlsplit(address).netloc,
+        "content-type": "application/json",
+        "content-length": str(len(content)),
+        "connection": "close",
+        **headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
+    return f"POST {route} HTTP/1.1\r\n{head}\r\n".encode() + content
 
 
 class _Stream(asyncio.Protocol):
@@ -110,16 +114,20 @@ class _Stream(asyncio.Protocol):
 
 
 async def stream(target: Target, pace: Pace, tally: Tally) -> float:
-    """Read one stream to its end.
+    """Read one stream to its end. Returns what ``read`` does."""
+    return await read(target.address, target.request(pace), tally)
+
+
+async def read(address: str, request: bytes, tally: Tally) -> float:
+    """Send ``request``, and read the stream that answers it to its end.
 
     Returns:
         Seconds from sending the request to the first event; infinity if there was none.
     """
-    url = urlsplit(target.address)
+    url = urlsplit(address)
     assert url.hostname is not None
     assert url.port is not None
     loop = asyncio.get_running_loop()
-    request = target.request(pace)
     _, protocol = await loop.create_connection(lambda: _Stream(request, tally), url.hostname, url.port)
     await protocol.ended
     return float("inf") if protocol.first_event is None else protocol.first_event

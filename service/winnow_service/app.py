@@ -30,6 +30,7 @@ from winnow_service.request_id import RequestIdMiddleware
 from winnow_service.request_log import install_request_log
 from winnow_service.routers import keys, native, openai, operations, policies
 from winnow_service.routers.documentation import install_documentation
+from winnow_service.runtime.discovery import Resolve, resolve
 from winnow_service.runtime.pool import RuntimePool
 from winnow_service.settings import Settings
 from winnow_service.store.documents import Store
@@ -47,11 +48,12 @@ def store_of(settings: Settings) -> Store:
     return open_store(parse_store_url(settings.store_url.get_secret_value(), password), settings.store_namespace)
 
 
-def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
+def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolve = resolve) -> FastAPI:
     """The service in front of the runtimes that ``settings`` name. It starts, and stays up, without them and its store.
 
     Args:
         may_be_open: whether it answers everybody as long as there are no keys.
+        resolve: looks up the names of runtimes.
 
     Raises:
         TracingRefused: the environment asks for traces that the service cannot send.
@@ -68,7 +70,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        runtimes = RuntimePool(settings, metrics, None if tracing is None else tracing.transport)
+        runtimes = RuntimePool(settings, metrics, None if tracing is None else tracing.transport, resolve)
         queue = _queue(settings, runtimes, drain, metrics)
         limiter = _limiter(store, mirror)
         app.state.forwarder = GovernedForwarder(runtimes, metrics, settings, registry, limiter, queue)

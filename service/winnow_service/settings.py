@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AnyHttpUrl, Field, SecretStr, field_validator
+from pydantic import AnyUrl, Field, SecretStr, UrlConstraints, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from winnow_service.logs import LogFormat, LogLevel
 from winnow_service.store.open import StoreAddressError, parse_store_url
+
+RuntimeUrl = Annotated[AnyUrl, UrlConstraints(allowed_schemes=["http", "https", "dns+http"], host_required=True)]
 
 
 class Settings(BaseSettings):
@@ -16,10 +18,14 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="WINNOW_", frozen=True, hide_input_in_errors=True)
 
-    runtime_urls: Annotated[tuple[AnyHttpUrl, ...], NoDecode] = Field(
-        default=(AnyHttpUrl("http://127.0.0.1:30000"),),
+    runtime_urls: Annotated[tuple[RuntimeUrl, ...], NoDecode] = Field(
+        default=(AnyUrl("http://127.0.0.1:30000"),),
         min_length=1,
-        description="Base addresses of the SGLang servers, separated by commas. All serve one model.",
+        description="Base addresses of the SGLang servers, separated by commas. All serve one model. One that begins "
+        "with dns+http:// stands for all addresses of its host.",
+    )
+    runtime_dns_interval_seconds: float = Field(
+        default=5.0, gt=0, description="How often the addresses behind dns+http:// are looked up."
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1, description="Largest request body that is read.")
     max_header_bytes: int = Field(
@@ -103,7 +109,7 @@ class Settings(BaseSettings):
 
     @field_validator("runtime_urls")
     @classmethod
-    def _name_runtimes(cls, urls: tuple[AnyHttpUrl, ...]) -> tuple[AnyHttpUrl, ...]:
+    def _name_runtimes(cls, urls: tuple[RuntimeUrl, ...]) -> tuple[RuntimeUrl, ...]:
         if any(url.username or url.password for url in urls):
             raise ValueError("no user or password in an address: use WINNOW_RUNTIME_API_KEY")
         if len({(url.host, url.port) for url in urls}) < len(urls):

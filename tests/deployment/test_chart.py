@@ -257,6 +257,20 @@ def test_behind_a_gateway_the_runtime_asks_for_a_key_and_is_shut_off(name: str) 
     assert scrapers == values_of(name).get("networkPolicy", {}).get("scrapers", [])
 
 
+@pytest.mark.parametrize("name", GATEWAYS)
+def test_a_gateway_finds_each_runtime_by_itself(name: str) -> None:
+    [service] = service_containers(name)
+    assert {"name": "WINNOW_RUNTIME_URLS", "value": "dns+http://demo-winnow-runtime:30000"} in service["env"]
+    headless = of_kind(name, "Service")["demo-winnow-runtime"]["spec"]
+    assert headless["clusterIP"] == "None"
+    # Those that are not ready, or about to end, are not in the DNS.
+    assert "publishNotReadyAddresses" not in headless
+    # Addresses lead to the pods themselves: there the port of the name is what the runtime listens on.
+    [port] = headless["ports"]
+    [answering] = [each for each in runtime_containers(name) if "ports" in each]
+    assert {"name": port["targetPort"], "containerPort": port["port"]} in answering["ports"]
+
+
 def test_only_the_service_reaches_redis() -> None:
     [rule] = of_kind("sidecar.yaml", "NetworkPolicy")["demo-winnow-redis"]["spec"]["ingress"]
     [allowed] = rule["from"]

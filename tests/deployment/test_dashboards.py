@@ -86,7 +86,10 @@ async def test_every_query_returns_series(tmp_path: Path) -> None:
         fake, address = await stack.enter_async_context(runtime())
         fake.server_info = {"winnow": SERVED}
         store = f"sqlite:///{tmp_path}/control.db"
-        client = await stack.enter_async_context(replica(store, address, admin_key=ADMIN_KEY, metrics_public=True))
+        found_by_name = address.replace("http://", "dns+http://")
+        client = await stack.enter_async_context(
+            replica(store, found_by_name, admin_key=ADMIN_KEY, metrics_public=True)
+        )
         exporter = await stack.enter_async_context(serving(stand_in.app, free_port(), grace_seconds=1))
         targets = {"winnow-service": urlsplit(str(client.base_url)).netloc, "winnow-runtime": urlsplit(exporter).netloc}
         monitoring = await stack.enter_async_context(prometheus(tmp_path, targets))

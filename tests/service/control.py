@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import AnyHttpUrl, SecretStr
+from pydantic import AnyUrl, SecretStr
 
 from tests.ports import free_port
 from tests.service.fake_runtime import FakeRuntime
 from tests.service.servers import serving
 from tests.service.waiting import eventually
 from winnow_service.app import create_app
+from winnow_service.runtime.discovery import Resolve, resolve
 from winnow_service.settings import Settings
 
 SERVE = (sys.executable, "-m", "winnow_service.cli.serve")
@@ -32,16 +33,21 @@ def bearer(key: str) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def replica(
-    store_url: str, runtime_url: str = "http://127.0.0.1:9", *, may_be_open: bool = True, **settings: Any
+    store_url: str,
+    runtime_url: str = "http://127.0.0.1:9",
+    *,
+    may_be_open: bool = True,
+    resolve: Resolve = resolve,
+    **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A service on that store; yields a client without a key."""
     given = Settings(
         store_url=SecretStr(store_url),
-        runtime_urls=tuple(map(AnyHttpUrl, runtime_url.split(","))),
+        runtime_urls=tuple(map(AnyUrl, runtime_url.split(","))),
         **{"readiness_interval_seconds": 0.05, **settings},
     )
     async with (
-        serving(create_app(given, may_be_open=may_be_open), free_port(), grace_seconds=1) as address,
+        serving(create_app(given, may_be_open=may_be_open, resolve=resolve), free_port(), grace_seconds=1) as address,
         httpx.AsyncClient(base_url=address, timeout=20, limits=httpx.Limits(max_connections=None)) as client,
     ):
         yield client

@@ -31,10 +31,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, port: int, grace_seconds: int = 5) -> AsyncIterator[str]:
+async def serving(app: ASGIApp, port: int, grace_seconds: int = 5, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Serve ``app``; yields its address. At the end connections still open are cut after ``grace_seconds``."""
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_config=None, access_log=False, timeout_graceful_shutdown=grace_seconds
+        app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=grace_seconds
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve())
@@ -44,7 +44,7 @@ async def serving(app: ASGIApp, port: int, grace_seconds: int = 5) -> AsyncItera
         running.result()
         raise RuntimeError("the server ended before it listened")
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://{host}:{port}"
     finally:
         server.told_to_stop.set()
         await running

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_winnow.policy import DECODE_POLICIES
 from tests.service.conftest import Deployment
-from tests.service.control import ADMIN_KEY, bearer, make_key, replica, runtime
+from tests.service.control import ADMIN_KEY, bearer, make_key, processes, replica, runtime
 from tests.service.test_attention import SERVED
 from tests.service.test_forwarding import Samples, key, samples
 from tests.service.waiting import eventually
@@ -342,3 +343,31 @@ def test_no_answer_breaks_the_measuring(answer: Any) -> None:
 def test_contexts_are_the_sums_they_stand_for() -> None:
     assert decode_context(COST["decode"]) == sum(range(100, 104)) == DECODE_CONTEXT
     assert prefill_context(COST["prefill"]) == sum(range(11, 101)) == PREFILL_CONTEXT
+
+
+async def test_each_process_gives_its_own_and_they_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where the runtime's processes share a folder of metrics, and the service has the same environment.
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(shared))
+    monkeypatch.setenv("WINNOW_METRICS_PUBLIC", "true")
+    async with (
+        runtime() as (_, address),
+        processes(f"sqlite:///{tmp_path}/control.db", tmp_path, address) as services,
+    ):
+        clients = [service.client for service in services]
+        for client in clients:
+            await eventually(lambda client=client: _is_ready(client))  # type: ignore[misc]
+        for client, number in zip(clients, (3, 5), strict=True):
+            for _ in range(number):
+                answer = await client.post("/generate", json={}, headers=bearer(ADMIN_KEY))
+                assert answer.status_code == 200
+        labels = {"decode_policy": "default", "model": MODEL, "outcome": "finished"}
+        found = [(await samples(client))[key("winnow_generations_total", **labels)] for client in clients]
+        assert found == [3, 5]
+        in_flight = [(await samples(client))[key("winnow_admitted_requests")] for client in clients]
+        assert in_flight == [0, 0]
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool | None:
+    return (await client.get("/readyz")).status_code == 200 or None

@@ -62,7 +62,7 @@ annotations:
   env:
     - name: WINNOW_RUNTIME_URLS
       {{- if eq .Values.topology "gateway" }}
-      value: http://{{ include "winnow.fullname" . }}-runtime:{{ .Values.runtime.port }}
+      value: dns+http://{{ include "winnow.fullname" . }}-runtime:{{ .Values.runtime.port }}
       {{- else }}
       value: http://127.0.0.1:{{ .Values.runtime.port }}
       {{- end }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, get_args
 
 import typer
-from pydantic import AnyHttpUrl, SecretStr, ValidationError
+from pydantic import AnyUrl, SecretStr, ValidationError
 
 from winnow_service.server import StartRefused, run
 from winnow_service.settings import Settings
@@ -18,7 +18,8 @@ def serve(
         list[str] | None,
         typer.Option(
             "--runtime-url",
-            help="Address of an SGLang server; may be repeated [default: WINNOW_RUNTIME_URLS or port 30000].",
+            help="Address of an SGLang server, or dns+http:// and a name of several; may be repeated [default: "
+            "WINNOW_RUNTIME_URLS or port 30000].",
         ),
     ] = None,
 ) -> None:
@@ -27,7 +28,7 @@ def serve(
     Without any API key it answers everybody, on this machine only.
     """
     try:
-        settings = Settings() if runtime_urls is None else Settings(runtime_urls=tuple(map(AnyHttpUrl, runtime_urls)))
+        settings = Settings() if runtime_urls is None else Settings(runtime_urls=tuple(map(AnyUrl, runtime_urls)))
     except ValidationError as error:
         report(error)
         raise typer.Exit(2) from None

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from winnow_service.admission.drain import Drain
 from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency, Scrapes
 from winnow_service.routers.documentation import problems
+from winnow_service.runtime.discovery import DiscoveryState
 from winnow_service.runtime.pool import RuntimeState
 
 router = APIRouter(tags=["operations"])
@@ -34,8 +35,10 @@ class ReadyState(BaseModel):
     """Whether requests are served.
 
     Attributes:
-        degraded: they are, but with the last known policies and keys because the store is away, or not by all runtimes.
+        degraded: they are, but with the last known policies and keys because the store is away, or not by all runtimes,
+            or by those whose addresses were known before the DNS was away.
         draining: they are not any more, because the service is about to end.
+        names: of ``WINNOW_RUNTIME_URLS`` that stand for runtimes.
     """
 
     ready: bool
@@ -44,6 +47,7 @@ class ReadyState(BaseModel):
     reason: str
     store: StoreState
     runtimes: list[RuntimeState]
+    names: list[DiscoveryState]
 
 
 @router.get("/healthz")
@@ -70,6 +74,7 @@ async def readyz(forwarder: ForwarderDependency, mirror: MirrorDependency, reque
         reason=reason,
         store=StoreState(healthy=store.healthy, reason=store.reason),
         runtimes=runtimes.states,
+        names=runtimes.discovered,
     )
     return JSONResponse(state.model_dump(), status_code=200 if ready else 503)
 

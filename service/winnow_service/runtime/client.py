@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
-from pydantic import AnyHttpUrl
+from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
 from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
@@ -111,13 +111,13 @@ class RuntimeClient:
     """Sends requests to one runtime.
 
     Attributes:
-        name: host and port, by which it is known in logs and metrics.
+        name: by which it is known in logs and metrics.
     """
 
-    def __init__(self, url: AnyHttpUrl, settings: Settings, traced: Traced | None) -> None:
+    def __init__(self, url: AnyUrl, name: str, settings: Settings, traced: Traced | None) -> None:
         self._address = str(url).rstrip("/")
         self._settings = settings
-        self.name = f"{url.host}:{url.port}"
+        self.name = name
         transport: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(
             # The service has its own queue, so the pool must not. A new connection for each request: a kept one that
             # the runtime closes at that moment would fail a request which the runtime never read.

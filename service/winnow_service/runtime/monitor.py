@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +29,9 @@ class Readiness:
     reason: str
 
 
+_NOT_ASKED: Final = Readiness(ready=False, reason="The runtime has not been asked yet.")
+
+
 class RuntimeMonitor:
     """Holds the runtime's ``readiness`` while ``run`` runs.
 
@@ -44,7 +48,7 @@ class RuntimeMonitor:
         self._settings = settings
         self._changed = changed
         self._ask_now = asyncio.Event()
-        self.readiness = Readiness(ready=False, reason="The runtime has not been asked yet.")
+        self.readiness = _NOT_ASKED
         self.model: str | None = None
         self.starts = 0
 
@@ -61,14 +65,17 @@ class RuntimeMonitor:
                     self.starts += 1
                 self.readiness = readiness
                 self._changed()
-            try:
-                await asyncio.wait_for(self._ask_now.wait(), self._settings.readiness_interval_seconds)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.readiness_interval_seconds):
+                    await self._ask_now.wait()
 
     def ask_now(self) -> None:
         """Do not wait for the next interval: a request has just failed."""
         self._ask_now.set()
+
+    def forget(self) -> None:
+        """Take it for a runtime that has not been asked: it is not watched any more, and may be another when it is."""
+        self.readiness = _NOT_ASKED
 
     async def _ask(self) -> Readiness:
         path = self._settings.readiness_path

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pydantic import AnyUrl
+
+from winnow_service.errors import RuntimeUnavailable
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.runtime.balancer import choose, rank
 from winnow_service.runtime.breaker import BreakerState
 from winnow_service.runtime.client import Traced
+from winnow_service.runtime.discovery import DiscoveryState, Resolve, resolve
 from winnow_service.runtime.failures import CircuitOpen
+from winnow_service.runtime.members import Members
 from winnow_service.runtime.runtime import Call, Runtime, RuntimeHealth
 from winnow_service.settings import Settings
 
@@ -34,22 +38,25 @@ class RuntimeState:
 
 
 class RuntimePool:
-    """The runtimes that ``settings`` name, in that order. ``run`` watches them.
+    """The runtimes that ``settings`` name, in that order. ``run`` watches them, and finds those behind names.
 
     They must serve one model: that of the first in the order which has told its model. Others are left out.
 
     Args:
         traced: traces what is sent to them.
+        resolve: looks up names.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics, traced: Traced | None) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, traced: Traced | None, resolve: Resolve = resolve) -> None:
         self._factor = settings.affinity_load_factor
         self._max_running = settings.max_running
         self._metrics = metrics
         self._told: list[Callable[[], None]] = []
-        self._runtimes = [Runtime(url, settings, traced, self._changed) for url in settings.runtime_urls]
-        for runtime in self._runtimes:
-            _show(runtime, metrics)
+
+        def runtime_at(url: AnyUrl) -> Runtime:
+            return Runtime(url, settings, traced, self._changed)
+
+        self._members = Members(settings, metrics, runtime_at, resolve)
 
     @property
     def model(self) -> str:
@@ -60,21 +67,31 @@ class RuntimePool:
     def capacity(self) -> int:
         """How many requests may run at once."""
         # When none answers, those who come learn it at once.
-        return self._max_running * max(1, sum(self._health(runtime).usable for runtime in self._runtimes))
+        usable = sum(self._health(runtime).usable for runtime in self._runtimes)
+        # What those that leave still answer takes no room of the others.
+        return self._max_running * max(1, usable) + self._members.leaving_calls
 
     @property
     def health(self) -> RuntimeHealth:
         """Whether any is usable, and why those are not that are not."""
         health = {runtime.name: self._health(runtime) for runtime in self._runtimes}
         usable = any(each.usable for each in health.values())
-        if len(health) == 1:
+        lost = [f"{state.name}: {state.reason}" for state in self.discovered if not state.resolved]
+        if len(health) == 1 and not lost:
             return next(iter(health.values()))
-        away = [f"{name}: {each.reason}" for name, each in health.items() if not each.usable]
+        away = lost + [f"{name}: {each.reason}" for name, each in health.items() if not each.usable]
         return RuntimeHealth(usable, " ".join(away) if away else "The runtimes answer.")
 
     @property
     def all_usable(self) -> bool:
-        return all(self._health(runtime).usable for runtime in self._runtimes)
+        """Whether every runtime is, and every name could be looked up."""
+        usable = all(self._health(runtime).usable for runtime in self._runtimes)
+        return usable and all(state.resolved for state in self.discovered)
+
+    @property
+    def discovered(self) -> list[DiscoveryState]:
+        """What is known of the names that stand for runtimes."""
+        return self._members.discovered
 
     @property
     def states(self) -> list[RuntimeState]:
@@ -91,7 +108,9 @@ class RuntimePool:
 
     @property
     def typical(self) -> Runtime:
-        """One to ask what all of them serve."""
+        """One to ask what all of them serve. Raises RuntimeUnavailable if none is known."""
+        if not self._runtimes:
+            raise _none_known()
         return next((runtime for runtime in self._matching() if self._health(runtime).usable), self._runtimes[0])
 
     def begin(self, prefix: bytes | None) -> Call:
@@ -102,7 +121,10 @@ class RuntimePool:
 
         Raises:
             CircuitOpen: none is asked now.
+            RuntimeUnavailable: none is known.
         """
+        if not self._runtimes:
+            raise _none_known()
         call = self._begin(prefix, list(self._matching()))
         if call is None:
             raise CircuitOpen(min(runtime.breaker.retry_in for runtime in self._matching()))
@@ -119,11 +141,10 @@ class RuntimePool:
 
     async def run(self) -> None:
         """Watch them for ever; ends when cancelled."""
-        await asyncio.gather(*(runtime.monitor.run() for runtime in self._runtimes))
+        await self._members.run()
 
     async def close(self) -> None:
-        for runtime in self._runtimes:
-            await runtime.client.close()
+        await self._members.close()
 
     def _changed(self) -> None:
         for tell in self._told:
@@ -145,6 +166,10 @@ class RuntimePool:
         return allowed[name].begin()
 
     @property
+    def _runtimes(self) -> Sequence[Runtime]:
+        return self._members.current
+
+    @property
     def _model(self) -> str | None:
         return next((runtime.monitor.model for runtime in self._runtimes if runtime.monitor.model is not None), None)
 
@@ -160,10 +185,5 @@ class RuntimePool:
         return RuntimeHealth(usable=False, reason=f"The runtime {serves}, and the first that told it {model}.")
 
 
-def _show(runtime: Runtime, metrics: Metrics) -> None:
-    metrics.runtime_ready.labels(runtime.name).set_function(lambda: runtime.monitor.readiness.ready)
-    metrics.runtime_calls.labels(runtime.name).set_function(lambda: runtime.calls)
-    for state in BreakerState:
-        metrics.breaker_state.labels(runtime.name, state).set_function(
-            lambda state=state: runtime.breaker.state is state  # type: ignore[misc]
-        )
+def _none_known() -> RuntimeUnavailable:
+    return RuntimeUnavailable("no address of one is known")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from pydantic import AnyHttpUrl
+from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeFailure
 from winnow_service.runtime.breaker import BreakerState, CircuitBreaker
@@ -17,6 +17,11 @@ from winnow_service.settings import Settings
 
 # What a runtime says that is alive, and has too much to do or is about to end.
 UNAVAILABLE = 503
+
+
+def name_of(url: AnyUrl) -> str:
+    """Return host and port, by which a runtime is known in logs and metrics."""
+    return f"{url.host}:{url.port}"
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class Runtime:
         calls: how many requests it has of this service.
     """
 
-    def __init__(self, url: AnyHttpUrl, settings: Settings, traced: Traced | None, changed: Callable[[], None]) -> None:
-        self.client = RuntimeClient(url, settings, traced)
-        self.name = self.client.name
+    def __init__(self, url: AnyUrl, settings: Settings, traced: Traced | None, changed: Callable[[], None]) -> None:
+        self.name = name_of(url)
+        self.client = RuntimeClient(url, self.name, settings, traced)
         self.breaker = CircuitBreaker(settings.breaker_failures, settings.breaker_open_seconds)
         self.monitor = RuntimeMonitor(self.client, settings, lambda: self._changed(changed))
         self.served = ServedModelLookup(self.client, self.monitor, settings.readiness_timeout_seconds)
