@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu_attend --output gpu-attend.json
 
+Several ways of launching it are compared by ``--launches``.
+
 What is attended to is drawn at random: single tokens or whole pages, a share of the context for each row and KV head,
 in random order, as selectors hand them over; and whole contexts. Calls of a measurement read different layers and
 selections, more bytes than the L2 cache holds. ``dense`` is FlashInfer with tensor cores, pages of 16. The floor of a
@@ -11,7 +13,7 @@ measurement is the time in which its K and V could be read with the bandwidth th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -45,6 +47,7 @@ _MOST_LAYERS: Final = 32
 
 # Patience that no row has, and patience that no selection is long enough for: what deciding costs.
 TERMINATIONS: Final = {"none": None, "infinite patience": torch.inf, "never settled": 1e6}
+POLICIES: Final = ("whole", "tokens", "pages")
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Inputs:
 class Contestant:
     """``attend`` with one way of launching it."""
 
-    def __init__(self, inputs: Inputs, launch: Launch | None) -> None:
+    def __init__(self, inputs: Inputs, launch: Launch) -> None:
         self._inputs = inputs
         self._output = torch.empty_like(inputs.queries)
         self._buffers = AttendBuffers.empty(inputs.case.batch, QUERY_HEADS, inputs.caches[0], launch)
@@ -120,11 +123,11 @@ class Contestant:
 
         return run
 
-    def check(self, selection: DeviceSelection, patience: float | None) -> float:
-        """Return the relative error of the first layer's output against the reference in float32."""
+    def check(self, selection: DeviceSelection, patience: float | None, expected: Tensor) -> float:
+        """Return the relative error of the first layer's output against the reference's."""
         self._output.fill_(torch.nan)
         self.call(0, selection, patience)()
-        return relative_error(self._output, _reference(self._inputs, selection))
+        return relative_error(self._output, expected)
 
 
 def main(
@@ -133,15 +136,22 @@ def main(
         str, typer.Option(help="Tokens in context × batch.")
     ] = "32768x1,32768x8,32768x32,131072x1,131072x8",
     shares: Annotated[str, typer.Option(help="Percent of the context that is selected.")] = "1,3,5,12,50",
+    tokens: Annotated[str, typer.Option(help="How many tokens are selected, beside the shares.")] = "",
+    policies: Annotated[str, typer.Option(help="What is attended to.")] = "whole,tokens,pages",
+    terminations: Annotated[str, typer.Option(help="Which early termination.")] = ",".join(TERMINATIONS),
     replays: Annotated[int, typer.Option(help="Graph replays of each measurement.")] = 30,
     memory: Annotated[float, typer.Option(help="Share of free device memory for keys and values.")] = 0.6,
-    launch: Annotated[
-        str, typer.Option(help="Warps, tiles ahead, programs, programs with termination; as shipped if empty.")
+    launches: Annotated[
+        str,
+        typer.Option(
+            help="Warps, tiles ahead, programs, programs with termination, early launches, as 4,2,2,2,1; several with "
+            "spaces between them; as shipped if empty."
+        ),
     ] = "",
 ) -> None:
     """Check and measure, print a table, write JSON."""
     torch.manual_seed(0)
-    chosen = Launch(*numbers(launch)) if launch else None
+    chosen = parse_launches(launches)
     rows: list[Row] = []
     errors: dict[str, float] = {}
     console = Console(width=140)
@@ -151,13 +161,19 @@ def main(
             console.print(f"left out: {case} does not fit")
             continue
         inputs = Inputs(case, layers, torch.device("cuda"))
-        errors |= check(inputs, chosen, numbers(shares))
-        rows += measure(inputs, chosen, numbers(shares), replays)
+        shares_of_case = [*map(float, numbers(shares)), *(100 * n / case.context for n in numbers(tokens))]
+        measured = list(measurements(shares_of_case, policies.split(","), terminations.split(",")))
+        errors |= check(inputs, chosen, measured)
+        rows += measure(inputs, chosen, measured, replays)
         del inputs
         torch.cuda.empty_cache()
     console.print(table(rows))
-    launched = asdict(chosen or Launch.of(HEAD_DIM, DTYPE.itemsize))
-    Record(header() | {"launch": launched, "errors": errors}, rows).write(output)
+    Record(header() | {"errors": errors}, rows).write(output)
+
+
+def parse_launches(text: str) -> list[Launch]:
+    """Read launches such as ``4,2,2,2,1 8,2,2,1,1``; the shipped one of none."""
+    return [Launch(*numbers(launch)) for launch in text.split()] or [Launch.of(HEAD_DIM, DTYPE.itemsize)]
 
 
 def parse_cases(text: str) -> list[Case]:
@@ -170,42 +186,53 @@ def layers_that_fit(case: Case, available: int) -> int:
     return min(_MOST_LAYERS, available // case.dense_bytes)
 
 
-def measurements(shares: Sequence[int]) -> Iterator[tuple[str, int, str]]:
-    """Yield policy, share and termination of each measurement."""
-    yield from (("whole", 100, name) for name in TERMINATIONS)
-    for share in shares:
-        yield from (("tokens", share, name) for name in TERMINATIONS)
-        yield "pages", share, "none"
+def measurements(
+    shares: Sequence[float], policies: Sequence[str] = POLICIES, terminations: Sequence[str] = tuple(TERMINATIONS)
+) -> Iterator[tuple[str, float, str]]:
+    """Yield policy, share in percent and termination of each measurement; pages are measured without termination."""
+    for policy, share in [("whole", 100.0), *((policy, share) for share in shares for policy in POLICIES[1:])]:
+        if policy in policies:
+            yield from ((policy, share, name) for name in terminations if policy != "pages" or name == "none")
 
 
-def check(inputs: Inputs, launch: Launch | None, shares: Sequence[int]) -> dict[str, float]:
+def check(inputs: Inputs, launches: Sequence[Launch], measured: Sequence[tuple[str, float, str]]) -> dict[str, float]:
     """Compare with the reference; return relative errors by what was checked.
 
     Raises:
         AssertionError: one is larger than ``LARGEST_ERROR``, or not a number.
     """
-    contestant = Contestant(inputs, launch)
+    contestants = [Contestant(inputs, launch) for launch in launches]
     errors = {"dense": _check_dense(inputs)}
-    for policy, share, name in measurements(shares):
-        errors[f"{policy} {share} %, {name}"] = contestant.check(inputs.select(policy, share), TERMINATIONS[name])
+    for policy, share in dict.fromkeys((policy, share) for policy, share, _ in measured):
+        selection = inputs.select(policy, share)
+        expected = _reference(inputs, selection)
+        for name in (name for *attended, name in measured if attended == [policy, share]):
+            for launch, contestant in zip(launches, contestants, strict=True):
+                error = contestant.check(selection, TERMINATIONS[name], expected)
+                errors[f"{policy} {share:g} %, {name}, {_name(launch)}"] = error
     for what, error in errors.items():
         assert error <= LARGEST_ERROR, f"{inputs.case}, {what}: relative error {error}"
     return {f"{inputs.case.context} × {inputs.case.batch}, {what}": error for what, error in errors.items()}
 
 
-def measure(inputs: Inputs, launch: Launch | None, shares: Sequence[int], replays: int) -> list[Row]:
+def measure(
+    inputs: Inputs, launches: Sequence[Launch], measured: Sequence[tuple[str, float, str]], replays: int
+) -> list[Row]:
     """Time FlashInfer, then every measurement; FlashInfer once more at the end, and its mean is the baseline."""
     case = inputs.case
     cache_bytes = torch.cuda.get_device_properties(inputs.device).L2_cache_size
     dense = _dense(inputs)
     dense_calls = [dense.call(layer) for layer in range(calls_beyond_cache(case.dense_bytes, cache_bytes))]
     before = time_calls(dense_calls, replays)
-    contestant = Contestant(inputs, launch)
+    contestants = [Contestant(inputs, launch) for launch in launches]
     timings = []
-    for policy, share, name in measurements(shares):
-        count = calls_beyond_cache(case.dense_bytes * share // 100, cache_bytes)
-        calls = [contestant.call(layer, inputs.select(policy, share), TERMINATIONS[name]) for layer in range(count)]
-        timings.append((policy, {"share": share, "termination": name}, time_calls(calls, replays)))
+    for policy, share, name in measured:
+        count = calls_beyond_cache(int(case.dense_bytes * share / 100), cache_bytes)
+        selections = [inputs.select(policy, share) for _ in range(count)]
+        for launch, contestant in zip(launches, contestants, strict=True):
+            calls = [contestant.call(layer, each, TERMINATIONS[name]) for layer, each in enumerate(selections)]
+            parameters = {"share": share, "termination": name, "launch": _name(launch)}
+            timings.append((policy, parameters, time_calls(calls, replays)))
     after = time_calls(dense_calls, replays)
     baseline = replace(before, microseconds=(before.microseconds + after.microseconds) / 2)
     return [row_of(case, policy, parameters, baseline, timing) for policy, parameters, timing in timings]
@@ -217,7 +244,7 @@ def row_of(case: Case, policy: str, parameters: dict[str, Any], dense: Timing, m
     Args:
         case: what was measured.
         policy: what was attended to: ``tokens``, ``pages`` or ``whole``.
-        parameters: ``share`` of the context in percent; ``termination``, the key in ``TERMINATIONS``.
+        parameters: ``share`` of the context in percent; ``termination``, the key in ``TERMINATIONS``; ``launch``.
         dense: FlashInfer's decode, whose bandwidth the floor goes by.
         measured: ``attend``.
     """
@@ -246,20 +273,25 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 def table(rows: Sequence[Row]) -> Table:
     """Return a table of the rows."""
     result = Table(
-        "context", "batch", "attended", "termination", "dense µs", "µs", "spread", "times as fast", "of floor"
+        "context", "batch", "attended", "termination", "launch", "dense µs", "µs", "spread", "times as fast", "of floor"
     )
     for row in rows:
-        attended = f"{row.policy} {row.parameters['share']} %"
+        attended = f"{row.policy} {row.parameters['share']:.3g} %"
         figures = (f"{row.dense:.1f}", f"{row.measured:.1f}", f"{row.spread:.1%}", f"{row.speedup:.2f}")
         result.add_row(
             str(row.context),
             str(row.batch),
             attended,
             row.parameters["termination"],
+            row.parameters["launch"],
             *figures,
             f"{row.floor_ratio:.0%}",
         )
     return result
+
+
+def _name(launch: Launch) -> str:
+    return ",".join(map(str, astuple(launch)))
 
 
 def _dense(inputs: Inputs) -> FlashInferDecode:

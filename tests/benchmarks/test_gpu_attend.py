@@ -16,11 +16,13 @@ from benchmarks.gpu_attend import (
     layers_that_fit,
     measurements,
     parse_cases,
+    parse_launches,
     relative_error,
     row_of,
     table,
 )
 from benchmarks.gpu_timing import Timing, calls_beyond_cache, summary
+from winnow_kernels.gpu.attend import Launch
 
 CPU = torch.device("cpu")
 
@@ -52,7 +54,7 @@ def test_summary_of_replays() -> None:
 
 
 def test_a_row_has_the_fields_of_every_record() -> None:
-    parameters = {"share": 5, "termination": "none"}
+    parameters = {"share": 5, "termination": "none", "launch": "4,2,2,2,1"}
     row = row_of(Case(32768, 8), "tokens", parameters, Timing(250.0, 0.0), Timing(25.0, 0.01))
     assert row.speedup == pytest.approx(10)
     # 5 % of the bytes would take 12.5 µs at dense decode's bandwidth.
@@ -67,6 +69,12 @@ def test_measurements_compare_termination_with_none() -> None:
     for name in ("none", "infinite patience", "never settled"):
         assert ("whole", 100, name) in listed
         assert ("tokens", 5, name) in listed
+    assert list(measurements([0.5], ["tokens", "pages"], ["none"])) == [("tokens", 0.5, "none"), ("pages", 0.5, "none")]
+
+
+def test_launches() -> None:
+    assert parse_launches("") == [Launch.of(128, 2)]
+    assert parse_launches("8,3,1,1,0 4,2,2,2,1") == [Launch(8, 3, 1, 1, 0), Launch(4, 2, 2, 2, 1)]
 
 
 @pytest.mark.parametrize("policy", ["tokens", "pages"])

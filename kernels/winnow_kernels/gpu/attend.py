@@ -1,18 +1,19 @@
 """Attention over selections in decode, for every policy and for batches that mix them (``winnow_kernels.attend``).
 
 A selection is read in tiles of 64 tokens, gathered slot by slot or, where it is the whole context, page by page. The
-query heads of a KV head's group, padded to 16, share one read of K and V, on tensor cores. What must be read is
+query heads of a KV head's group, padded to 8 or 16, share one read of K and V, on tensor cores. What must be read is
 2 × head dim × element size bytes and a 4-byte slot for each token; beside that, each split writes a float32 output and
 a log-sum-exp per query head, which ``winnow_kernels.gpu.merge`` reads: 1/16 of K and V in splits of two tiles with a
-group of 4 in bf16, less in longer ones. Two launches.
+group of 4 in bf16, less in longer ones. Two launches, of which the second overlaps with the first.
 
 The grid is persistent: programs deal the splits of all rows out among themselves in turn, so that a long context in a
 batch of short selections is spread over the device like everything else. Each finds its splits in the running sum of
 the numbers of splits of all rows and KV heads.
 
-Tiles are loaded asynchronously some ahead. With early termination, in a variant of the kernel that other batches do not
-pay for, no tile is loaded before it is certain to be read: a split that has been calm for some tiles reads at least as
-many more as its patience lacks, and decides again.
+Three loads wait for each other before the first tile has come: of counts, slots and keys. A program therefore goes
+through the tiles of all its splits in one loop and loads tiles, and slots before them, some ahead across the ends of
+splits: so it waits once. Early termination, where nobody knows in advance which tile is a split's last, has a kernel of
+its own (``winnow_kernels.gpu.early_termination``) that batches without it do not pay for.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.early_termination import PROBE, TILE
-from winnow_kernels.gpu.batch import WHOLE_TO_THE_END, DecodeBatch, DeviceSelection
-from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, merge_kernel, splits_of, tiles_of_split
+from winnow_kernels.early_termination import TILE
+from winnow_kernels.gpu.attended_tile import attend_tile
+from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.early_termination import terminating_attend_kernel
+from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, merge_kernel, run_of, spare_of, splits_of, start
 
 LARGEST_GROUP: Final = 16
-"""Query heads of a KV head: the rows of a tensor core's tile, which smaller groups are padded to."""
+"""Query heads of a KV head, at most: the rows of a tensor core's tile."""
 
-_HEADS = tl.constexpr(LARGEST_GROUP)
 _TILE = tl.constexpr(TILE)
-_PROBE = tl.constexpr(PROBE)
-_TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_FOREVER = tl.constexpr(float(1 << 24))
 _LOG2_E: Final = 1.4426950408889634
+_LAUNCHES_EARLY: Final = (9, 0)
+_BOTH: Final = 2
+# Half of a tensor core's tile takes half of the exponentials and of the shared memory for queries and outputs.
+_HALF_GROUP: Final = LARGEST_GROUP // 2
+_REGISTERS: Final = 64 << 10
+_MOST_REGISTERS: Final = 255
 
 
 @dataclass(frozen=True)
@@ -51,25 +55,37 @@ class Launch:
         warps: of a program; the same with and without early termination, so that a row's result is too.
         tiles_ahead: how many tiles are loaded while one is attended to.
         programs: on each multiprocessor, of the persistent grid: as many as fit there.
-        programs_with_termination: the same, of the variant with early termination, which needs more registers.
+        programs_with_termination: the same, of the variant with early termination.
+        early_launches: how many of the two launches, the last ones first, do not wait for what runs before them.
     """
 
     warps: int = 4
     tiles_ahead: int = 2
     programs: int = 3
     programs_with_termination: int = 2
+    early_launches: int = 1
 
     @classmethod
-    def of(cls, head_dim: int, element_size: int) -> Launch:
-        """Return what fits the registers and shared memory of a Hopper multiprocessor."""
+    def of(cls, head_dim: int, element_size: int, group: int = 1) -> Launch:
+        """Return what fits the registers and shared memory of a Hopper multiprocessor.
+
+        Args:
+            head_dim: elements of a key.
+            element_size: bytes of one.
+            group: query heads of a KV head.
+        """
         vector_bytes = triton.next_power_of_2(head_dim) * element_size
         if vector_bytes <= 128:
-            return cls(tiles_ahead=3, programs=4, programs_with_termination=3)
+            return cls(tiles_ahead=3, programs=4)
         if vector_bytes <= 256:
-            return cls()
+            return cls(programs=3 if group <= _HALF_GROUP else 2)
         if vector_bytes <= 512:
             return cls(warps=8, programs=1, programs_with_termination=1)
         return cls(warps=8, tiles_ahead=1, programs=1, programs_with_termination=1)
+
+    def registers(self, programs: int) -> int | None:
+        """Return how many registers a thread can have where several programs are to fit a multiprocessor."""
+        return min(_MOST_REGISTERS, _REGISTERS // (programs * self.warps * 32) // 8 * 8) if programs > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +98,7 @@ class AttendBuffers:
         partial_masses: float32 [rows, query heads, splits]; log-sum-exp to base 2.
         tiles_read: int32 [rows, KV heads, splits]; of rows with early termination.
         multiprocessors: of the device.
+        launches_early: whether the device can launch kernels that wait by themselves for others, as Hopper can.
         launch: how the kernel runs.
     """
 
@@ -90,6 +107,7 @@ class AttendBuffers:
     partial_masses: Tensor
     tiles_read: Tensor
     multiprocessors: int
+    launches_early: bool
     launch: Launch
 
     @classmethod
@@ -105,7 +123,8 @@ class AttendBuffers:
             torch.empty(rows, query_heads, MOST_SPLITS, dtype=torch.float32, device=device),
             torch.empty(rows, cache.kv_heads, MOST_SPLITS, dtype=torch.int32, device=device),
             _multiprocessors(device),
-            launch or Launch.of(cache.head_dim, cache.keys.element_size()),
+            device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LAUNCHES_EARLY,
+            launch or Launch.of(cache.head_dim, cache.keys.element_size(), query_heads // cache.kv_heads),
         )
 
     @property
@@ -152,17 +171,10 @@ def attend(
     assert selection.slots.is_contiguous()
     assert selection.counts.is_contiguous()
     launch = buffers.launch
-    programs = launch.programs if thresholds is None else launch.programs_with_termination
-    # A tensor in its place, where no thresholds are read.
-    own_thresholds = buffers.log_sum_exp if thresholds is None else thresholds
-    shape = {
-        "kv_heads": kv_heads,
-        "group": group,
-        "head_dim": head_dim,
-        "padded_dim": triton.next_power_of_2(head_dim),
-        "termination": thresholds is not None,
-    }
-    attend_kernel[(min(pairs * MOST_SPLITS, programs * buffers.multiprocessors),)](
+    of_multiprocessor = launch.programs if thresholds is None else launch.programs_with_termination
+    early = launch.early_launches if buffers.launches_early else 0
+    programs = min(pairs * MOST_SPLITS, of_multiprocessor * buffers.multiprocessors)
+    inputs = (
         queries,
         cache.keys,
         cache.values,
@@ -170,10 +182,8 @@ def attend(
         batch.lengths,
         selection.slots,
         selection.counts,
-        own_thresholds,
-        buffers.partial_outputs,
-        buffers.partial_masses,
-        buffers.tiles_read,
+    )
+    sizes = (
         scale * _LOG2_E,
         pairs,
         queries.stride(0),
@@ -182,28 +192,54 @@ def attend(
         cache.keys.stride(1),
         batch.page_table.stride(0),
         selection.slots.shape[2],
-        page_bits=batch.page_size.bit_length() - 1,
-        padded_pairs=triton.next_power_of_2(pairs),
-        tiles_ahead=launch.tiles_ahead,
-        **shape,
-        num_warps=launch.warps,
     )
+    shape = {
+        "kv_heads": kv_heads,
+        "group": group,
+        "head_dim": head_dim,
+        "padded_dim": triton.next_power_of_2(head_dim),
+        "early": early,
+    }
+    tiling = {
+        "padded_group": _HALF_GROUP if group <= _HALF_GROUP else LARGEST_GROUP,
+        "page_bits": batch.page_size.bit_length() - 1,
+        "padded_pairs": triton.next_power_of_2(pairs),
+        "tiles_ahead": launch.tiles_ahead,
+        "num_warps": launch.warps,
+        # Left alone, the compiler aims at other numbers of programs.
+        "maxnreg": launch.registers(of_multiprocessor),
+        **_launched(early == _BOTH),
+    }
+    partial = (buffers.partial_outputs, buffers.partial_masses)
+    if thresholds is None:
+        attend_kernel[(programs,)](*inputs, *partial, *sizes, programs=programs, **shape, **tiling)
+    else:
+        terminating_attend_kernel[(programs,)](
+            *inputs, thresholds, *partial, buffers.tiles_read, *sizes, **shape, **tiling
+        )
     merge_kernel[(pairs, group)](
-        buffers.partial_outputs,
-        buffers.partial_masses,
+        *partial,
         buffers.tiles_read,
         batch.lengths,
         selection.counts,
-        own_thresholds,
+        # A tensor in its place, where no thresholds are read.
+        buffers.log_sum_exp if thresholds is None else thresholds,
         output,
         buffers.log_sum_exp,
         batch.counts,
         output.stride(0),
         output.stride(1),
         2 * cache.vector_bytes,
+        termination=thresholds is not None,
         **shape,
+        **_launched(early > 0),
         num_warps=4,
     )
+
+
+def _launched(early: bool) -> dict[str, bool]:
+    # The interpreter does not know the option.
+    return {"launch_pdl": True} if early else {}
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -220,10 +256,8 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
     lengths_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     selected_ptr: tl.tensor,
-    thresholds_ptr: tl.tensor,
     partial_outputs_ptr: tl.tensor,
     partial_masses_ptr: tl.tensor,
-    tiles_read_ptr: tl.tensor,
     scale_log2: tl.tensor,
     pairs: tl.tensor,
     query_row_stride: tl.tensor,
@@ -234,166 +268,110 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
     selection_width: tl.tensor,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
+    padded_group: tl.constexpr,
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
-    termination: tl.constexpr,
     page_bits: tl.constexpr,
     padded_pairs: tl.constexpr,
+    programs: tl.constexpr,
     tiles_ahead: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
-    """Attend to splits of the batch's selections; a pair is a row and a KV head, number row × KV heads + KV head."""
-    up_to = _splits_up_to(selected_ptr, lengths_ptr, thresholds_ptr, pairs, kv_heads, termination, padded_pairs)
-    heads = tl.arange(0, _HEADS)
+    """Attend to splits of the batch's selections; a pair is a row and a KV head, number row × KV heads + KV head.
+
+    Grid: ``programs``. ``early`` is ``Launch.early_launches``.
+    """
+    start(early)
+    all_pairs = tl.arange(0, padded_pairs)
+    all_counts = tl.load(selected_ptr + all_pairs, mask=all_pairs < pairs, other=0)
+    all_lengths = tl.load(lengths_ptr + all_pairs // kv_heads, mask=all_pairs < pairs, other=0)
+    all_tokens = tl.where(all_counts < 0, all_lengths, all_counts)
+    all_splits = splits_of(all_tokens, all_tokens < 0)
+    up_to = tl.cumsum(all_splits, axis=0)
+    own_tiles = tl.sum(_own_tiles(tl.cdiv(all_tokens, _TILE), all_splits, up_to, programs), axis=0)
+
+    heads = tl.arange(0, padded_group)
     dim = tl.arange(0, padded_dim)
     in_tile = tl.arange(0, _TILE)
     is_output = (heads < group)[:, None] & (dim < head_dim)[None, :]
-    for item in range(tl.program_id(0), tl.max(up_to, axis=0), tl.num_programs(0)):
-        pair = tl.sum((up_to <= item).to(tl.int32), axis=0)
-        split = item - tl.max(tl.where(up_to <= item, up_to, 0), axis=0)
-        row = pair // kv_heads
+    highest = tl.full([padded_group], -INFINITY, tl.float32)
+    masses = tl.zeros([padded_group, _TILE], tl.float32)
+    weighted = tl.zeros([padded_group, padded_dim], tl.float32)
+    # Before the first split, which the first step finds.
+    item = tl.program_id(0) - programs
+    pair = 0
+    split = 0
+    count = 0
+    tokens = 0
+    tile = 0
+    last = 0
+    # Half of the stages load slots ahead of keys. What decides which tile is next is in the ``if`` alone: the compiler
+    # runs ahead with it.
+    for _step in tl.range(0, own_tiles, num_stages=2 * tiles_ahead + 1):
+        if tile == last:
+            item += programs
+            is_before = up_to <= item
+            pair = tl.sum(is_before.to(tl.int32), axis=0)
+            split = item - tl.max(tl.where(is_before, up_to, 0), axis=0)
+            count = tl.load(selected_ptr + pair)
+            tokens = tl.where(count < 0, tl.load(lengths_ptr + pair // kv_heads), count)
+            tiles = tl.cdiv(tokens, _TILE)
+            run = run_of(tiles)
+            tile = split * run
+            last = tl.where(tiles - (tile + run) <= spare_of(run), tiles, tile + run) - 1
+        else:
+            tile += 1
+        row = (pair // kv_heads).to(tl.int64)
         kv_head = pair % kv_heads
-        count = tl.load(selected_ptr + pair)
-        whole = count < 0
-        tokens = tl.where(whole, tl.load(lengths_ptr + row), count)
-        stops = tokens < 0
-        if termination:
-            scale_bound = tl.load(thresholds_ptr + row * 3)
-            direction_bound = tl.load(thresholds_ptr + row * 3 + 1)
-            patience = tl.load(thresholds_ptr + row * 3 + 2)
-            stops = (patience < INFINITY) & (count != _TO_THE_END)
-        first, every, own = tiles_of_split(split, tokens, stops)
 
         # A selection is a table of pages of one slot.
-        if whole:
-            table_ptr = page_table_ptr + row.to(tl.int64) * page_table_stride
+        if count < 0:
+            table_ptr = page_table_ptr + row * page_table_stride
             slot_bits = page_bits
         else:
-            table_ptr = slots_ptr + pair.to(tl.int64) * selection_width
+            table_ptr = slots_ptr + tl.cast(pair, tl.int64) * selection_width
             slot_bits = 0
-        # The token that is read as number i has the position origin + direction × i in the table.
-        origin = tl.where(whole & stops, tokens - 1, 0)
-        direction = tl.where(whole & stops, -1, 1)
-        # Tiles consist of whole pages, so this is the same in all.
-        in_page = (origin + direction * in_tile) & ((1 << slot_bits) - 1)
-
+        token = tile * _TILE + in_tile
+        page = tl.load(table_ptr + (token >> slot_bits), mask=token < tokens, other=0)
+        # Tiles consist of whole pages, so what is added is the same in all.
+        slot = (page << slot_bits) + (in_tile & ((1 << slot_bits) - 1))
+        # Not ``token < tokens``: what is known when pages are loaded would take registers until keys are.
+        is_token = in_tile < tokens - tile * _TILE
+        offset = slot.to(tl.int64) * slot_stride + kv_head * kv_head_stride
+        is_vector = is_token[:, None] & (dim < head_dim)[None, :]
         of_heads = (kv_head * group + heads)[:, None] * query_head_stride + dim[None, :]
-        query = tl.load(queries_ptr + row.to(tl.int64) * query_row_stride + of_heads, mask=is_output, other=0.0)
-        highest = tl.full([_HEADS], -INFINITY, tl.float32)
-        mass = tl.zeros([_HEADS], tl.float32)
-        weighted = tl.zeros([_HEADS, padded_dim], tl.float32)
-        norm = tl.zeros([_HEADS], tl.float32)
-        calm_tiles = 0.0
-        done = 0
-        while done < own:
-            certain = own - done
-            if termination:
-                certain = tl.minimum(certain, _certain_tiles(done, calm_tiles, patience))
-            for number in tl.range(done, done + certain, num_stages=2 * tiles_ahead + 1):
-                begin = (first + number * every) * _TILE
-                token = begin + in_tile
-                page = tl.load(table_ptr + ((origin + direction * token) >> slot_bits), mask=token < tokens, other=0)
-                slot = (page << slot_bits) + in_page
-                # Not ``token < tokens``: what is known when pages are loaded would take registers until keys are.
-                is_token = in_tile < tokens - begin
-                offset = slot.to(tl.int64) * slot_stride + kv_head * kv_head_stride
-                is_vector = is_token[:, None] & (dim < head_dim)[None, :]
-                key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
-                value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
-                before = weighted
-                mass_before = mass
-                highest, mass, weighted = _attend_tile(query, key, value, is_token, scale_log2, highest, mass, weighted)
-                if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
-                    if stops:
-                        before = before / tl.where(mass_before > 0, mass_before, 1.0)[:, None]
-                        after = weighted / mass[:, None]
-                        norm, is_calm = _compare(before, after, norm, dim, scale_bound, direction_bound, head_dim)
-                        all_calm = tl.min((is_calm | (heads >= group)).to(tl.int32), axis=0) > 0
-                        # The first tile has nothing to be compared with.
-                        calm_tiles = tl.where((number > 0) & all_calm, calm_tiles + 1, 0.0)
-            done += certain
-            if termination:
-                own = tl.where(calm_tiles >= patience, done, own)
-        if termination:
-            tl.store(tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split, done)
+        query = tl.load(queries_ptr + row * query_row_stride + of_heads, mask=is_output, other=0.0)
+        key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        highest, masses, weighted = attend_tile(query, key, value, is_token, scale_log2, highest, masses, weighted)
 
-        result = (pair.to(tl.int64) * group + heads) * _MOST_SPLITS + split
-        tl.store(partial_masses_ptr + result, highest + tl.log2(mass), mask=heads < group)
-        outputs_ptr = partial_outputs_ptr + result[:, None] * head_dim + dim[None, :]
-        tl.store(outputs_ptr, weighted / mass[:, None], mask=is_output)
+        # One number to keep until the tile has come: where the split's result goes, if this was its last tile.
+        result = tl.where(tile == last, pair * (group * _MOST_SPLITS) + split, -1)
+        if result >= 0:
+            mass = tl.sum(masses, axis=1)
+            of_split = result.to(tl.int64) + heads * _MOST_SPLITS
+            tl.store(partial_masses_ptr + of_split, highest + tl.log2(mass), mask=heads < group)
+            outputs_ptr = partial_outputs_ptr + of_split[:, None] * head_dim + dim[None, :]
+            tl.store(outputs_ptr, weighted / mass[:, None], mask=is_output)
+            highest = tl.full([padded_group], -INFINITY, tl.float32)
+            masses = tl.zeros([padded_group, _TILE], tl.float32)
+            weighted = tl.zeros([padded_group, padded_dim], tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _splits_up_to(
-    selected_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    thresholds_ptr: tl.tensor,
-    pairs: tl.tensor,
-    kv_heads: tl.constexpr,
-    termination: tl.constexpr,
-    padded_pairs: tl.constexpr,
-) -> tl.tensor:
-    """Return how many splits each pair and those before it have: int32 [padded pairs]."""
-    pair = tl.arange(0, padded_pairs)
-    row = pair // kv_heads
-    count = tl.load(selected_ptr + pair, mask=pair < pairs, other=0)
-    tokens = tl.where(count < 0, tl.load(lengths_ptr + row, mask=pair < pairs, other=0), count)
-    stops = tokens < 0
-    if termination:
-        patience = tl.load(thresholds_ptr + row * 3 + 2, mask=pair < pairs, other=INFINITY)
-        stops = (patience < INFINITY) & (count != _TO_THE_END)
-    return tl.cumsum(splits_of(tokens, stops), axis=0)
+def _own_tiles(tiles: tl.tensor, splits: tl.tensor, up_to: tl.tensor, programs: tl.constexpr) -> tl.tensor:
+    """Return how many of each pair's tiles are in splits of this program: int32 [padded pairs].
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_tile(
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
-    is_token: tl.tensor,
-    scale_log2: tl.tensor,
-    highest: tl.tensor,
-    mass: tl.tensor,
-    weighted: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return highest score (to base 2), mass relative to it, and values weighted so, with one more tile in them."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
-    scores = tl.where(is_token[None, :], scores, -INFINITY)
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    fade = tl.exp2(highest - new_highest)
-    weights = tl.exp2(scores - new_highest[:, None])
-    mass = mass * fade + tl.sum(weights, axis=1)
-    weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
-    return new_highest, mass, weighted
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _certain_tiles(done: tl.tensor, calm_tiles: tl.tensor, patience: tl.tensor) -> tl.tensor:
-    """Return how many tiles a split must still read before it can stop: those may be loaded ahead."""
-    lacking = tl.ceil(tl.minimum(patience - calm_tiles, _FOREVER)).to(tl.int32)
-    # The first tile has nothing to be compared with.
-    return tl.maximum(lacking, 1) + tl.where(done == 0, 1, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _compare(
-    before: tl.tensor,
-    after: tl.tensor,
-    norm_before: tl.tensor,
-    dim: tl.tensor,
-    scale_bound: tl.tensor,
-    direction_bound: tl.tensor,
-    head_dim: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return each head's norm of the probe after a tile, and whether the tile was calm for it.
-
-    As ``winnow_kernels.early_termination.tiles_read``.
+    Args:
+        tiles: int32 [padded pairs].
+        splits: int32 [padded pairs].
+        up_to: int32 [padded pairs]; splits of a pair and those before it.
+        programs: of the grid; program p has the splits p, p + programs, …
     """
-    step: tl.constexpr = head_dim // _PROBE if head_dim > _PROBE else 1
-    is_probe = ((dim % step == 0) & (dim // step < _PROBE) & (dim < head_dim))[None, :]
-    probe = tl.where(is_probe, after, 0.0)
-    # Both sums in one reduction: it waits for other warps.
-    squares, products = tl.split(tl.sum(tl.join(probe * probe, probe * before), axis=1))
-    norm = tl.sqrt(squares)
-    cosine = products / tl.maximum(norm_before * norm, _TINY)
-    is_calm = tl.abs(norm - norm_before) <= scale_bound * norm_before
-    return norm, is_calm & (1 - cosine <= direction_bound)
+    program = tl.program_id(0)
+    own_up_to = tl.cdiv(up_to - program, programs)
+    own = own_up_to - tl.cdiv(up_to - splits - program, programs)
+    run = run_of(tiles)
+    # A pair's last split may have other than ``run`` tiles.
+    has_last = (own > 0) & (program + (own_up_to - 1) * programs == up_to - 1)
+    return own * run + tl.where(has_last, tiles - splits * run, 0)

@@ -2,10 +2,14 @@
 
 Without early termination a split is a run of neighbouring tiles: 2 of a short selection, which fills the device even
 in a batch of one, 4 of a longer one, where merging must not cost much, and more where it takes that for a selection to
-have at most 64 splits. With it, splits are those of ``winnow_kernels.early_termination``. In both cases they follow
-from the selection's own length, so that what a row gets does not depend on its neighbours.
+have at most 64 splits. A few tiles that remain, as of 1,024 recent tokens and 4 attention sinks, make no split of their
+own, which would be dealt out like a whole one. With early termination, splits are those of
+``winnow_kernels.early_termination``. In both cases they follow from the selection's own length, so that what a row gets
+does not depend on its neighbours.
 
-Merging reads a float32 output and a log-sum-exp for each query head and split, in the order of the splits.
+Merging reads a float32 output and a log-sum-exp for each query head and split, in the order of the splits. Where the
+device can, the kernel is launched while what it merges is still computed (programmatic dependent launch), which takes
+the launch and the loads of lengths and counts off the time of a layer.
 """
 
 from __future__ import annotations
@@ -49,25 +53,44 @@ def splits_of(tokens: tl.tensor, stops: tl.tensor) -> tl.tensor:
     """Return the number of splits of selections of ``tokens``; ``stops`` where reading may stop early."""
     tiles = tl.cdiv(tokens, _TILE)
     dealt = tl.minimum(tl.cdiv(tiles, _TILES_PER_SPLIT), _MAX_SPLITS)
-    return tl.where(stops, dealt, tl.cdiv(tiles, _run_of(tiles)))
+    run = run_of(tiles)
+    runs = tl.cdiv(tl.maximum(tiles - spare_of(run), tl.minimum(tiles, 1)), run)
+    return tl.where(stops, dealt, runs)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tiles_of_split(split: tl.tensor, tokens: tl.tensor, stops: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return a split's first tile, how far apart its tiles are, and how many it has."""
     tiles = tl.cdiv(tokens, _TILE)
-    run = _run_of(tiles)
+    run = run_of(tiles)
     splits = splits_of(tokens, stops)
     first = tl.where(stops, split, split * run)
     every = tl.where(stops, splits, 1)
-    return first, every, tl.where(stops, tl.cdiv(tiles - split, splits), tl.minimum(run, tiles - first))
+    own = tl.where(split == splits - 1, tiles - first, run)
+    return first, every, tl.where(stops, tl.cdiv(tiles - split, splits), own)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _run_of(tiles: tl.tensor) -> tl.tensor:
-    """Return how many neighbouring tiles make a split; the last one may have fewer."""
+def run_of(tiles: tl.tensor) -> tl.tensor:
+    """Return how many neighbouring tiles make a split; the last one may have more, or fewer."""
     run = tl.minimum(tl.maximum(tl.cdiv(tiles, _RUNS_TO_FILL), _SHORT_RUN), _RUN)
     return tl.maximum(run, tl.cdiv(tiles, _MOST_SPLITS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def spare_of(run: tl.tensor) -> tl.tensor:
+    """Return how many tiles that remain are too few for a split: the one before has them too."""
+    return run // 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def start(early: tl.constexpr) -> None:
+    """What a kernel that attends begins with: see ``winnow_kernels.gpu.attend.Launch.early_launches``."""
+    if early > 1:
+        tl.extra.cuda.gdc_wait()
+    # After that, so that a merging program that runs knows that all before attention has ended.
+    if early > 0:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -89,6 +112,7 @@ def merge_kernel(
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     termination: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Merge the splits of one query head; the first of a group counts what its KV head read.
 
@@ -100,6 +124,9 @@ def merge_kernel(
     row = pair // kv_heads
     length = tl.load(lengths_ptr + row)
     count = tl.load(selected_ptr + pair)
+    if early > 0:
+        # In every program: kernels after this one wait for this one alone.
+        tl.extra.cuda.gdc_wait()
     if count == _ELSEWHERE:
         return
     tokens = tl.where(count < 0, length, count)
@@ -111,12 +138,14 @@ def merge_kernel(
     split = tl.arange(0, _MOST_SPLITS)
     present = split < splits
     head = pair.to(tl.int64) * group + of_group
-    masses = tl.load(partial_masses_ptr + head * _MOST_SPLITS + split, mask=present, other=-INFINITY)
+    masses_ptr = partial_masses_ptr + head * _MOST_SPLITS + split
+    masses = tl.load(masses_ptr, mask=present, other=-INFINITY, cache_modifier=".cg")
     dim = tl.arange(0, padded_dim)
     outputs = tl.load(
         partial_outputs_ptr + (head * _MOST_SPLITS + split[:, None]) * head_dim + dim[None, :],
         mask=present[:, None] & (dim < head_dim)[None, :],
         other=0.0,
+        cache_modifier=".cg",
     )
     highest = tl.max(masses, axis=0)
     weights = tl.exp2(masses - highest)
@@ -134,7 +163,8 @@ def merge_kernel(
         attended = tokens
         if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
             if stops:
-                of_splits = tl.load(tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split, mask=present, other=0)
+                tiles_ptr = tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split
+                of_splits = tl.load(tiles_ptr, mask=present, other=0, cache_modifier=".cg")
                 read = tl.sum(of_splits, axis=0)
                 tiles = tl.cdiv(tokens, _TILE)
                 # Of all tiles only a selection's last may hold fewer tokens; its split has read it if it read all.

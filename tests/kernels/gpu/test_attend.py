@@ -21,7 +21,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.gpu.attend import AttendBuffers, Launch, attend
-from winnow_kernels.gpu.batch import WHOLE, DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE, DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.merge import MOST_SPLITS
 from winnow_kernels.selection import Selection
 
@@ -110,7 +110,11 @@ def expected(layer: Layer, scale: float, thresholds: Sequence[EarlyTermination |
 
 
 def actual(
-    layer: Layer, scale: float, thresholds: Sequence[EarlyTermination | None] | None, device: torch.device
+    layer: Layer,
+    scale: float,
+    thresholds: Sequence[EarlyTermination | None] | None,
+    device: torch.device,
+    multiprocessors: int | None = None,
 ) -> Result:
     """What the kernel yields; ``thresholds`` None for the variant without early termination."""
     batch = layer.batch(device)
@@ -121,6 +125,8 @@ def actual(
     queries = torch.randn(rows, query_heads + 2, head_dim).to(layer.queries.dtype)[:, :query_heads].to(device)
     queries.copy_(layer.queries)
     buffers = AttendBuffers.empty(rows + 1, query_heads, cache)
+    if multiprocessors is not None:
+        buffers = replace(buffers, multiprocessors=multiprocessors)
     output = torch.full_like(layer.queries, torch.nan, device=device)
     tensor = None
     if thresholds is not None:
@@ -220,6 +226,21 @@ def test_a_row_gets_the_same_bits_alone_and_among_neighbours(
         assert torch.equal(alone.counts[0], together.counts[row])
 
 
+@pytest.mark.parametrize("multiprocessors", [2, 7])
+def test_a_row_gets_the_same_bits_however_many_programs_share_the_splits(
+    multiprocessors: int, device: torch.device
+) -> None:
+    counts = [[WHOLE, 300], [1, 64], [ELSEWHERE, ELSEWHERE], [129, WHOLE]]
+    layer = Layer.random([1100, 70, 20, 140], counts, group=2, head_dim=64, dtype=HALF_PRECISIONS[-1])
+    usual, other = actual(layer, 0.125, None, device), actual(layer, 0.125, None, device, multiprocessors)
+    attended = [0, 1, 3]
+    assert torch.equal(other.output[attended], usual.output[attended])
+    assert torch.equal(other.log_sum_exp[attended], usual.log_sum_exp[attended])
+    assert torch.equal(other.counts, usual.counts)
+    # What another kernel attends to is left alone.
+    assert other.output[2].isnan().all()
+
+
 def test_what_is_not_selected_may_hold_anything(device: torch.device) -> None:
     layer = Layer.random([100, 40], [[3], [WHOLE]], group=4, head_dim=64)
     correct = expected(layer, 0.125, [None, None])
@@ -260,25 +281,25 @@ def test_bytes_of_buffers() -> None:
     assert buffers.bytes == partial + 2 * 32 * 4 + 2 * 8 * MOST_SPLITS * 4
 
 
-def _variant(head_dim: int, *, termination: bool) -> Variant:
-    launch = Launch.of(head_dim, 2)
+def _variant(head_dim: int, group: int, *, termination: bool) -> Variant:
+    launch = Launch.of(head_dim, 2, group)
     half = dict.fromkeys(["queries_ptr", "keys_ptr", "values_ptr"], "*bf16")
-    floats = dict.fromkeys(["thresholds_ptr", "partial_outputs_ptr", "partial_masses_ptr"], "*fp32")
-    integers = ["page_table_ptr", "lengths_ptr", "slots_ptr", "selected_ptr", "tiles_read_ptr"]
+    floats = dict.fromkeys(["partial_outputs_ptr", "partial_masses_ptr"], "*fp32")
+    integers = dict.fromkeys(["page_table_ptr", "lengths_ptr", "slots_ptr", "selected_ptr"], "*i32")
     strides = ["query_row_stride", "query_head_stride", "slot_stride", "kv_head_stride"]
     sizes = dict.fromkeys([*strides, "pairs", "page_table_stride", "selection_width"], "i32")
-    return Variant(
-        "winnow_kernels.gpu.attend:attend_kernel",
-        {**half, **floats, **dict.fromkeys(integers, "*i32"), **sizes, "scale_log2": "fp32"},
-        {
-            **_shape(head_dim, termination=termination),
-            "page_bits": 4,
-            "padded_pairs": 256,
-            "tiles_ahead": launch.tiles_ahead,
-        },
-        divisible=strides,
-        num_warps=launch.warps,
-    )
+    types = {**half, **floats, **integers, **sizes, "scale_log2": "fp32"}
+    constants = {**_shape(head_dim, group), "page_bits": 4, "padded_pairs": 256, "tiles_ahead": launch.tiles_ahead}
+    constants["padded_group"] = 8 if group <= 8 else 16
+    programs = launch.programs_with_termination if termination else launch.programs
+    if termination:
+        kernel = "winnow_kernels.gpu.early_termination:terminating_attend_kernel"
+        types |= {"thresholds_ptr": "*fp32", "tiles_read_ptr": "*i32"}
+    else:
+        kernel = "winnow_kernels.gpu.attend:attend_kernel"
+        constants |= {"programs": 132 * programs}
+    registers = launch.registers(programs)
+    return Variant(kernel, types, constants, divisible=strides, num_warps=launch.warps, maxnreg=registers)
 
 
 def _merge_variant(head_dim: int) -> Variant:
@@ -294,29 +315,29 @@ def _merge_variant(head_dim: int) -> Variant:
             "output_ptr": "*bf16",
             "counts_ptr": "*i64",
         },
-        _shape(head_dim, termination=True),
+        {**_shape(head_dim, 4), "termination": True},
         divisible=sizes,
     )
 
 
-def _shape(head_dim: int, *, termination: bool) -> dict[str, int | bool]:
+def _shape(head_dim: int, group: int) -> dict[str, int | bool]:
     return {
         "kv_heads": 8,
-        "group": 4,
+        "group": group,
         "head_dim": head_dim,
         "padded_dim": triton.next_power_of_2(head_dim),
-        "termination": termination,
+        "early": 2,
     }
 
 
 def test_fits_a_hopper_multiprocessor() -> None:
     """As many programs as the launch counts on, without spills, with tiles loaded while others are attended to."""
-    cases = [(64, True), (128, True), (256, True), (128, False)]
-    variants = [_variant(head_dim, termination=termination) for head_dim, termination in cases]
+    cases = [(64, 4, True), (128, 16, True), (64, 4, False), (128, 4, False), (128, 16, False), (256, 7, False)]
+    variants = [_variant(head_dim, group, termination=termination) for head_dim, group, termination in cases]
     *attends, merge = compile_for_hopper([*variants, _merge_variant(256)])
     assert merge.local_bytes == 0
-    for (head_dim, termination), variant, compiled in zip(cases, variants, attends, strict=True):
-        launch = Launch.of(head_dim, 2)
+    for (head_dim, group, termination), variant, compiled in zip(cases, variants, attends, strict=True):
+        launch = Launch.of(head_dim, 2, group)
         programs = launch.programs_with_termination if termination else launch.programs
         assert compiled.local_bytes == 0
         assert programs * variant.num_warps * 32 * compiled.registers <= 64 << 10
