@@ -192,7 +192,7 @@ def select_for_blocks(
         for start in batch:
             rows = slice(max(start, prefix_length) - prefix_length, start + parameters.block - prefix_length)
             speakers.append(speaking_queries(queries[rows], cache.kv_heads, parameters.queries))
-        scores = torch.cat(speakers, 1) @ keys[..., : batch[-1]]
+        scores = torch.cat(speakers, 1).float() @ keys[..., : batch[-1]]
         for start, of_block in zip(batch, torch.split(scores, [s.shape[1] for s in speakers], 1), strict=True):
             # Norms are positive: dividing the maximum is dividing the scores.
             promise = of_block[..., :start].amax(1) * reciprocals[:, :start]
@@ -208,14 +208,14 @@ def speaking_queries(queries: Tensor, kv_heads: int, count: int) -> Tensor:
         count: how many queries to keep of each query head.
 
     Returns:
-        float32 [KV heads, min(rows, count), head dim].
+        [KV heads, min(rows, count), head dim], rounded to the queries' dtype, in which they are multiplied with keys.
     """
     heads = queries.float().transpose(0, 1)
     if heads.shape[1] > count:
         likeness = F.cosine_similarity(heads, heads.mean(1, keepdim=True), dim=-1)
         kept = likeness.topk(count, dim=1, largest=False, sorted=True).indices
         heads = heads.take_along_dim(kept[..., None], 1)
-    return F.normalize(heads, dim=-1).reshape(kv_heads, -1, *heads.shape[1:]).mean(1)
+    return F.normalize(heads, dim=-1).reshape(kv_heads, -1, *heads.shape[1:]).mean(1).to(queries.dtype)
 
 
 class QuokaStep(DecodeStep):

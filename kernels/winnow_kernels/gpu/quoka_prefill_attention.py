@@ -46,12 +46,14 @@ class Launch:
         tokens: of a tile of keys and values.
         warps: of a program; on tensor cores four for each 64 rows.
         stages: tiles of keys and values in shared memory.
+        registers: of a thread, at most; None for as many as there are. With 128 and 8 warps two programs fit.
     """
 
     rows: int = 128
     tokens: int = 64
     warps: int = 8
     stages: int = 3
+    registers: int | None = None
 
     @classmethod
     def of(cls, head_dim: int, element_size: int) -> Launch:
@@ -125,6 +127,7 @@ def attend_blocks(
         tile_tokens=launch.tokens,
         stages=launch.stages,
         num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
 
 
@@ -187,22 +190,21 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
         pages_ptr = page_table_ptr + page_row.to(tl.int64) * page_table_stride
 
         in_tile = tl.arange(0, tile_tokens)
-        key_ptrs = keys_ptr + kv_head * kv_head_stride + dim
-        value_ptrs = values_ptr + kv_head * kv_head_stride + dim
-        is_element = (dim < head_dim)[None, :]
+        key_ptrs = keys_ptr + kv_head * kv_head_stride + dim[None, :]
+        value_ptrs = values_ptr + kv_head * kv_head_stride + dim[None, :]
         highest = tl.full([tile_rows], -INFINITY, tl.float32)
         mass = tl.zeros([tile_rows], tl.float32)
         fade = tl.zeros([tile_rows], tl.float32)
         weights = tl.zeros([tile_rows, tile_tokens], tl.float32)
         weighted = tl.zeros([tile_rows, padded_dim], tl.float32)
-        slot = tl.zeros([tile_tokens], tl.int32)
-        is_token = in_tile < 0
         # An entry is a selected slot, or the page of a token. It is loaded a round before its slot is needed.
         entry = _load_entries(
             0, selected_tiles, selected, seen_by_any, origin, selection_ptr, pages_ptr, in_tile, page_bits, tile_tokens
         )
+        # In the first round values have no weight, but may not be nan: they are some that will have.
+        slot = _slots(0, entry, selected_tiles, selected, seen_by_any, origin, in_tile, page_bits, tile_tokens)
         for number in tl.range(-1, tiles, num_stages=stages):
-            next_slot, is_next_token = _slots(
+            next_slot = _slots(
                 number + 1, entry, selected_tiles, selected, seen_by_any, origin, in_tile, page_bits, tile_tokens
             )
             entry = _load_entries(
@@ -211,8 +213,13 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
             )  # fmt: skip
             of_keys = next_slot.to(tl.int64) * slot_stride
             of_values = slot.to(tl.int64) * slot_stride
-            key = tl.load(key_ptrs[None, :] + of_keys[:, None], mask=is_next_token[:, None] & is_element, other=0.0)
-            value = tl.load(value_ptrs[None, :] + of_values[:, None], mask=is_token[:, None] & is_element, other=0.0)
+            if head_dim == padded_dim:
+                key = tl.load(key_ptrs + of_keys[:, None])
+                value = tl.load(value_ptrs + of_values[:, None])
+            else:
+                is_element = (dim < head_dim)[None, :]
+                key = tl.load(key_ptrs + of_keys[:, None], mask=is_element, other=0.0)
+                value = tl.load(value_ptrs + of_values[:, None], mask=is_element, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
 
@@ -227,9 +234,14 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
             mass = mass * fade + tl.sum(weights, axis=1)
             highest = new_highest
             slot = next_slot
-            is_token = is_next_token
 
-        of_rows = (first_query + row).to(tl.int64) * output_stride + head * output_head_stride
+        # Rows are computed again, from what is loaded again: else they would take registers through the loop.
+        zero = tl.load(block_ptr + 3) - begin - queries
+        packed = zero + first_row + tl.arange(0, tile_rows)
+        row = packed // group
+        head = kv_head * group + packed % group
+        is_row = (row < queries)[:, None] & (dim < head_dim)[None, :]
+        of_rows = (tl.load(block_ptr + 4) + row).to(tl.int64) * output_stride + head * output_head_stride
         result = (weighted / mass[:, None]).to(output_ptr.dtype.element_ty)
         tl.store(output_ptr + of_rows[:, None] + dim[None, :], result, mask=is_row)
 
@@ -249,10 +261,9 @@ def _load_entries(
 ) -> tl.tensor:
     """Return the selected slots of a tile, or the pages of its tokens: int32 [tile tokens]."""
     is_own = number >= selected_tiles
-    token = (number - tl.where(is_own, selected_tiles, 0)) * tile_tokens + in_tile
-    place = (tl.where(is_own, origin, 0) + token) >> tl.where(is_own, page_bits, 0)
+    place = _places(number, selected_tiles, selected, own, origin, in_tile, tile_tokens)
     entries_ptr = tl.where(is_own, pages_ptr, selection_ptr)
-    return tl.load(entries_ptr + place, mask=token < tl.where(is_own, own, selected), other=0)
+    return tl.load(entries_ptr + (place >> tl.where(is_own, page_bits, 0)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -266,10 +277,28 @@ def _slots(
     in_tile: tl.tensor,
     page_bits: tl.constexpr,
     tile_tokens: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the slots of a tile's tokens, and which there are."""
+) -> tl.tensor:
+    """Return the slots of a tile's tokens."""
     is_own = number >= selected_tiles
-    token = (number - tl.where(is_own, selected_tiles, 0)) * tile_tokens + in_tile
-    in_page = (origin + token) & ((1 << page_bits) - 1)
-    slot = tl.where(is_own, (entry << page_bits) + in_page, entry)
-    return slot, token < tl.where(is_own, own, selected)
+    place = _places(number, selected_tiles, selected, own, origin, in_tile, tile_tokens)
+    return (entry << tl.where(is_own, page_bits, 0)) + (place & tl.where(is_own, (1 << page_bits) - 1, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(
+    number: tl.tensor,
+    selected_tiles: tl.tensor,
+    selected: tl.tensor,
+    own: tl.tensor,
+    origin: tl.tensor,
+    in_tile: tl.tensor,
+    tile_tokens: tl.constexpr,
+) -> tl.tensor:
+    """Return where the tokens of a tile are: in the selection or the context; behind the last there is, the last.
+
+    So there is a token everywhere, and loads need no masks.
+    """
+    is_own = number >= selected_tiles
+    first = (number - tl.where(is_own, selected_tiles, 0)) * tile_tokens
+    last = tl.where(is_own, own, selected) - 1
+    return tl.where(is_own, origin, 0) + tl.minimum(first + in_tile, last)

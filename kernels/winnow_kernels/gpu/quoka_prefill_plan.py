@@ -17,12 +17,11 @@ from torch import Tensor
 
 from winnow_kernels.gpu import quoka_prefill_top as top
 from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
+from winnow_kernels.gpu.quoka_prefill_rows import ALIGNMENT
 from winnow_kernels.gpu.quoka_prefill_tables import GROUP_COLUMNS, REQUEST_COLUMNS, SPARSE_COLUMNS
 
 LEAST_SPEAKERS: Final = 8
 """Fewer are padded: a group of more than 16 blocks would score too many keys that only its later blocks may see."""
-# Scores and norms begin at multiples of 64 bytes.
-_ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +114,7 @@ def scores_stride(tokens: int) -> int:
 
 
 def _aligned(tokens: int) -> int:
-    return -(-tokens // _ALIGNMENT) * _ALIGNMENT
+    return triton.cdiv(tokens, ALIGNMENT.value) * ALIGNMENT.value
 
 
 def _batches(blocks: list[tuple[int, Block]], kv_heads: int, most_scores: int) -> Iterator[list[tuple[int, Block]]]:

@@ -1,10 +1,10 @@
 """Scoring all keys before each block: the highest product with one of its speakers, over the key's norm.
 
 A program keeps the speakers of several blocks of one request, 128 vectors in all, in shared memory, and multiplies a
-run of keys with them on tensor cores: 2 × speakers × keys × head dim operations for each KV head, twice as many in half
-precision. There speakers, which are float32, come as two vectors whose sum they are to 16 bits at least, so that it is
-the keys' rounding, not theirs, that decides selections. Keys are read once for each such group of blocks, mostly from
-the L2 cache, since groups that score the same keys run next to each other; 4 bytes are written for each block and key.
+run of keys with them on tensor cores: 2 × speakers × keys × head dim operations for each KV head. Keys are read once
+for each such group of blocks, mostly from the L2 cache, since groups that score the same keys run next to each other; 4
+bytes are written for each block and key. What is done with the products, 16 to a score, takes as long as making them:
+three programs on a multiprocessor take turns.
 
 Norms are computed by a launch before: it reads all keys once, where an index would save most of that, but would have to
 be complete for every prefix that is hit; and so what a key scores never depends on where chunks end.
@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from winnow_kernels.gpu.quoka_prefill_rows import ALIGNMENT, LEAST_SCORE
 from winnow_kernels.gpu.quoka_prefill_tables import (
     BLOCK_COLUMNS,
     COUNT,
@@ -39,6 +40,7 @@ from winnow_kernels.gpu.quoka_prefill_tables import (
 KEYS_AT_ONCE: Final = 64
 RUN: Final = 1024
 """Keys that one program scores: enough to make up for loading the speakers, few enough to fill the GPU evenly."""
+WARPS: Final = 4
 _MOST_COLUMNS: Final = 128
 _MOST_NUMBERS: Final = 128 * 128
 
@@ -46,7 +48,7 @@ _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def columns_of(head_dim: int) -> int:
-    """Return how many speakers a program holds: as many as leave room for a second program on the multiprocessor."""
+    """Return how many speakers a program holds: as many as leave room for more programs on the multiprocessor."""
     return min(_MOST_COLUMNS, _MOST_NUMBERS // triton.next_power_of_2(head_dim))
 
 
@@ -105,7 +107,6 @@ def score_kernel(
     page_bits: tl.constexpr,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
-    parts: tl.constexpr,
     speakers: tl.constexpr,
     columns: tl.constexpr,
     keys: tl.constexpr,
@@ -123,6 +124,7 @@ def score_kernel(
     own_sparse_ptr = sparse_ptr + (first + member) * SPARSE_COLUMNS
     block_ptr = fields_ptr + tl.load(own_sparse_ptr + NUMBER, mask=is_member, other=0) * BLOCK_COLUMNS
     start = tl.load(block_ptr + START, mask=is_member, other=0)
+    row_end = tl.cdiv(start, ALIGNMENT) * ALIGNMENT
     begin = tl.program_id(1) * run
     end = tl.minimum(tl.max(start, axis=0), begin + run)
     if begin >= end:
@@ -140,31 +142,47 @@ def score_kernel(
     channel = tl.arange(0, dim_block)
     is_channel = (channel < head_dim)[None, :]
     in_tile = tl.arange(0, keys)
-    column = tl.arange(0, parts * columns)
-    of_member = column % columns // per_tile
+    lanes: tl.constexpr = min(members, 4)
+    of_member, of_speaker = _order(columns, per_tile, lanes)
     # In place of blocks that are not there, it is the group's first that is loaded.
-    of_member = tl.where(of_member < count, of_member, 0)
-    of_part = ((first + of_member).to(tl.int64) * kv_heads + head) * parts + column // columns
+    of_block = first + tl.where(of_member < count, of_member, 0)
+    own_speakers_ptr = speakers_ptr + ((of_block.to(tl.int64) * kv_heads + head) * speakers + of_speaker) * head_dim
     for first_speaker in tl.static_range(0, speakers, per_tile):
-        speaker = of_part * speakers + first_speaker + column % per_tile
-        vectors = tl.load(speakers_ptr + speaker[:, None] * head_dim + channel[None, :], mask=is_channel, other=0.0)
+        of_speakers = own_speakers_ptr[:, None] + first_speaker * head_dim + channel[None, :]
+        vectors = tl.load(of_speakers, mask=is_channel, other=0.0)
         for tile in tl.range(begin, end, keys, num_stages=4):
             place = tile + in_tile
-            page = tl.load(own_table_ptr + (place >> page_bits), mask=place < end, other=0)
-            slot = (page << page_bits) + (place & ((1 << page_bits) - 1))
-            key = tl.load(
-                own_keys_ptr + (slot.to(tl.int64) * slot_stride)[:, None] + channel[None, :], mask=is_channel, other=0.0
-            )
-            reciprocal = tl.load(own_reciprocals_ptr + place, mask=place < end, other=0.0)
+            # Behind the last key it is the last that is loaded, so that loads need no masks.
+            loaded = tl.minimum(place, end - 1)
+            page = tl.load(own_table_ptr + (loaded >> page_bits))
+            slot = (page << page_bits) + (loaded & ((1 << page_bits) - 1))
+            key_ptrs = own_keys_ptr + (slot.to(tl.int64) * slot_stride)[:, None] + channel[None, :]
+            key = tl.load(key_ptrs) if head_dim == dim_block else tl.load(key_ptrs, mask=is_channel, other=0.0)
+            reciprocal = tl.load(own_reciprocals_ptr + loaded)
             products = tl.dot(key, tl.trans(vectors), input_precision="ieee")
-            products = tl.sum(tl.reshape(products, [keys, parts, columns]), axis=1)
+            products = tl.reshape(products, [keys, members // lanes, per_tile // 2, lanes, 2])
+            highest = tl.reshape(tl.max(tl.max(products, axis=4), axis=2), [keys, members])
             # Norms are positive: dividing the maximum is dividing the products.
-            scores = tl.max(tl.reshape(products, [keys, members, per_tile]), axis=2) * reciprocal[:, None]
+            scores = highest * reciprocal[:, None]
             scores_ptrs = own_scores_ptr[None, :] + place[:, None]
-            is_before = place[:, None] < start[None, :]
+            # Of a number and nan it is the number.
+            scores = tl.where(place[:, None] < start[None, :], tl.maximum(scores, LEAST_SCORE), -float("inf"))
+            is_in_row = place[:, None] < row_end[None, :]
             if first_speaker > 0:
-                scores = tl.maximum(scores, tl.load(scores_ptrs, mask=is_before, other=0.0))
-            tl.store(scores_ptrs, scores, mask=is_before)
+                scores = tl.maximum(scores, tl.load(scores_ptrs, mask=is_in_row, other=0.0))
+            tl.store(scores_ptrs, scores, mask=is_in_row)
         if first_speaker + per_tile < speakers:
             # Other threads may read again what this one stored.
             tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _order(columns: tl.constexpr, speakers: tl.constexpr, lanes: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return of which block and which of its speakers the columns are.
+
+    A row of products is dealt out to four threads, two neighbours to each in turn. In this order a thread gets all
+    speakers of a block, and need not ask others for the highest product.
+    """
+    column = tl.arange(0, columns)
+    member = column // (lanes * speakers) * lanes + column // 2 % lanes
+    return member, column // (lanes * 2) % (speakers // 2) * 2 + column % 2

@@ -3,15 +3,16 @@
 1. Norms: all keys before each request's last block are read once.
 2. Speakers: two launches read the queries of the pass, about twice.
 3. Scores: one launch multiplies speakers and keys, and writes 4 bytes for each block, KV head and key before the block.
-4. Top: one launch reads the scores about twice and writes the slots.
+4. Top: six launches read the scores three times and write the slots.
 
 The last two alternate: as many blocks at a time as a workspace holds the scores of. With 8 KV heads a block that 32K
-tokens precede takes 1.3 MiB, one that 128K precede 4.3 MiB. With the default of 64 MiB the last chunk of 8,192 tokens
-at 32K, in blocks of 128, makes two batches, whose scores find room in an H100's L2 cache; at 128K it makes five.
+tokens precede takes 1.3 MiB, one that 128K precede 4.3 MiB. With the default of 256 MiB a chunk of 8,192 tokens in
+blocks of 128 is one batch up to 120K, and two behind that. Smaller batches would be read from the L2 cache, but every
+launch ends with multiprocessors that wait for the last, and every batch reads all keys.
 
-With 32 query and 8 KV heads of 128, and 16 speakers, that chunk takes 120 × 10⁹ operations at 32K (speakers count
-twice, see ``quoka_prefill_scores``). It reads 67 MB of keys from memory for norms and as much for each batch, and 67 MB
-of queries; its scores are 60 MB. At 128K operations, keys and scores are four times as many.
+With 32 query and 8 KV heads of 128, and 16 speakers, that chunk takes 60 × 10⁹ operations at 32K. It reads 67 MB of
+keys from memory for norms and as much for scores, and 67 MB of queries; its scores are 60 MB. At 128K operations, keys
+and scores are four times as many.
 
 Nothing but a block's own queries and the keys before it decides what it gets, not its neighbours or where chunks end.
 """
@@ -33,7 +34,7 @@ from winnow_kernels.gpu import quoka_prefill_top as top
 from winnow_kernels.gpu.prefill_blocks import WHOLE, PrefillBlocks
 from winnow_kernels.gpu.quoka_prefill_plan import Plan, Run, scores_stride
 
-SCORES_BYTES: Final = 64 * 2**20
+SCORES_BYTES: Final = 256 * 2**20
 """Default size of the workspace."""
 
 
@@ -72,17 +73,19 @@ class QuokaPrefillWorkspace:
 class QuokaPrefillPass:
     """One pass's selection, planned once for all layers, which then write to the same tensors one after another.
 
-    Beside the workspace it takes, for each KV head, 4 bytes for each token before a request's last block, and for each
-    speaker of a block twice the bytes of a key and 4 for each query head of the group: 10 MiB for a chunk of 8,192 at
-    128K with 8 KV heads of 128, in blocks of 128 with 16 speakers. The selection takes 4 bytes for each token.
+    Beside the workspace it takes, for each KV head, 4 bytes for each token before a request's last block, for each
+    speaker of a block the bytes of a key and 4 for each query head of the group, and for each block 4 for 2,048 tokens
+    before it: 6.3 MiB for a chunk of 8,192 at 128K with 8 KV heads of 128, in blocks of 128 with 16 speakers. The
+    selection takes 4 bytes for each token.
 
     Attributes:
         blocks: of the pass.
         plan: what is launched.
         scores: float32 [numbers]; scratch, the workspace's.
         reciprocals: float32 [numbers]; scratch, reciprocal norms of the requests' keys.
+        marks: int32 [numbers]; scratch, what is known of a batch's thresholds.
         ranked: for each run of the plan int32 [blocks, query heads, speakers]; scratch.
-        speakers: for each run of the plan [blocks, KV heads, 1 or 2, speakers, head dim], as the cache; scratch.
+        speakers: for each run of the plan [blocks, KV heads, speakers, head dim], as the cache; scratch.
         selection: what is written to.
     """
 
@@ -90,6 +93,7 @@ class QuokaPrefillPass:
     plan: Plan
     scores: Tensor
     reciprocals: Tensor
+    marks: Tensor
     ranked: Sequence[Tensor]
     speakers: Sequence[Tensor]
     selection: BlockSelection
@@ -108,13 +112,16 @@ class QuokaPrefillPass:
         """
         kv_heads, head_dim, dtype, device = cache.kv_heads, cache.head_dim, cache.keys.dtype, cache.keys.device
         plan = Plan.of(blocks, kv_heads, scoring.columns_of(head_dim), len(workspace.scores))
-        shapes = [(len(run.sparse), kv_heads, _parts(cache), run.speakers, head_dim) for run in plan.runs]
+        shapes = [(len(run.sparse), kv_heads, run.speakers, head_dim) for run in plan.runs]
+        batches = [batch for run in plan.runs for batch in run.batches]
+        marks = max((top.marks_of(len(batch.sparse) * kv_heads, batch.longest) for batch in batches), default=0)
         width = max((block.budget for block in blocks.blocks if block.budget != WHOLE), default=0)
         return cls(
             blocks,
             plan,
             workspace.scores,
             torch.empty(plan.norms, dtype=torch.float32, device=device),
+            torch.empty(marks, dtype=torch.int32, device=device),
             [
                 torch.empty(len(run.sparse), query_heads, run.speakers, dtype=torch.int32, device=device)
                 for run in plan.runs
@@ -173,31 +180,18 @@ def select_blocks(queries: Tensor, cache: LayerCache, own: QuokaPrefillPass) -> 
                 blocks.page_table.stride(0),
                 cache.kv_heads,
                 **of_keys,
-                parts=_parts(cache),
                 speakers=run.speakers,
                 columns=scoring.columns_of(cache.head_dim),
                 run=scoring.RUN,
-                num_warps=4,
+                num_warps=scoring.WARPS,
             )
-            top.top_kernel[(len(batch.sparse), cache.kv_heads)](
-                own.scores,
-                batch.sparse,
-                blocks.fields,
-                blocks.page_table,
-                own.selection.slots,
-                blocks.page_table.stride(0),
-                own.selection.slots.shape[2],
-                page_bits=blocks.page_size.bit_length() - 1,
-                listed=top.LISTED,
-                block=top.SCORES_AT_ONCE,
-                num_warps=top.WARPS,
-            )
+            top.write_top(own.scores, batch.sparse, blocks, batch.longest, own.marks, own.selection.slots)
     return own.selection
 
 
 def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, speakers: Tensor) -> None:
     """Write the speakers of a run's blocks."""
-    kv_heads, parts = speakers.shape[1:3]
+    kv_heads = speakers.shape[1]
     query_heads, head_dim = queries.shape[1:]
     of_queries = {"head_dim": head_dim, "dim_block": triton.next_power_of_2(head_dim), "speakers": run.speakers}
     speaking.rank_kernel[(len(run.sparse), query_heads)](
@@ -210,7 +204,7 @@ def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, spe
         **of_queries,
         rows=speaking.QUERIES_AT_ONCE,
         tiles=triton.next_power_of_2(triton.cdiv(run.queries, speaking.QUERIES_AT_ONCE)),
-        num_warps=4,
+        num_warps=speaking.RANK_WARPS,
     )
     tile = min(run.speakers, speaking.SPEAKERS_AT_ONCE)
     speaking.average_kernel[(len(run.sparse), kv_heads, run.speakers // tile)](
@@ -223,12 +217,6 @@ def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, spe
         queries.stride(1),
         query_heads // kv_heads,
         **of_queries,
-        parts=parts,
         tile=tile,
         num_warps=4,
     )
-
-
-def _parts(cache: LayerCache) -> int:
-    """Return how many vectors of the cache's dtype a speaker is the sum of."""
-    return 2 if cache.keys.element_size() == 2 else 1

@@ -23,7 +23,10 @@ from winnow_kernels.gpu.quoka_prefill_tables import (
 )
 
 QUERIES_AT_ONCE: Final = 32
+RANK_WARPS: Final = 8
 SPEAKERS_AT_ONCE: Final = 16
+# Queries that others are compared with at a time.
+_COMPARED: Final = tl.constexpr(128)
 # As torch.nn.functional.cosine_similarity and normalize.
 _LEAST_IN_COSINE: Final = tl.constexpr(1e-8)
 _LEAST_NORM: Final = tl.constexpr(1e-12)
@@ -87,14 +90,20 @@ def rank_kernel(
         likeness = tl.where((row < count) & (likeness < float("inf")), likeness, float("inf"))
         likenesses = tl.where(tile_number == start // rows, likeness[None, :], likenesses)
 
-    others = tl.reshape(likenesses, [tiles * rows])[None, :]
-    other_row = tl.arange(0, tiles * rows)[None, :]
+    # The others lie along the first axis, which threads have to themselves: each counts for queries of its own.
+    at_once: tl.constexpr = min(tiles * rows, _COMPARED)
+    of_others = tl.reshape(likenesses, [tiles * rows // at_once, at_once])
+    others_number = tl.arange(0, tiles * rows // at_once)[:, None]
     least_typical = 0
     for start in range(0, count, rows):
         row = start + in_tile
-        own = tl.sum(tl.where(tile_number == start // rows, likenesses, 0.0), axis=0)[:, None]
-        precedes = (others < own) | ((others == own) & (other_row < row[:, None]))
-        rank = tl.sum(precedes.to(tl.int32), axis=1)
+        own = tl.sum(tl.where(tile_number == start // rows, likenesses, 0.0), axis=0)[None, :]
+        rank = tl.zeros([rows], tl.int32)
+        for first_other in range(0, count, at_once):
+            others = tl.sum(tl.where(others_number == first_other // at_once, of_others, 0.0), axis=0)[:, None]
+            other_row = first_other + tl.arange(0, at_once)[:, None]
+            precedes = (others < own) | ((others == own) & (other_row < row[None, :]))
+            rank += tl.sum(precedes.to(tl.int32), axis=0)
         tl.store(own_ranked_ptr + rank, row, mask=rank < tl.minimum(wanted, count))
         least_typical += tl.sum(tl.where(rank == 0, row, 0), axis=0)
     tl.store(own_ranked_ptr + speaker, tl.full([speakers], 0, tl.int32) + least_typical, mask=speaker >= wanted)
@@ -113,13 +122,9 @@ def average_kernel(
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
     speakers: tl.constexpr,
-    parts: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write a tile of a block's speakers for a KV head: the mean over its query heads of normalised queries.
-
-    In half precision two vectors are written, the second what the first leaves out.
-    """
+    """Write a tile of a block's speakers for a KV head: the mean over its query heads of normalised queries."""
     sparse = tl.program_id(0)
     kv_head = tl.program_id(1)
     block_ptr = fields_ptr + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
@@ -137,12 +142,6 @@ def average_kernel(
         ).to(tl.float32)
         norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _LEAST_NORM)
         total += queries / norms[:, None]
-    mean = total / group
-    own_speakers_ptr = speakers_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * (
-        parts * speakers * head_dim
-    )
-    own_speakers_ptr += (speaker * head_dim)[:, None] + channel[None, :]
-    high = mean.to(speakers_ptr.dtype.element_ty)
-    tl.store(own_speakers_ptr, high, mask=is_channel)
-    if parts == 2:
-        tl.store(own_speakers_ptr + speakers * head_dim, mean - high.to(tl.float32), mask=is_channel)
+    own_speakers_ptr = speakers_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * (speakers * head_dim)
+    mean = (total / group).to(speakers_ptr.dtype.element_ty)
+    tl.store(own_speakers_ptr + (speaker * head_dim)[:, None] + channel[None, :], mean, mask=is_channel)

@@ -1,10 +1,21 @@
-"""The best-scored tokens before each block, without a sort, in one launch: a program for each block and KV head.
+"""The best-scored tokens before each block, without a sort: six launches for all blocks and KV heads of a batch.
 
-A sample of 8,192 scores brackets the threshold. One pass over the scores counts what lies above the bracket and lists
-what lies in it; the threshold is found in the list, in registers. A second pass writes the slots of what reaches the
-threshold, in order of position. So scores are read a little more than twice, 4 bytes each, from the L2 cache as far as
-they fit. Where the sample misled, or too many scores are all but equal, the bracket is moved or narrowed by one more
-pass each, so that the result is exact whatever the scores are. Up to 8,192 scores need no sample.
+A row is a block's scores for one KV head. Its threshold, the least score that is selected, is searched first:
+
+1. A sample of 2,048 scores, or 8,192 of more than 32,768, brackets it (``quoka_prefill_bracket``): a program for each
+   row.
+2. One pass counts the scores above the bracket and lists those in it: a program for each piece of a row.
+3. Where the sample misled, or too many scores are all but equal, the bracket is moved or narrowed by more passes, so
+   that the result is exact whatever the scores are (``quoka_prefill_threshold``): a program for each row.
+4. The list is searched in registers: a program for each row.
+
+Then it is known what is selected, and is written in order of position, both with a program for each piece:
+
+5. One pass counts what each piece selects.
+6. One pass writes the slots, behind those of the pieces before.
+
+So scores are read three times, 4 bytes each; in the pieces, which are thousands, nothing waits for anything but them.
+Up to 8,192 scores need no sample: they are their own list.
 """
 
 from __future__ import annotations
@@ -13,173 +24,164 @@ from typing import Final
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from winnow_kernels.gpu.quoka_prefill_tables import (
-    BLOCK_COLUMNS,
-    BUDGET,
-    NUMBER,
-    REQUEST,
-    SCORES,
-    SCORES_STRIDE,
-    SPARSE_COLUMNS,
-    START,
+from winnow_kernels.gpu.prefill_blocks import PrefillBlocks
+from winnow_kernels.gpu.quoka_prefill_bracket import bracket_kernel, list_kernel
+from winnow_kernels.gpu.quoka_prefill_rows import (
+    GREATER,
+    LEAST,
+    MARKS,
+    SEGMENT,
+    counted_up_to,
+    load_scores,
+    places_of,
+    row_of,
+    score_of,
 )
-from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, ordered, threshold
+from winnow_kernels.gpu.quoka_prefill_tables import BUDGET, NUMBER, REQUEST, SPARSE_COLUMNS, START
+from winnow_kernels.gpu.quoka_prefill_threshold import narrow_kernel, threshold_kernel
 
 LISTED: Final = 8192
-"""Scores that are searched in registers; behind a row of more scores there must be room for as many."""
-SCORES_AT_ONCE: Final = 4096
-WARPS: Final = 16
-# Neighbours in the sample: a sector of memory.
-_RUN: Final = tl.constexpr(8)
+"""Scores that are sampled at most, and that are searched in registers; behind a longer row there must be room for so
+many."""
+SCORES_AT_ONCE: Final = 2048
+"""Scores in a piece."""
+ROW_WARPS: Final = 4
+NARROW_WARPS: Final = 8
+PIECE_WARPS: Final = 4
+COUNTS_AT_ONCE: Final = 128
+"""Pieces whose counts are read at a time."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def top_kernel(
+def marks_of(rows: int, longest: int) -> int:
+    """Return how many numbers ``write_top`` needs as ``marks`` for some rows of at most ``longest`` scores."""
+    return rows * (MARKS.value + triton.cdiv(longest, SCORES_AT_ONCE))
+
+
+def write_top(
+    scores: Tensor, sparse: Tensor, blocks: PrefillBlocks, longest: int, marks: Tensor, selected: Tensor
+) -> None:
+    """Write the slots of the tokens that score most for each block and KV head; of equal scores the first come first.
+
+    Args:
+        scores: float32 [numbers].
+        sparse: int32 [sparse blocks, 3]; columns as in ``quoka_prefill_tables``.
+        blocks: of the pass.
+        longest: the most tokens before one of the sparse blocks.
+        marks: int32 [at least ``marks_of``]; scratch.
+        selected: int32 [blocks, KV heads, width].
+    """
+    kv_heads = selected.shape[1]
+    rows = (len(sparse), kv_heads)
+    pieces = (triton.cdiv(longest, SCORES_AT_ONCE), *rows)
+    stride = MARKS.value + pieces[0]
+    table = (blocks.page_table, selected, blocks.page_table.stride(0), selected.shape[2])
+    of_rows = (scores, sparse, blocks.fields, marks, stride)
+    bracket_kernel[rows](*of_rows, listed=LISTED, num_warps=ROW_WARPS)
+    list_kernel[pieces](*of_rows, listed=LISTED, block=SCORES_AT_ONCE, num_warps=PIECE_WARPS)
+    narrow_kernel[rows](*of_rows, listed=LISTED, block=SCORES_AT_ONCE, num_warps=NARROW_WARPS)
+    threshold_kernel[rows](*of_rows, listed=LISTED, num_warps=ROW_WARPS)
+    count_kernel[pieces](*of_rows, block=SCORES_AT_ONCE, num_warps=PIECE_WARPS)
+    write_kernel[pieces](
+        *of_rows,
+        *table,
+        page_bits=blocks.page_size.bit_length() - 1,
+        block=SCORES_AT_ONCE,
+        counts=COUNTS_AT_ONCE,
+        num_warps=PIECE_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
+def count_kernel(
     scores_ptr: tl.tensor,
     sparse_ptr: tl.tensor,
     fields_ptr: tl.tensor,
+    marks_ptr: tl.tensor,
+    marks_stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """Write how many scores of a piece are greater than the threshold, and in the upper half how many equal it."""
+    piece = tl.program_id(0)
+    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
+        scores_ptr,
+        sparse_ptr,
+        fields_ptr,
+        marks_ptr,
+        marks_stride,
+        tl.program_id(1),
+        tl.program_id(2),
+        tl.num_programs(2),
+    )
+    tokens = tl.load(block_ptr + START)
+    if piece * block >= tokens:
+        return
+    scores = load_scores(own_scores_ptr, piece * block + tl.arange(0, block), tokens)
+    least = score_of(tl.load(own_marks_ptr + LEAST))
+    counts = tl.where(scores > least, 1, tl.where(scores == least, 1 << 16, 0))
+    tl.store(own_marks_ptr + MARKS + piece, tl.sum(counts, axis=0))
+
+
+@triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
+def write_kernel(
+    scores_ptr: tl.tensor,
+    sparse_ptr: tl.tensor,
+    fields_ptr: tl.tensor,
+    marks_ptr: tl.tensor,
+    marks_stride: tl.tensor,
     page_table_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     table_stride: tl.tensor,
     width: tl.tensor,
     page_bits: tl.constexpr,
-    listed: tl.constexpr,
     block: tl.constexpr,
+    counts: tl.constexpr,
 ) -> None:
-    """Write the slots of the tokens that score most for a block and KV head; of equal scores the first come first."""
-    own_sparse_ptr = sparse_ptr + tl.program_id(0) * SPARSE_COLUMNS
-    head = tl.program_id(1)
-    number = tl.load(own_sparse_ptr + NUMBER)
-    stride = tl.load(own_sparse_ptr + SCORES_STRIDE)
-    # Whole 64 bytes: so scores can be read four at a time.
-    offset = tl.multiple_of(tl.load(own_sparse_ptr + SCORES) + head * stride, 16)
-    own_scores_ptr = scores_ptr + offset
-    block_ptr = fields_ptr + number * BLOCK_COLUMNS
+    """Write the slots of a piece's tokens that are selected."""
+    piece = tl.program_id(0)
+    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
+        scores_ptr,
+        sparse_ptr,
+        fields_ptr,
+        marks_ptr,
+        marks_stride,
+        tl.program_id(1),
+        tl.program_id(2),
+        tl.num_programs(2),
+    )
     tokens = tl.load(block_ptr + START)
-    wanted = tl.load(block_ptr + BUDGET)
-    if tokens <= listed:
-        keys, is_key = _keys(own_scores_ptr, tl.arange(0, listed), tokens)
-        least = threshold(keys, is_key.to(tl.int32), wanted)
-        greater = tl.sum((is_key & (keys > least)).to(tl.int32), axis=0)
+    if piece * block >= tokens:
+        return
+    greater_before = 0
+    equal_before = 0
+    for start in range(0, piece, counts):
+        other = start + tl.arange(0, counts)
+        counted = tl.load(own_marks_ptr + MARKS + other, mask=other < piece, other=0)
+        greater_before += tl.sum(counted & 0xFFFF, axis=0)
+        equal_before += tl.sum(counted >> 16, axis=0)
+    # Of the equal ones the first are selected, as many as there is room for.
+    room = tl.load(block_ptr + BUDGET) - tl.load(own_marks_ptr + GREATER)
+    first = greater_before + tl.minimum(equal_before, room)
+    room = tl.maximum(room - equal_before, 0)
+    equal = tl.load(own_marks_ptr + MARKS + piece) >> 16
+
+    place = places_of(piece, block)
+    scores = load_scores(own_scores_ptr, place, tokens)
+    least = tl.load(own_marks_ptr + LEAST)
+    if (room > 0) & (room < equal):
+        is_equal = scores == score_of(least)
+        is_first = counted_up_to(is_equal.to(tl.int32)) <= room
+        selected = ((scores > score_of(least)) | (is_equal & is_first)).to(tl.int32)
     else:
-        least, greater = _stored_threshold(own_scores_ptr, tokens, wanted, stride, listed, block)
-
+        selected = (scores >= score_of(tl.where(room > 0, least, least + 1))).to(tl.int32)
     own_table_ptr = page_table_ptr + tl.load(block_ptr + REQUEST).to(tl.int64) * table_stride
-    own_slots_ptr = slots_ptr + (number * tl.num_programs(1) + head).to(tl.int64) * width
-    room_for_equal = wanted - greater
-    for start in tl.range(0, tokens, block, num_stages=3):
-        place = start + tl.arange(0, block)
-        keys, is_key = _keys(own_scores_ptr, place, tokens)
-        is_greater = is_key & (keys > least)
-        is_equal = is_key & (keys == least)
-        # Both are counted at once: the equal ones in the upper bits.
-        packed = is_greater.to(tl.int32) + (is_equal.to(tl.int32) << 16)
-        up_to = tl.cumsum(packed, axis=0)
-        equal_up_to = up_to >> 16
-        is_selected = is_greater | (is_equal & (equal_up_to <= room_for_equal))
-        rank = (up_to & 0xFFFF) + tl.minimum(equal_up_to, room_for_equal)
-        page = tl.load(own_table_ptr + (place >> page_bits), mask=is_selected, other=0)
-        slot = (page << page_bits) + (place & ((1 << page_bits) - 1))
-        tl.store(own_slots_ptr + rank - 1, slot, mask=is_selected)
-        in_block = tl.sum(packed, axis=0)
-        equal = tl.minimum(in_block >> 16, room_for_equal)
-        own_slots_ptr += (in_block & 0xFFFF) + equal
-        room_for_equal -= equal
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _keys(scores_ptr: tl.tensor, place: tl.tensor, count: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return integers that compare as the scores do, and whether there is a score."""
-    is_key = place < count
-    return ordered(tl.load(scores_ptr + place, mask=is_key, other=0.0)), is_key
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _stored_threshold(
-    scores_ptr: tl.tensor,
-    count: tl.tensor,
-    wanted: tl.tensor,
-    stride: tl.tensor,
-    listed: tl.constexpr,
-    block: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the key of the ``wanted``-th largest of more than ``listed`` scores, and how many are greater."""
-    list_ptr = scores_ptr + (stride - listed)
-    first, second = _sampled_bracket(scores_ptr, count, wanted, listed)
-    # Throughout: at least ``wanted`` keys reach ``low``, fewer than that reach ``high``.
-    low = tl.full((), LOWEST, tl.int64)
-    high = tl.full((), HIGHEST, tl.int64)
-    at_low = count
-    at_high = wanted * 0
-    is_listed = wanted < 0
-    while (is_listed == 0) & (high - low > 1):
-        at_first, at_second = _count(scores_ptr, list_ptr, count, first, second, listed, block)
-        is_above = at_second >= wanted
-        is_below = at_first < wanted
-        low = tl.where(is_above, second, tl.where(is_below, low, first))
-        at_low = tl.where(is_above, at_second, tl.where(is_below, at_low, at_first))
-        high = tl.where(is_above, high, tl.where(is_below, first, second))
-        at_high = tl.where(is_above, at_high, tl.where(is_below, at_first, at_second))
-        fits = at_low - at_high <= listed
-        is_listed = fits & (low == first) & (high == second)
-        third = tl.maximum((high - low) // 3, 1)
-        first = tl.where(fits, low, low + third)
-        second = tl.where(fits, high, low + 2 * third)
-    least = low.to(tl.int32)
-    greater = at_high
-    if is_listed:
-        keys, is_key = _keys(list_ptr, tl.arange(0, listed), at_low - at_high)
-        least = threshold(keys, is_key.to(tl.int32), wanted - at_high)
-        greater = at_high + tl.sum((is_key & (keys > least)).to(tl.int32), axis=0)
-    return least, greater
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _sampled_bracket(
-    scores_ptr: tl.tensor, count: tl.tensor, wanted: tl.tensor, listed: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return two keys, int64, that the threshold probably lies between, the lower one included."""
-    number = tl.arange(0, listed)
-    keys = ordered(tl.load(scores_ptr + number // _RUN * (count // (listed // _RUN)) + number % _RUN))
-    share = wanted.to(tl.float32) / count
-    expected = share * listed
-    # Six standard deviations, for scores near each other are alike; but not more than the list has room for.
-    margin = tl.minimum(6 * tl.sqrt(expected * (1 - share)) + 8, 0.35 * listed / count * listed)
-    fewer = tl.floor(expected - margin).to(tl.int32)
-    more = tl.minimum(tl.ceil(expected + margin).to(tl.int32), listed)
-    ones = tl.full([listed], 1, tl.int32)
-    lower = threshold(keys, ones, more).to(tl.int64)
-    upper = threshold(keys, ones, tl.maximum(fewer, 1)).to(tl.int64)
-    return lower, tl.maximum(tl.where(fewer > 0, upper, HIGHEST), lower + 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _count(
-    scores_ptr: tl.tensor,
-    list_ptr: tl.tensor,
-    count: tl.tensor,
-    lower: tl.tensor,
-    upper: tl.tensor,
-    listed: tl.constexpr,
-    block: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return how many keys reach ``lower`` and ``upper``, and list the scores between as far as there is room."""
-    lower_key = lower.to(tl.int32)
-    upper_key = upper.to(tl.int32)
-    above = tl.zeros([block], tl.int32)
-    between = count * 0
-    for start in tl.range(0, count, block, num_stages=3):
-        place = start + tl.arange(0, block)
-        inside = place < count
-        scores = tl.load(scores_ptr + place, mask=inside, other=0.0)
-        keys = ordered(scores)
-        above += (inside & (keys >= upper_key)).to(tl.int32)
-        is_between = inside & (keys >= lower_key) & (keys < upper_key)
-        rank = between + tl.cumsum(is_between.to(tl.int32), axis=0)
-        tl.store(list_ptr + rank - 1, scores, mask=is_between & (rank <= listed))
-        between += tl.sum(is_between.to(tl.int32), axis=0)
-    # Other threads read what this one listed.
-    tl.debug_barrier()
-    above_all = tl.sum(above, axis=0)
-    return above_all + between, above_all
+    if 1 << page_bits >= SEGMENT:
+        first_place = piece * block + tl.arange(0, block // SEGMENT) * SEGMENT
+        page = tl.load(own_table_ptr + (first_place >> page_bits), mask=first_place < tokens, other=0)[None, :]
+    else:
+        page = tl.load(own_table_ptr + (place >> page_bits), mask=selected > 0, other=0)
+    slot = (page << page_bits) + (place & ((1 << page_bits) - 1))
+    number = tl.load(sparse_ptr + tl.program_id(1) * SPARSE_COLUMNS + NUMBER)
+    own_slots_ptr = slots_ptr + (number * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * width + first - 1
+    tl.store(own_slots_ptr + counted_up_to(selected), slot, mask=selected > 0)
