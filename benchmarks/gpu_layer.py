@@ -177,7 +177,7 @@ def contestants_of(unions: Sequence[int], delta_layers: Sequence[int]) -> list[C
         *(delta if delta_layers else []),
         Contestant("quoka", {"budget": 1024}, {"budget": 1024}),
         *(
-            Contestant("tactic", {"p": 0.9}, {"union_percent": percent}, TERMINATIONS, percent / 100)
+            Contestant("tactic", {"p": 0.9, "full_layers": 0}, {"union_percent": percent}, TERMINATIONS, percent / 100)
             for percent in unions
         ),
     ]

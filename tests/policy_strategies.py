@@ -66,7 +66,10 @@ decode_policies = st.one_of(
     _voted("snapkv"),
     _voted("pyramidkv"),
     _delta(),
-    _fields({"p": _ratio, "max_tokens": _tokens | st.none()}, policy=st.just("tactic")),
+    _fields(
+        {"p": _ratio, "max_tokens": _tokens | st.none(), "full_layers": st.integers(0, MAX_LAYERS)},
+        policy=st.just("tactic"),
+    ),
     _budgeted("quoka", 16),
 )
 prefill_policies = st.just({"policy": "dense"}) | _quoka_prefill()

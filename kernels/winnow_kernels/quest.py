@@ -15,13 +15,12 @@ from torch import Tensor
 
 from winnow_kernels.attend import group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.dense import attend_all
 from winnow_kernels.early_termination import Termination
+from winnow_kernels.full_layers import FullLayersStep, check_full_layers
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.page_selection import pages_of, select_pages
-from winnow_kernels.row_groups import attend_rows, termination_of
+from winnow_kernels.row_groups import termination_of
 from winnow_kernels.selection import Selection
 
 
@@ -40,14 +39,11 @@ class QuestParameters:
     def __post_init__(self) -> None:
         if self.budget < 1:
             raise ValueError(f"budget: must be at least 1; it is {self.budget}")
-        if self.full_layers < 0:
-            raise ValueError(f"full_layers: must be at least 0; it is {self.full_layers}")
+        check_full_layers(self.full_layers)
 
 
-class QuestStep(DecodeStep):
+class QuestStep(FullLayersStep["QuestStep"]):
     """Attend to the newest page, then to the others in the order of their upper scores.
-
-    Early termination leaves the full layers alone.
 
     Attributes:
         index_built_tokens: for each request, the tokens of the pages whose bounds this step had to compute.
@@ -61,7 +57,7 @@ class QuestStep(DecodeStep):
         parameters: Sequence[QuestParameters],
         bounds: PageBounds,
     ) -> None:
-        super().__init__(context, scale, termination)
+        super().__init__(context, scale, termination, [p.full_layers for p in parameters])
         self._parameters = parameters
         self._bounds = bounds
         self._page_size = bounds.generations.page_size
@@ -77,7 +73,6 @@ class QuestStep(DecodeStep):
             self._page_size * bounds.ensure(pages[is_earlier])
             for pages, is_earlier in zip(self._pages, self._is_earlier, strict=True)
         ]
-        self._steps_of_rows: dict[tuple[int, ...], QuestStep] = {}
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
@@ -87,27 +82,11 @@ class QuestStep(DecodeStep):
         newest = self._newest_page[:, None, None].expand(-1, cache.kv_heads, 1)
         return select_pages(self.context, torch.cat((newest, others), dim=2), self._counts, self._page_size)
 
-    def attend(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Tensor:
-        full = [row for row, p in enumerate(self._parameters) if layer < p.full_layers]
-        sparse = [row for row, p in enumerate(self._parameters) if layer >= p.full_layers]
-        if not full:
-            return super().attend(layer, queries, cache, meter)
-        if not sparse:
-            return attend_all(queries, self.context, cache, self.scale, meter)
-        output = torch.empty_like(queries)
-        of_full, of_sparse = self._step_of(full), self._step_of(sparse)
-        attend_rows(full, lambda q, m: of_full.attend(layer, q, cache, m), queries, meter, output)
-        attend_rows(sparse, lambda q, m: of_sparse.attend(layer, q, cache, m), queries, meter, output)
-        return output
-
-    def _step_of(self, rows: list[int]) -> QuestStep:
-        key = tuple(rows)
-        if key not in self._steps_of_rows:
-            self._steps_of_rows[key] = QuestStep(
-                self.context.rows(rows),
-                self.scale,
-                termination_of(self.termination, rows),
-                [self._parameters[row] for row in rows],
-                self._bounds,
-            )
-        return self._steps_of_rows[key]
+    def step_of(self, rows: list[int]) -> QuestStep:
+        return QuestStep(
+            self.context.rows(rows),
+            self.scale,
+            termination_of(self.termination, rows),
+            [self._parameters[row] for row in rows],
+            self._bounds,
+        )

@@ -23,6 +23,11 @@ What the paper leaves open:
 - Order: the newest tile of 64 tokens; then clusters by the best place that a query head of the group that needs them
   gives them, then by their number; then the other tokens in no cluster, newest first. There may be thousands of those:
   were they read first, the output would settle on them, and early termination would stop before the best clusters.
+- A place, for the order, is not counted but estimated from the score, in quarters of an octave: as if, from the last
+  token taken upwards, weights fell as 1 / place, as the curve does where it is steep. So what is in one step differs by
+  a fifth in weight, and query heads that need few tokens, each of which weighs more, come first with theirs. No cluster
+  has to be compared with any other: a counting sort over ``PLACE_STEPS`` steps does.
+- A cap keeps the front of that order. Of a query head's own list it leaves what comes before the first token lost.
 """
 
 from __future__ import annotations
@@ -30,19 +35,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, e, log2
 
 import torch
 from torch import Tensor
 
 from winnow_kernels.attend import group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.distribution_fit import Curve, RankedMass
 from winnow_kernels.early_termination import TILE, Termination
+from winnow_kernels.full_layers import FullLayersStep, check_full_layers
 from winnow_kernels.gather import Meter, peek_keys
 from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
+from winnow_kernels.row_groups import termination_of
 from winnow_kernels.selection import Selection
 
 EXACT_SHARE = 0.02
@@ -54,8 +60,15 @@ LISTED_SHARE = 0.25
 """Share of the clusters that are ranked at first; all of them where a query head needs more."""
 WHOLE_SHARE = 0.75
 """A KV head that would attend to more than this share of the context attends to all of it."""
+OCTAVE_BITS = 2
+"""2 to the power of this is into how many steps places are divided from one to its double."""
+FIRST_OCTAVE = 2
+"""Places before 2 to the power of this are one step."""
+PLACE_STEPS = 64
+"""Steps of places: as many as lead to 2^18, a context of 256K; what is beyond is in the last."""
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+_FRACTION_BITS, _EXPONENT_OF_ONE = 23, 127
 
 
 @dataclass(frozen=True)
@@ -66,16 +79,20 @@ class TacticParameters:
         p: share of the attention mass that each query head's tokens are to hold; above 0, at most 1.
         max_tokens: cap on the union of each KV head, at least 1; None for none. What is within it but more than
             ``WHOLE_SHARE`` of the context becomes the whole context.
+        full_layers: how many of the first layers attend to everything, 0 or more. Heads there may look for single
+            tokens, which no centroid shows (docs/measurements.md).
     """
 
     p: float
     max_tokens: int | None = None
+    full_layers: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
             raise ValueError(f"p: must be above 0 and at most 1; it is {self.p}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens: must be at least 1; it is {self.max_tokens}")
+        check_full_layers(self.full_layers)
 
 
 @dataclass(frozen=True)
@@ -84,11 +101,13 @@ class Ranking:
 
     Attributes:
         clusters: int64 [requests, KV heads, group, listed]; their numbers.
+        scores: float32, same shape; in steps (``IGNORED_BITS``).
         sizes: int64, same shape.
         ends: int64, same shape; tokens in the list up to and with the cluster.
     """
 
     clusters: Tensor
+    scores: Tensor
     sizes: Tensor
     ends: Tensor
 
@@ -118,23 +137,30 @@ class _Needs:
 
     Attributes:
         clusters: int64 [requests, KV heads, most]; numbers of clusters.
-        starts: int64, same shape; the best place of the cluster's first token in a list of the group.
+        sizes: int64, same shape; tokens needed of the cluster.
         ends: int64, same shape; tokens needed up to and with the cluster.
     """
 
     clusters: Tensor
-    starts: Tensor
+    sizes: Tensor
     ends: Tensor
 
+    def kept(self, room: Tensor, clusters: int) -> Tensor:
+        """Return how many tokens of each of all ``clusters``, by number, are within the first ``room`` tokens.
 
-class TacticStep(DecodeStep):
-    """Attend to what is in no cluster, then to each query head's share of the clustered tokens.
+        Args:
+            room: int64 [requests, KV heads].
+            clusters: how many there are.
 
-    Attributes:
-        estimated_share: float64 [requests]; the share of attention mass that the fit believes to be attended, a mean
-            over query heads, summed over the layers so far; 1 where everything is.
-        capped: bool [requests]; where ``max_tokens`` has cut a selection in some layer so far.
-    """
+        Returns:
+            int64 [requests, KV heads, clusters].
+        """
+        kept = (room[..., None] - (self.ends - self.sizes)).clamp_min(0).minimum(self.sizes)
+        return kept.new_zeros(*room.shape, clusters).scatter_(2, self.clusters, kept)
+
+
+class TacticStep(FullLayersStep["TacticStep"]):
+    """Attend to what is in no cluster, then to each query head's share of the clustered tokens."""
 
     def __init__(
         self,
@@ -159,7 +185,7 @@ class TacticStep(DecodeStep):
         Raises:
             ValueError: not one set of parameters for each request, or a newest token said to be clustered.
         """
-        super().__init__(context, scale, termination)
+        super().__init__(context, scale, termination, [p.full_layers for p in parameters])
         if len(parameters) != context.requests:
             raise ValueError(f"parameters: {context.requests} requests, but {len(parameters)} sets of parameters")
         if bool((clustered >= context.lengths).any()):
@@ -167,9 +193,10 @@ class TacticStep(DecodeStep):
                 f"clustered: must be less than the lengths, {context.lengths.tolist()}; it is {clustered.tolist()}"
             )
         self.index = index
+        self._parameters, self._clustered = parameters, clustered
         device = context.device
-        self.estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=device)
-        self.capped = torch.zeros(context.requests, dtype=torch.bool, device=device)
+        self._estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=device)
+        self._capped = torch.zeros(context.requests, dtype=torch.bool, device=device)
         self._share = torch.tensor([p.p for p in parameters], dtype=torch.float64, device=device).view(-1, 1, 1)
         caps = [p.max_tokens for p in parameters]
         longest = context.longest
@@ -186,6 +213,40 @@ class TacticStep(DecodeStep):
                 self._cap.masked_fill_(whole, longest)
         self._keep_unclustered()
         self._plan_lists()
+
+    @property
+    def estimated_share(self) -> Tensor:
+        """The share of attention mass that the fit believes to be attended: float64 [requests].
+
+        A mean over query heads, summed over the layers so far; 1 where everything is attended to.
+        """
+        share = self._estimated_share.clone()
+        for rows, step in self.steps_of_rows.items():
+            share[list(rows)] += step.estimated_share
+        return share
+
+    @property
+    def capped(self) -> Tensor:
+        """Where ``max_tokens`` has cut a selection in some layer so far: bool [requests]."""
+        capped = self._capped.clone()
+        for rows, step in self.steps_of_rows.items():
+            capped[list(rows)] |= step.capped
+        return capped
+
+    def attend(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Tensor:
+        is_full = torch.tensor([layer < count for count in self.full_layers], device=queries.device)
+        self._estimated_share += is_full.double()
+        return super().attend(layer, queries, cache, meter)
+
+    def step_of(self, rows: list[int]) -> TacticStep:
+        return TacticStep(
+            self.context.rows(rows),
+            self.scale,
+            termination_of(self.termination, rows),
+            self.index,
+            [self._parameters[row] for row in rows],
+            self._clustered[rows],
+        )
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
@@ -220,12 +281,13 @@ class TacticStep(DecodeStep):
         sizes = clusters.sizes.transpose(0, 1).long()
         if self._unused is not None:
             sizes = sizes.masked_fill(self._unused[:, None], 0)
-        cluster_keys = _cluster_keys(grouped, clusters)
-        ranking = self._rank(cluster_keys, sizes, self._listed)
+        scores = _cluster_scores(grouped, clusters)
+        cluster_keys = _cluster_keys(scores)
+        ranking = self._rank(cluster_keys, scores, sizes, self._listed)
         mass = self._weigh(layer, grouped, cache, meter, cluster_keys, sizes, ranking, kept_scores)
         tokens = mass.tokens_for(self._share)
         if bool((tokens > ranking.ends[..., -1]).any()):
-            ranking = self._rank(cluster_keys, sizes, sizes.shape[-1])
+            ranking = self._rank(cluster_keys, scores, sizes, sizes.shape[-1])
         return Estimate(ranking, mass, tokens)
 
     def _keep_unclustered(self) -> None:
@@ -265,12 +327,12 @@ class TacticStep(DecodeStep):
         self._unused = unused if ragged else None
         self._in_front = unused & (places < (counts + self._far_end - far_end)[:, None])
 
-    def _rank(self, cluster_keys: Tensor, sizes: Tensor, listed: int) -> Ranking:
+    def _rank(self, cluster_keys: Tensor, scores: Tensor, sizes: Tensor, listed: int) -> Ranking:
         if self._unused is not None:
             cluster_keys = cluster_keys.masked_fill(self._unused[:, None, None], _LOWEST)
         order = cluster_keys.topk(listed, dim=-1, sorted=True).indices
         of_listed = _of_group(sizes, order)
-        return Ranking(order, of_listed, of_listed.cumsum(-1))
+        return Ranking(order, scores.gather(-1, order), of_listed, of_listed.cumsum(-1))
 
     def _weigh(
         self,
@@ -364,37 +426,33 @@ class TacticStep(DecodeStep):
 
     def _select_kept(self, kept: Selection, kept_scores: Tensor) -> Selection:
         counts = kept.counts if self._cap is None else self._capped_kept(kept)
-        self.estimated_share += _share_of_first(kept_scores, counts).mean((1, 2))
+        self._estimated_share += _share_of_first(kept_scores, counts).mean((1, 2))
         return Selection(kept.slots, counts)
 
     def _capped_kept(self, kept: Selection) -> Tensor:
         assert self._cap is not None
-        self.capped |= (kept.counts > self._cap).any(1)
+        self._capped |= (kept.counts > self._cap).any(1)
         return torch.minimum(kept.counts, self._cap)
 
     def _select(self, layer: int, kept: Selection, estimate: Estimate, kept_scores: Tensor, meter: Meter) -> Selection:
         mass, tokens = estimate.mass, estimate.tokens
-        needs = _union(estimate.ranking, tokens.long(), self.spans.most * self.index.clusters)
+        clusters = self.spans.most * self.index.clusters
+        needs = _union(estimate.ranking, tokens.long(), clusters, self.scale)
         taken = needs.ends[..., -1]
         kept_counts = kept.counts
         outside = mass.outside
         if self._cap is not None:
             wanted = kept_counts + taken
-            self.capped |= ((wanted > self._cap) & ~self._exceeds(wanted.minimum(self._cap))).any(1)
+            self._capped |= ((wanted > self._cap) & ~self._exceeds(wanted.minimum(self._cap))).any(1)
             kept_counts = torch.minimum(kept_counts, self._cap)
             room = self._cap - kept_counts
-            # No query head's list is cut before the best place of the first cluster that is not taken whole.
-            cut = (needs.ends <= room[..., None]).sum(-1, keepdim=True)
-            at_cut = needs.starts.gather(-1, cut.clamp_max(needs.starts.shape[-1] - 1))
-            within = room - torch.where(cut > 0, needs.ends.gather(-1, (cut - 1).clamp_min(0)), 0)[..., 0]
-            first_lost = torch.where(taken > room, at_cut[..., 0] + within, taken + 1)
-            tokens = torch.minimum(tokens, first_lost[..., None].double())
+            tokens = _before_first_lost(estimate.ranking, tokens.long(), needs.kept(room, clusters)).double()
             taken = torch.minimum(taken, room)
             outside = mass.outside * _share_of_first(kept_scores, kept_counts)
         whole = self._exceeds(kept_counts + taken)
         taken = taken.masked_fill(whole, 0)
         share = (outside + mass.held_by(tokens)) / mass.total
-        self.estimated_share += share.masked_fill_(whole[..., None], 1.0).mean((1, 2))
+        self._estimated_share += share.masked_fill_(whole[..., None], 1.0).mean((1, 2))
 
         places = torch.arange(int(taken.max()), device=taken.device).expand(*taken.shape, -1).contiguous()
         at = torch.searchsorted(needs.ends, places, right=True).clamp_max_(needs.ends.shape[-1] - 1)
@@ -414,15 +472,20 @@ class TacticStep(DecodeStep):
         )
 
 
-def _cluster_keys(grouped: Tensor, clusters: Clusters) -> Tensor:
+def _cluster_scores(grouped: Tensor, clusters: Clusters) -> Tensor:
+    """Return query · centroid in steps (``IGNORED_BITS``), float32 [requests, KV heads, group, clusters]."""
+    scores = (grouped.transpose(0, 1) @ clusters.centroids.to(grouped.dtype).mT).transpose(0, 1).float()
+    # Adding zero makes -0 a 0.
+    return (scores.view(torch.int32) >> IGNORED_BITS << IGNORED_BITS).view(torch.float32) + 0.0
+
+
+def _cluster_keys(scores: Tensor) -> Tensor:
     """Return what orders the clusters, the largest first and no two alike, int64 [requests, KV heads, group, clusters].
 
-    It is the score in steps (``IGNORED_BITS``), and among equal ones the number, the first the largest.
+    It is the score in steps, and among equal ones the number, the first the largest.
     """
-    scores = (grouped.transpose(0, 1) @ clusters.centroids.to(grouped.dtype).mT).transpose(0, 1).float()
-    steps = scores.view(torch.int32) >> IGNORED_BITS << IGNORED_BITS
-    # Adding zero makes -0 a 0; the bits of negative floats compare the other way round.
-    bits = (steps.view(torch.float32) + 0.0).view(torch.int32)
+    # The bits of negative floats compare the other way round.
+    bits = scores.view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)
     count = scores.shape[-1]
     return (ordered.long() + 1) * count - torch.arange(count, device=scores.device)
@@ -439,21 +502,49 @@ def _of_group(of_clusters: Tensor, clusters: Tensor) -> Tensor:
     return of_clusters.gather(-1, clusters.flatten(2)).view_as(clusters)
 
 
-def _union(ranking: Ranking, tokens: Tensor, clusters: int) -> _Needs:
+def _union(ranking: Ranking, tokens: Tensor, clusters: int, scale: float) -> _Needs:
     """Return what any query head of a group needs that takes ``tokens``, int64 [..., group], of its list."""
     needed = (tokens[..., None] - ranking.starts).clamp_min(0).minimum(ranking.sizes)
     last = int((ranking.starts < tokens[..., None]).sum(-1).max())
     numbers = ranking.clusters[..., :last].flatten(2)
     needed = needed[..., :last].flatten(2)
-    starts = ranking.starts[..., :last].flatten(2)
+    steps = _place_steps(ranking, tokens, scale)[..., :last].flatten(2)
     shape = (*tokens.shape[:2], clusters)
-    never = ranking.ends.new_tensor(torch.iinfo(torch.int64).max // (2 * clusters))
-    best = never.expand(shape).clone().scatter_reduce_(2, numbers, torch.where(needed > 0, starts, never), "amin")
+    best = steps.new_full(shape, PLACE_STEPS)
+    best.scatter_reduce_(2, numbers, steps.where(needed > 0, PLACE_STEPS), "amin")
     most = ranking.ends.new_zeros(shape).scatter_reduce_(2, numbers, needed, "amax")
     width = max(1, int((most > 0).sum(-1).max()))
     key = best * clusters + torch.arange(clusters, device=best.device)
     order = key.topk(width, dim=-1, largest=False, sorted=True).indices
-    return _Needs(order, best.gather(-1, order), most.gather(-1, order).cumsum(-1))
+    sizes = most.gather(-1, order)
+    return _Needs(order, sizes, sizes.cumsum(-1))
+
+
+def _place_steps(ranking: Ranking, tokens: Tensor, scale: float) -> Tensor:
+    """Return in which step a query head's place of each cluster is: int64 [..., group, listed], below ``PLACE_STEPS``.
+
+    Of clusters of which something is taken; for others it means nothing. All of it is the same in float32 everywhere:
+    a difference, a product and whole numbers.
+    """
+    last = ((ranking.starts < tokens[..., None]).sum(-1, keepdim=True) - 1).clamp_min(0)
+    above = (ranking.scores - ranking.scores.gather(-1, last)).clamp_min(0)
+    steps_of_score = torch.tensor(scale * log2(e), dtype=torch.float32, device=above.device) * 2**OCTAVE_BITS
+    higher = (above * steps_of_score).clamp_max(2 * PLACE_STEPS).long()
+    # A float's leading bits are its logarithm: a straight line between powers of two.
+    of_last = tokens.float().view(torch.int32).long() >> (_FRACTION_BITS - OCTAVE_BITS)
+    first = (_EXPONENT_OF_ONE + FIRST_OCTAVE) << OCTAVE_BITS
+    return (of_last[..., None] - first - higher).clamp(0, PLACE_STEPS - 1)
+
+
+def _before_first_lost(ranking: Ranking, tokens: Tensor, kept: Tensor) -> Tensor:
+    """Return how many of its first ``tokens``, int64 [..., group], a query head has before the first that is lost.
+
+    ``kept`` is how many members of each cluster there are, int64 [requests, KV heads, clusters].
+    """
+    needed = (tokens[..., None] - ranking.starts).clamp_min(0).minimum(ranking.sizes)
+    kept = _of_group(kept, ranking.clusters)
+    before = torch.where(kept < needed, ranking.starts + kept, tokens[..., None])
+    return before.amin(-1)
 
 
 def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Selection:

@@ -176,7 +176,7 @@ def _tactic(rows: Rows, indexes: Indexes) -> DecodeStep:
         for state, length in zip(rows.states, rows.lengths, strict=True)
     ]
     rows.count_built([clusters.ensure(rows.context, row, end) for row, end in enumerate(ends)])
-    parameters = [TacticParameters(p.p, p.max_tokens) for p in rows.policies(Tactic)]
+    parameters = [TacticParameters(p.p, p.max_tokens, p.full_layers) for p in rows.policies(Tactic)]
     clustered = torch.tensor(ends, device=rows.context.device)
     return TacticStep(rows.context, rows.scale, rows.termination, clusters, parameters, clustered)
 

@@ -219,11 +219,13 @@ class Tactic(_Contract):
     Attributes:
         p: share of the attention mass.
         max_tokens: most tokens for each KV head, after the union over its query heads; None for no cap.
+        full_layers: first layers, which are dense.
     """
 
     policy: Literal["tactic"] = "tactic"
     p: Ratio = 0.9
     max_tokens: Tokens | None = None
+    full_layers: LayerCount = 2
 
 
 class QuokaDecode(_Budgeted):

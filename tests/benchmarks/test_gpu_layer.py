@@ -97,7 +97,7 @@ def test_the_share_that_is_read_is_searched_for() -> None:
             return {Count.ATTENDED: 0.3 * self.p**4, Count.CONTEXT: 1.0}
 
     requests: Any = Requests()
-    found = serve_union(requests, Contestant("tactic", {"p": 0.9}, union=0.03), "none")
+    found = serve_union(requests, Contestant("tactic", {"p": 0.9, "full_layers": 0}, union=0.03), "none")
     assert found["read_percent"] == pytest.approx(3, rel=0.02)
     assert found["p"] == pytest.approx(0.1**0.25, rel=0.02)
 

@@ -38,7 +38,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 48, "observation_window": 16},
     "pyramidkv": {"budget": 48, "observation_window": 16},
     "delta": {"budget": 32, "recency": 16, "full_layers": 0, "delta_layers": [0]},
-    "tactic": {"p": 0.5},
+    "tactic": {"p": 0.5, "full_layers": 0},
     "quoka": {"budget": 32},
 }
 COVERING: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ COVERING: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 4096, "observation_window": 16},
     "pyramidkv": {"budget": 4096, "observation_window": 16},
     "delta": {"budget": 4096, "full_layers": 0, "delta_layers": [0]},
-    "tactic": {"p": 1.0},
+    "tactic": {"p": 1.0, "full_layers": 0},
     "quoka": {"budget": 4096},
 }
 

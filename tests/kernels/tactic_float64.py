@@ -48,6 +48,14 @@ def in_steps(score: float) -> float:
     return math.ldexp(math.trunc(fraction * 2**10) / 2**10, exponent)
 
 
+def place_step(score: float, last_score: float, count: int, scale: float) -> int:
+    """Where a query head that takes ``count`` tokens, the last with ``last_score``, has a cluster: in 0 … 63."""
+    octaves = math.floor(4 * (score - last_score) * scale * math.log2(math.e))
+    fraction, exponent = math.frexp(count)
+    of_count = 4 * (exponent - 1) + math.floor(4 * (2 * fraction - 1))
+    return min(max(of_count - 8 - octaves, 0), 63)
+
+
 def select(
     queries: Array,
     keys: Array,
@@ -66,7 +74,8 @@ def select(
     needed: dict[int, int] = {}
     per_head = []
     for query in queries:
-        order = sorted(range(len(clusters)), key=lambda c: (-in_steps(float(query @ clusters[c][0])), c))
+        cluster_scores = [in_steps(float(query @ centroid)) for centroid, _ in clusters]
+        order = sorted(range(len(clusters)), key=lambda c: (-cluster_scores[c], c))
         scores = keys @ query * scale
         reference = scores.max()
         weights = np.exp(scores - reference)
@@ -89,27 +98,27 @@ def select(
         count = smallest_count(fitted, outside, p)
         per_head.append((count, fitted, outside, [float(weights[i]) for i in kept], unwrapped))
         start = 0
+        taken_of: dict[int, int] = {}
         for c in order:
-            members = clusters[c][1]
-            taken = min(len(members), count - start)
+            taken = min(len(clusters[c][1]), count - start)
             if taken > 0:
-                best[c] = min(best.get(c, start), start)
-                needed[c] = max(needed.get(c, 0), taken)
-            start += len(members)
-    union = [
-        (position, best[c] + rank)
-        for c in sorted(needed, key=lambda c: (best[c], c))
-        for rank, position in enumerate(clusters[c][1][: needed[c]])
-    ]
-    positions = kept + [position for position, _ in union]
+                taken_of[c] = taken
+            start += len(clusters[c][1])
+        for c, taken in taken_of.items():
+            step = place_step(cluster_scores[c], cluster_scores[list(taken_of)[-1]], count, scale)
+            best[c] = min(best.get(c, step), step)
+            needed[c] = max(needed.get(c, 0), taken)
+    order_of_all = sorted(needed, key=lambda c: (best[c], c))
+    positions = kept + [position for c in order_of_all for position in clusters[c][1][: needed[c]]]
     capped = max_tokens is not None and len(positions) > max_tokens
     limit = max_tokens if max_tokens is not None else len(positions)
-    lost = 0 if limit <= len(kept) else union[limit - len(kept)][1] if capped else total
+    attended = set(positions[:limit])
     if min(limit, len(positions)) > 0.75 * length:
         return Expected(newest_first, [count for count, *_ in per_head], 1.0, False)
     shares = []
-    for count, fitted, outside, kept_weights, _ in per_head:
-        held = sum(kept_weights[:limit]) + fitted[: min(count, lost)].sum()
+    for count, fitted, outside, kept_weights, unwrapped in per_head:
+        before_lost = next((place for place in range(count) if unwrapped[place] not in attended), count)
+        held = sum(kept_weights[:limit]) + fitted[:before_lost].sum()
         shares.append(held / (outside + fitted.sum()))
     front = min(64, limit, len(kept))
     ordered = positions[:front] + positions[len(kept) : limit] + positions[front : min(len(kept), limit)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.kernels import tactic_float64
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.selected_tokens import dense_output
 from tests.kernels.test_clusters import members_of
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.early_termination import EarlyTermination, Termination
@@ -239,6 +240,35 @@ def test_counts_what_it_reads() -> None:
     assert meter.attended.tolist() == [int(selection.counts[0].sum()), 120]
 
 
+def test_a_cap_keeps_the_front_of_the_order() -> None:
+    a_case = case([1500], [1408], kv_heads=1)
+    queries = a_case.queries(2, sharpness=4.0)
+    uncut, cut = (
+        slots_of(a_case.step([TacticParameters(0.8, cap)]).select(0, queries, a_case.cache, Meter(1, CPU)), 0, 0)
+        for cap in (None, 300)
+    )
+    kept = 1500 - 1408
+    assert 400 < len(uncut) < 0.75 * 1500
+    assert len(cut) == 300
+    # The newest tile, clusters, the other tokens in no cluster.
+    assert cut[: 300 - (kept - 64)] == uncut[: 300 - (kept - 64)]
+    assert cut[-(kept - 64) :] == uncut[-(kept - 64) :]
+
+
+def test_query_heads_that_need_few_tokens_come_first_with_theirs() -> None:
+    a_case = case([1500], [1408], kv_heads=1)
+    queries = a_case.queries(2) * torch.tensor([1.0, 12.0])[:, None]
+    step = a_case.step([TacticParameters(0.7)])
+    estimate = step.estimate(0, queries, a_case.cache, Meter(1, CPU))
+    many, few = estimate.tokens[0, 0].tolist()
+    assert many > 4 * few
+    selection = step.select(0, queries, a_case.cache, Meter(1, CPU))
+    clusters = slots_of(selection, 0, 0)[64:]
+    members = members_of(a_case.index, 0, step.spans, 0, 0)
+    first = [position for number in estimate.ranking.clusters[0, 0, 1].tolist() for position in members[number]]
+    assert set(a_case.context.slots[0, first[: int(few)]].tolist()) <= set(clusters[: int(1.5 * few)])
+
+
 def test_early_termination_reads_less() -> None:
     a_case = case([3000], [2944])
     a_case.cache.values.fill_(1.0)
@@ -250,10 +280,55 @@ def test_early_termination_reads_less() -> None:
     assert int(meter.skipped_tiles) > 0
 
 
+def test_full_layers_are_dense_for_the_rows_that_ask_for_it_and_alike_whatever_their_neighbours() -> None:
+    lengths, clustered = [1500, 900, 1100], [1408, 640, 1024]
+    base = case(lengths, clustered)
+    index = ClusterIndex([base.cache] * 3, PageGenerations(SLOTS, 16, CPU), SPAN)
+    for row, tokens in enumerate(clustered):
+        index.ensure(base.context, row, tokens)
+    a_case = replace(base, index=index)
+    parameters = [
+        TacticParameters(0.5),
+        TacticParameters(0.4, 100, full_layers=2),
+        TacticParameters(0.6, full_layers=1),
+    ]
+    thresholds = [EarlyTermination(1.0, 2.0, 1), None, EarlyTermination(1.0, 2.0, 1)]
+    queries = a_case.queries(2, sharpness=4.0)
+    together = a_case.step(parameters, Termination.of(thresholds, CPU))
+    alone = [
+        replace(a_case, context=a_case.context.rows([row]), clustered=a_case.clustered[[row]]).step(
+            parameters[row : row + 1], Termination.of(thresholds[row : row + 1], CPU)
+        )
+        for row in range(3)
+    ]
+    believed = [0.0, 0.0, 0.0]
+    for layer in range(3):
+        meter = Meter(3, CPU)
+        output = together.attend(layer, queries, a_case.cache, meter)
+        dense = dense_output(queries, a_case.context, a_case.cache, SCALE)
+        for row, step in enumerate(alone):
+            own_meter = Meter(1, CPU)
+            own = step.attend(layer, queries[row : row + 1], a_case.cache, own_meter)
+            torch.testing.assert_close(output[row], own[0], atol=1e-5, rtol=1e-5)
+            for name, counts in vars(meter).items():
+                assert counts[row] == getattr(own_meter, name)[0], name
+            is_dense = layer < parameters[row].full_layers
+            assert torch.allclose(output[row].double(), dense[row], atol=1e-5) == is_dense
+            assert (meter.attended[row] == 2 * lengths[row]) == is_dense
+            gained = float(step.estimated_share[0]) - believed[row]
+            assert (gained == 1) == is_dense
+            believed[row] += gained
+            torch.testing.assert_close(together.estimated_share[row], step.estimated_share[0])
+            assert together.capped[row] == step.capped[0]
+    assert together.capped.tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize(("p", "cap", "field"), [(0.0, None, "p"), (1.1, None, "p"), (0.5, 0, "max_tokens")])
 def test_bounds(p: float, cap: int | None, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         TacticParameters(p, cap)
+    with pytest.raises(ValueError, match="full_layers"):
+        TacticParameters(0.5, full_layers=-1)
 
 
 def test_parameters_for_each_request() -> None:

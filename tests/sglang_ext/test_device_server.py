@@ -30,8 +30,11 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "snapkv": {"decode": {"policy": "snapkv", "budget": 96, "observation_window": 16}},
     "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 128, "observation_window": 32}},
     "delta": {"decode": {"policy": "delta", "budget": 128, "recency": 32, "full_layers": 1, "delta_layers": [1]}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.7}},
-    "tactic, terminated": {"decode": {"policy": "tactic", "p": 0.9}, "early_termination": TERMINATION},
+    "tactic": {"decode": {"policy": "tactic", "p": 0.7, "full_layers": 0}},
+    "tactic, terminated": {
+        "decode": {"policy": "tactic", "p": 0.9, "full_layers": 1},
+        "early_termination": TERMINATION,
+    },
     "quoka": {"decode": {"policy": "quoka", "budget": 96}},
     "quoka prefill": {"prefill": {"policy": "quoka", "budget": 128, "block": 64}},
 }

@@ -61,6 +61,7 @@ def _acting_decode(draw: st.DrawFn) -> Json:
             fields |= {"full_layers": full_layers, "delta_layers": sorted(layers)}
         case "tactic":
             fields = {"p": draw(_ratio), "max_tokens": draw(_tokens | st.none())}
+            fields["full_layers"] = draw(st.integers(0, SHAPE.layers))
         case "quoka":
             fields = draw(budget)
     return {"policy": name} | fields

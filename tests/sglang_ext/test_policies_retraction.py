@@ -30,13 +30,16 @@ POLICIES: dict[str, dict[str, Any]] = {
     "snapkv": {"decode": {"policy": "snapkv", "budget": 48, "observation_window": 16}},
     "pyramidkv": {"decode": {"policy": "pyramidkv", "budget_ratio": 0.5, "observation_window": 16}},
     "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 16, "delta_layers": [2, 4]}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.7, "max_tokens": 64}},
+    "tactic": {"decode": {"policy": "tactic", "p": 0.7, "max_tokens": 64, "full_layers": 0}},
     "quoka": {"decode": {"policy": "quoka", "budget": 48}},
     "quoka prefill": {
         "decode": {"policy": "snapkv", "budget": 48, "observation_window": 16},
         "prefill": {"policy": "quoka", "budget": 32, "block": 64},
     },
-    "tactic, terminated": {"decode": {"policy": "tactic", "p": 0.9}, "early_termination": TERMINATION},
+    "tactic, terminated": {
+        "decode": {"policy": "tactic", "p": 0.9, "full_layers": 1},
+        "early_termination": TERMINATION,
+    },
 }
 
 

@@ -32,9 +32,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "snapkv by ratio": {"decode": {"policy": "snapkv", "budget_ratio": 0.2, "observation_window": 40}},
     "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 128, "observation_window": 32}},
     "delta": {"decode": {"policy": "delta", "budget": 128, "recency": 32, "delta_layers": [2, 4]}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.7}},
-    "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 128}},
-    "tactic, terminated": {"decode": {"policy": "tactic", "p": 0.9}, "early_termination": TERMINATION},
+    "tactic": {"decode": {"policy": "tactic", "p": 0.7, "full_layers": 0}},
+    "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 128, "full_layers": 0}},
+    "tactic, terminated": {
+        "decode": {"policy": "tactic", "p": 0.9, "full_layers": 1},
+        "early_termination": TERMINATION,
+    },
     "quoka": {"decode": {"policy": "quoka", "budget": 96}},
     "quoka prefill": {"prefill": {"policy": "quoka", "budget": 128, "block": 64}},
     "quoka prefill, wide": {

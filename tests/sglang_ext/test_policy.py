@@ -78,7 +78,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 1024, "observation_window": 32, "kernel_size": 5},
     "pyramidkv": {"budget": 1024, "observation_window": 128, "kernel_size": 5},
     "delta": {"budget": 1024, "recency": 128, "full_layers": 2},
-    "tactic": {"p": 0.9},
+    "tactic": {"p": 0.9, "full_layers": 2},
     "quoka": {"budget": 1024},
 }
 
@@ -153,10 +153,11 @@ def test_fingerprints_and_namespaces_tell_policies_apart(one: dict[str, Any], ot
 def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
     policy = parse_policy({**decode(policy="tactic"), **prefill(), "early_termination": {"scale": 1}})
     assert policy.canonical() == (
-        '{"decode":{"p":0.9,"policy":"tactic"},"early_termination":{"direction":0.01,"patience":4,"scale":1.0},'
+        '{"decode":{"full_layers":2,"p":0.9,"policy":"tactic"},'
+        '"early_termination":{"direction":0.01,"patience":4,"scale":1.0},'
         '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":16}}'
     )
-    assert policy.fingerprint() == "6cbbe38d44c40082"
+    assert policy.fingerprint() == "e46c1eac605a6e99"
     assert policy.prefill_namespace() == "winnow-feca8e181120ccbd"
     assert AttentionPolicy().prefill_namespace() is None
 

@@ -48,13 +48,14 @@ class Parameter(IntEnum):
     DELTA_PAGES = 7
     DELTA_RECENT = 8
     TACTIC_CAP = 9
-    QUOKA_BUDGET = 10
-    SPARSE_FROM = 11  # tokens; up to and with so many the request runs dense
-    QUOKA_RATIO = 12  # bits of a float64; of the tokens before the newest, where there is no budget
-    TACTIC_P = 13  # bits of a float64
-    SCALE = 14  # of early termination; bits of a float32, as the next two
-    DIRECTION = 15
-    PATIENCE = 16
+    TACTIC_FULL_LAYERS = 10
+    QUOKA_BUDGET = 11
+    SPARSE_FROM = 12  # tokens; up to and with so many the request runs dense
+    QUOKA_RATIO = 13  # bits of a float64; of the tokens before the newest, where there is no budget
+    TACTIC_P = 14  # bits of a float64
+    SCALE = 15  # of early termination; bits of a float32, as the next two
+    DIRECTION = 16
+    PATIENCE = 17
 
 
 OF_ROWS: Final = int(Parameter.SPARSE_FROM)
@@ -67,6 +68,7 @@ _FAMILIES: Final = {
     Parameter.DELTA_PAGES: Family.DELTA,
     Parameter.DELTA_RECENT: Family.DELTA,
     Parameter.TACTIC_CAP: Family.TACTIC,
+    Parameter.TACTIC_FULL_LAYERS: Family.TACTIC,
     Parameter.QUOKA_BUDGET: Family.QUOKA,
 }
 

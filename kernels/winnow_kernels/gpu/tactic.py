@@ -15,8 +15,9 @@ counts: a sampled key for each query head. Beside that each query head writes an
 through a row's spans once, in step 1. All but 2 and 4 deal a row's clusters out to many programs, so that a single
 request keeps the GPU busy; what they take is their chain of dependent loads.
 
-Where the order of reading matters, two launches more (``in_order``: early termination, or a cap that cuts), and where
-there may be a cap a third, for what is left of the share. Rows that do not need them leave them at once.
+Where the order of reading matters (``in_order``: early termination, or a cap that cuts), two launches more after the
+union for a counting sort (``winnow_kernels.gpu.tactic_order``), and where there may be a cap a third, for what is left
+of the share (``winnow_kernels.gpu.tactic_order_capped``). Rows that do not need them leave them at once.
 
 The set of tokens is the reference's, up to rounding (``winnow_kernels.gpu.tactic_fit``). Without ``in_order`` clusters
 come by number.
@@ -34,15 +35,16 @@ import triton
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu import tactic_fit, tactic_order, tactic_ranks, tactic_samples, tactic_scores, tactic_slots
+from winnow_kernels.gpu import tactic_fit, tactic_order, tactic_scores, tactic_slots, tactic_union
 from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.tactic_fit import fit_kernel
-from winnow_kernels.gpu.tactic_order import best_kernel, capped_share_kernel, place_kernel
-from winnow_kernels.gpu.tactic_ranks import rank_kernel
+from winnow_kernels.gpu.tactic_order import place_kernel, step_kernel
+from winnow_kernels.gpu.tactic_order_capped import capped_share_kernel
+from winnow_kernels.gpu.tactic_ranks import rank_kernel, rank_warps
 from winnow_kernels.gpu.tactic_samples import sample_kernel
 from winnow_kernels.gpu.tactic_scores import score_kernel
 from winnow_kernels.gpu.tactic_slots import slot_kernel
-from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace
+from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace, sample_splits
 from winnow_kernels.gpu.tactic_union import union_kernel
 from winnow_kernels.indexes.cluster_tables import LayerClusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
@@ -105,14 +107,6 @@ class TacticStatistics:
 def selection_width(longest: int) -> int:
     """Return how wide a selection must be for contexts of ``longest`` tokens."""
     return int(WHOLE_SHARE * longest)
-
-
-def warps_of(block: int, clusters_of_thread: int) -> int:
-    """Return the warps of a program that holds ``block`` clusters, so many in a thread if it can.
-
-    Of ``MOST_CLUSTERS``, twice what 128K of context need, some spill nevertheless.
-    """
-    return min(32, max(4, block // (32 * clusters_of_thread)))
 
 
 def select(
@@ -214,7 +208,7 @@ def select(
         workspace.ranks,
         workspace.known,
         workspace.windows,
-        workspace.histogram,
+        workspace.searches,
         member_bytes,
         block,
         known_block,
@@ -223,10 +217,10 @@ def select(
         span=span,
         of_span=of_span,
         block=block,
-        num_warps=warps_of(block, tactic_ranks.CLUSTERS_OF_THREAD),
+        num_warps=rank_warps(block),
     )
-    splits = block // tactic_samples.SLICE
-    sample_kernel[(splits + 2 * group, kv_heads, batch.rows)](
+    splits = sample_splits(block)
+    sample_kernel[(splits + group, kv_heads, batch.rows)](
         queries,
         keys,
         *by_number,
@@ -239,12 +233,15 @@ def select(
         workspace.masses,
         workspace.window_masses,
         *lists,
+        workspace.sampled_slots,
+        workspace.sampled_scores,
         scale_log2,
         *key_strides,
         batch.page_table.stride(0),
         capacity,
         clusters=block,
         **heads,
+        group_block=group_block,
         **dims,
         **layout,
         splits=splits,
@@ -266,7 +263,7 @@ def select(
         workspace.ranks,
         workspace.cuts,
         workspace.fits,
-        workspace.histogram,
+        workspace.searches,
         workspace.shares,
         scale_log2,
         *key_strides,
@@ -276,9 +273,10 @@ def select(
         **layout,
         block=block,
         known_block=known_block,
-        num_warps=warps_of(block, tactic_fit.CLUSTERS_OF_THREAD),
+        num_warps=tactic_fit.WARPS,
     )
-    union_kernel[(slices, kv_heads, batch.rows)](
+    union_slices = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
+    union_kernel[(slices // union_slices, kv_heads, batch.rows)](
         *by_number,
         *without_entries,
         workspace.scores,
@@ -291,34 +289,34 @@ def select(
         group_block=group_block,
         span=span,
         of_span=of_span,
+        of_program=union_slices,
         num_warps=4,
     )
     if in_order:
         order_grid = (tactic_order.SPLITS, kv_heads, batch.rows)
-        best_kernel[order_grid](
+        step_kernel[order_grid](
             *of_order,
             workspace.scores,
             workspace.cuts,
             workspace.totals,
             workspace.listed,
-            workspace.cluster_sizes,
-            workspace.best,
+            workspace.needed,
+            workspace.placed,
+            workspace.steps,
+            workspace.step_sums,
+            workspace.places,
+            scale_log2,
             clusters=block,
             **heads,
             group_block=group_block,
-            placed=min(tactic_order.PLACED, 64 // group_block),
             num_warps=4,
         )
         place_kernel[order_grid](
-            *of_order,
-            workspace.totals,
-            workspace.needed,
-            workspace.best,
+            workspace.placed,
+            workspace.steps,
+            workspace.step_sums,
             workspace.places,
-            workspace.lost,
             clusters=block,
-            kv_heads=kv_heads,
-            placed=tactic_order.PLACED,
             num_warps=4,
         )
     if capped:
@@ -335,7 +333,11 @@ def select(
             workspace.cuts,
             workspace.fits,
             workspace.totals,
-            workspace.lost,
+            workspace.listed,
+            workspace.needed,
+            workspace.placed,
+            workspace.steps,
+            workspace.places,
             workspace.shares,
             scale_log2,
             *key_strides,

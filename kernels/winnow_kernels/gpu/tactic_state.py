@@ -14,18 +14,26 @@ from torch import Tensor
 from winnow_kernels.gpu.batch import COUNTS, Count
 from winnow_kernels.gpu.threshold import HIGHEST, weight_of
 from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.tactic import LISTED_SHARE, WHOLE_SHARE, WINDOW_CLUSTERS
+from winnow_kernels.tactic import LISTED_SHARE, PLACE_STEPS, WHOLE_SHARE, WINDOW_CLUSTERS
 
 LARGEST_GROUP: Final = 16
 """Query heads of a KV head: the rows of a tensor core's tile, which smaller groups are padded to."""
-TAIL_SPLITS: Final = 16
+TAIL_SPLITS: Final = 2
 """Programs among which the tokens in no cluster are dealt out, of a row and KV head."""
 WINDOWS: Final = 2 * WINDOW_CLUSTERS
 """Clusters of a query head's near and far window."""
-HISTOGRAM: Final = 2048
-"""Bins among which a query head's clusters can be counted."""
+HELD_CLUSTERS: Final = 2048
+"""Clusters, at most, that a program holds in registers while it searches among them."""
+SEARCHED: Final = 512 + 2 * HELD_CLUSTERS
+"""Numbers that searches leave on their way, for a query head."""
 SLICE: Final = 128
-"""Clusters of a row that one program lists for a KV head."""
+"""Clusters of a row that are listed together for a KV head."""
+SAMPLED_SLICE: Final = 256
+"""Clusters of a row, at most, of which one program weighs the members for a KV head."""
+SAMPLED_TOKENS: Final = 256
+"""Members that it looks up together."""
+RUN: Final = 64
+"""Listed clusters of a row and KV head that are put in order among themselves, and then among the others."""
 
 NOTHING: Final = tl.constexpr(-1e30)
 """Logarithm of no mass; finite, so that differences stay numbers."""
@@ -105,7 +113,7 @@ FIT_END = tl.constexpr(int(Fit.END))
 class TacticWorkspace:
     """What is handed on from launch to launch, for one layer at a time.
 
-    For a row, 9 bytes a cluster and query head, 32 a cluster and KV head, and 8 KiB a query head: 144 MiB for 32 rows
+    For a row, 13 bytes a cluster and query head, 40 a cluster and KV head, and 18 KiB a query head: 203 MiB for 32 rows
     of 128K tokens with 32 query and 8 KV heads. What else there is is less than a hundredth of that.
 
     Attributes:
@@ -118,7 +126,9 @@ class TacticWorkspace:
             of the weights relative to it.
         windows: int32 [rows, query heads, WINDOWS]; clusters of both windows.
         window_masses: float32, same shape; logarithms of their masses, as the sample has them.
-        histogram: int32 [rows, query heads, HISTOGRAM]; scratch of the searches.
+        sampled_slots: int32 [rows, KV heads, clusters / SAMPLED_SLICE, SAMPLED_TOKENS]; of members that are weighed.
+        sampled_scores: float32 [rows, KV heads, clusters / SAMPLED_SLICE, group, SAMPLED_TOKENS]; their scores.
+        searches: int32 [rows, query heads, SEARCHED]; scratch of the searches.
         ranks: int32 [rows, query heads, Rank].
         cuts: int32 [rows, query heads, Cut].
         fits: float64 [rows, query heads, Fit].
@@ -129,9 +139,12 @@ class TacticWorkspace:
         firsts: int32, same shape; where in a head's offsets their members begin.
         starts: int32, same shape; how many tokens the clusters before them in the slice bring.
         needed: int32, same shape; how many members are taken.
-        best: int32, same shape; their best place in a list of the group, where the order matters.
-        places: int32, same shape; how many tokens come before them, where the order matters.
-        lost: int32 [rows, KV heads]; the best place, in a list of the group, of the first token that the cap cuts.
+        places: int32, same shape; how many tokens come before them (at first: of their run), where the order matters.
+        placed: int32 [rows, KV heads]; how many clusters are listed, 0 where the order does not matter.
+        steps: int32 [rows, KV heads, clusters]; of these, without gaps between slices, the step of the best place in a
+            list of the group, and PLACE_STEPS times where they lie in the lists.
+        step_sums: int32 [rows, KV heads, clusters / RUN, PLACE_STEPS]; how many tokens are taken of the clusters of
+            each run that are in a step or an earlier one.
     """
 
     scores: Tensor
@@ -142,7 +155,9 @@ class TacticWorkspace:
     tails: Tensor
     windows: Tensor
     window_masses: Tensor
-    histogram: Tensor
+    sampled_slots: Tensor
+    sampled_scores: Tensor
+    searches: Tensor
     ranks: Tensor
     cuts: Tensor
     fits: Tensor
@@ -152,9 +167,10 @@ class TacticWorkspace:
     firsts: Tensor
     starts: Tensor
     needed: Tensor
-    best: Tensor
     places: Tensor
-    lost: Tensor
+    placed: Tensor
+    steps: Tensor
+    step_sums: Tensor
 
     @classmethod
     def empty(
@@ -163,6 +179,7 @@ class TacticWorkspace:
         """Return space for ``rows`` rows with at most ``spans`` spans of ``span`` tokens each."""
         clusters = block_of(spans * span // CLUSTER_SIZE)
         heads, kv = (rows, query_heads), (rows, kv_heads)
+        splits = sample_splits(clusters)
 
         def space(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -176,7 +193,9 @@ class TacticWorkspace:
             tails=space(*heads, TAIL_SPLITS, 2, dtype=torch.float32),
             windows=space(*heads, WINDOWS),
             window_masses=space(*heads, WINDOWS, dtype=torch.float32),
-            histogram=space(*heads, HISTOGRAM),
+            sampled_slots=space(*kv, splits, SAMPLED_TOKENS),
+            sampled_scores=space(*kv, splits, query_heads // kv_heads, SAMPLED_TOKENS, dtype=torch.float32),
+            searches=space(*heads, SEARCHED),
             ranks=space(*heads, len(Rank)),
             cuts=space(*heads, len(Cut)),
             fits=space(*heads, len(Fit), dtype=torch.float64),
@@ -186,15 +205,21 @@ class TacticWorkspace:
             firsts=space(*kv, clusters),
             starts=space(*kv, clusters),
             needed=space(*kv, clusters),
-            best=space(*kv, clusters),
             places=space(*kv, clusters),
-            lost=space(*kv),
+            placed=space(*kv),
+            steps=space(*kv, clusters),
+            step_sums=space(*kv, clusters // RUN, PLACE_STEPS),
         )
 
 
 def block_of(clusters: int) -> int:
     """Return how many clusters a program that looks at all of a row holds: a power of two."""
     return max(128, triton.next_power_of_2(clusters))
+
+
+def sample_splits(block: int) -> int:
+    """Return among how many programs ``block`` clusters of a row and KV head are dealt out to be weighed."""
+    return max(1, block // SAMPLED_SLICE)
 
 
 def known_block_of(block: int) -> int:

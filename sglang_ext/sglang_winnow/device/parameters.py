@@ -71,7 +71,11 @@ def _of_family(state: RequestState, page_size: int) -> dict[Parameter, int]:
                 Parameter.DELTA_RECENT: pages_of(policy.recency, page_size),
             }
         case Tactic():
-            parameters = {Parameter.TACTIC_P: double_bits(policy.p), Parameter.TACTIC_CAP: policy.max_tokens or 0}
+            parameters = {
+                Parameter.TACTIC_P: double_bits(policy.p),
+                Parameter.TACTIC_CAP: policy.max_tokens or 0,
+                Parameter.TACTIC_FULL_LAYERS: policy.full_layers,
+            }
         case QuokaDecode(budget=int(budget)):
             parameters = {Parameter.QUOKA_BUDGET: budget}
         case QuokaDecode(budget_ratio=float(ratio)):

@@ -21,6 +21,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.gather import Meter
 from winnow_kernels.gpu import delta, quest, quoka, stored_selection, streaming_llm, tactic
 from winnow_kernels.gpu.attend import AttendBuffers
+from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
 from winnow_kernels.gpu.delta import DeltaBuffers, DeltaRows
 from winnow_kernels.gpu.pages import PageBuffers
 from winnow_kernels.gpu.quoka import QuokaBuffers
@@ -287,6 +288,9 @@ class TacticSelector(Selector):
         one = TacticWorkspace.empty(1, query_heads, kv_heads, spans, clusters.span, device)
         self._rows = _rows_within(sum(t.nbytes for t in vars(one).values()), step.rows)
         self._workspace = TacticWorkspace.empty(self._rows, query_heads, kv_heads, spans, clusters.span, device)
+        layers = step.counts.shape[0]
+        self._layers = torch.arange(layers, dtype=torch.int32, device=device)[:, None]
+        self._shares = torch.zeros(layers * step.rows, dtype=torch.float64, device=device)
         self._ordered = True
         self._holders: weakref.WeakSet[RequestState] = weakref.WeakSet()
 
@@ -308,8 +312,13 @@ class TacticSelector(Selector):
         self._ordered = ordered
         torch.index_select(self._entries, 0, step.request_slots, out=self._batch.entries[: step.rows])
         torch.index_select(self._clustered, 0, step.request_slots, out=self._batch.clustered[: step.rows])
-        self._believed.shares[: step.rows].zero_()
         self._believed.capped[: step.rows].zero_()
+        # A layer that attends to everything is to the kernels one of another family.
+        full_layers = step.parameters[Parameter.TACTIC_FULL_LAYERS]
+        is_full = self._layers < full_layers
+        torch.mul(step.parameters.shares, ~is_full, out=self._shares_of(step))
+        step.counts.masked_fill_(is_full[:, :, None], WHOLE_TO_THE_END)
+        self._believed.shares[: step.rows] = full_layers.clamp_max(len(self._layers))[:, None]
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
         for rows, part in step.parts(self._rows):
@@ -321,7 +330,7 @@ class TacticSelector(Selector):
                 TacticBatch(
                     self._batch.entries[: step.rows][rows],
                     self._batch.clustered[: step.rows][rows],
-                    part.parameters.shares,
+                    self._shares_of(step)[layer, rows],
                     part.parameters[Parameter.TACTIC_CAP],
                     part.parameters[Parameter.BY_SCORE],
                 ),
@@ -345,6 +354,10 @@ class TacticSelector(Selector):
             self._ranks.maximize(capped)
         capped = (capped > 0).double() * acts
         table[:, Field.CAPPED_STEPS].index_add_(0, slots, capped)
+
+    def _shares_of(self, step: Step) -> Tensor:
+        layers = len(self._layers)
+        return self._shares[: layers * step.rows].view(layers, step.rows)
 
 
 def _rows_within(bytes_of_row: int, rows: int) -> int:

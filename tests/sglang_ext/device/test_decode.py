@@ -44,8 +44,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "snapkv": {"decode": {"policy": "snapkv", "budget": 48, "observation_window": 16}},
     "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 64, "observation_window": 32}},
     "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [1], "full_layers": 1}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.5}},
-    "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80}},
+    "tactic": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 1}},
+    "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80, "full_layers": 0}},
     "quoka": {"decode": {"policy": "quoka", "budget": 48}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
 }

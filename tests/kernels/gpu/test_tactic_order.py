@@ -1,0 +1,209 @@
+"""The order of long lists of clusters, and what a cap leaves of a query head's list, against sorting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.kernels.tactic_float64 import place_step
+from winnow_kernels.gpu.tactic_order import SPLITS, place_kernel, step_kernel
+from winnow_kernels.gpu.tactic_order_capped import _LISTED, _before_first_lost
+from winnow_kernels.gpu.tactic_state import RUN, SLICE, Cut, TacticWorkspace
+from winnow_kernels.kmeans import CLUSTER_SIZE
+from winnow_kernels.tactic import IGNORED_BITS, PLACE_STEPS
+
+SPAN, OF_SPAN, SPANS, GROUP = 1024, 64, 32, 3
+SCALE = 0.125
+LOG2_E = 1.4426950408889634
+JUNK = -7
+# Of each query head's list, the share of the tokens that are taken and the deviation of the scores.
+KINDS = {
+    "alike": [(0.2, 8.0), (0.15, 8.0), (0.25, 8.0)],
+    "one needs few": [(0.55, 3.0), (0.002, 40.0), (0.0, 8.0)],
+    "hardly any": [(0.004, 8.0), (0.001, 8.0), (0.002, 1.0)],
+    "equal": [(0.4, 0.0), (0.1, 0.0), (0.2, 0.0)],
+    "beyond all steps": [(0.2, 1e6), (0.25, 1e-6), (0.1, 1e30)],
+}
+
+
+@dataclass
+class Lists:
+    """One KV head's clusters, and what its query heads take of them."""
+
+    scores: Tensor
+    sizes: list[int]
+    taken: list[dict[int, int]]
+    """Of each query head: how much it takes of which clusters, in the order of its list."""
+
+    @cached_property
+    def needed(self) -> dict[int, int]:
+        numbers = sorted({number for of_head in self.taken for number in of_head})
+        return {number: max(of_head.get(number, 0) for of_head in self.taken) for number in numbers}
+
+    @cached_property
+    def steps(self) -> dict[int, int]:
+        """The best of the steps in which query heads have each cluster that is needed."""
+        steps: dict[int, int] = {}
+        for scores, of_head in zip(self.scores.tolist(), self.taken, strict=True):
+            numbers, tokens = list(of_head), sum(of_head.values())
+            for number in numbers:
+                step = place_step(scores[number], scores[numbers[-1]], tokens, SCALE)
+                steps[number] = min(step, steps.get(number, step))
+        return steps
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """How many tokens come before each cluster that is needed."""
+        places, place = {}, 0
+        for number in sorted(self.steps, key=lambda c: (self.steps[c], c)):
+            places[number] = place
+            place += self.needed[number]
+        return places
+
+    def before_lost(self, head: int, kept: int) -> int:
+        """How many tokens that a query head takes come before the first that is not among the first ``kept``."""
+        before = 0
+        for number, taken in self.taken[head].items():
+            before += min(taken, max(0, kept - self.places[number]))
+            if kept - self.places[number] < taken:
+                break
+        return before
+
+
+def lists_of(kind: str, count: int, seed: int) -> Lists:
+    generator = torch.Generator().manual_seed(seed)
+    deviations = torch.tensor([deviation for _, deviation in KINDS[kind]])[:, None]
+    shared = torch.randn(count, generator=generator)
+    scores = deviations * (shared + 0.5 * torch.randn(GROUP, count, generator=generator))
+    scores = (scores.view(torch.int32) >> IGNORED_BITS << IGNORED_BITS).view(torch.float32)
+    sizes = torch.randint(0, 2 * CLUSTER_SIZE + 1, (count,), generator=generator).tolist()
+    taken = []
+    for head, (share, _) in enumerate(KINDS[kind]):
+        of_head, left = {}, int(share * sum(sizes))
+        for number in scores[head].argsort(descending=True, stable=True).tolist():
+            if min(sizes[number], left) > 0:
+                of_head[number] = min(sizes[number], left)
+                left -= of_head[number]
+        taken.append(of_head)
+    return Lists(scores, sizes, taken)
+
+
+def store(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int) -> None:
+    """Leave in the workspace what the union and those before it do."""
+    heads = slice(kv_head * GROUP, (kv_head + 1) * GROUP)
+    count = lists.scores.shape[1]
+    workspace.scores[row, heads, :count] = lists.scores.to(workspace.scores)
+    cuts = workspace.cuts[row, heads]
+    for head, of_head in enumerate(lists.taken):
+        last = list(of_head)[-1] if of_head else -1
+        bits = int((lists.scores[head, last] + 0.0).view(torch.int32)) if of_head else 2**31 - 1
+        cuts[head, Cut.KEY] = bits if bits >= 0 else bits ^ (2**31 - 1)
+        cuts[head, Cut.LAST] = last
+        cuts[head, Cut.TAKEN] = of_head.get(last, 0)
+        cuts[head, Cut.TOKENS] = sum(of_head.values())
+    workspace.totals[row, kv_head, : -(-count // SLICE)] = 0
+    of_slices: dict[int, list[int]] = {}
+    for number, tokens in lists.needed.items():
+        of_slice = of_slices.setdefault(number // SLICE, [])
+        at = number // SLICE * SLICE + len(of_slice)
+        workspace.listed[row, kv_head, at] = number
+        workspace.needed[row, kv_head, at] = tokens
+        of_slice.append(number)
+        workspace.totals[row, kv_head, number // SLICE] += 2**18 + tokens
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _befores_lost(
+    scores_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    steps_ptr: tl.tensor,
+    listed_ptr: tl.tensor,
+    needed_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    placed_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    found_ptr: tl.tensor,
+) -> None:
+    case = tl.program_id(0)
+    listed, taken = tl.load(placed_ptr), tl.load(taken_ptr + case)
+    found = _before_first_lost(
+        scores_ptr, cuts_ptr, steps_ptr, listed_ptr, needed_ptr, places_ptr, listed, taken
+    )  # fmt: skip
+    tl.store(found_ptr + case, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_order(kind: str, device: torch.device) -> None:
+    # By priority; cut by a cap; neither; of another family; of so few spans that other slices' totals are stale.
+    counts = [1472, SPANS * OF_SPAN, 1472, 1472, 320]
+    rows, kv_heads = len(counts), 2
+    workspace = TacticWorkspace.empty(rows, kv_heads * GROUP, kv_heads, SPANS, SPAN, device)
+    workspace.totals.fill_(2**18 + 16)
+    workspace.placed.fill_(JUNK)
+    workspace.places.fill_(JUNK)
+    lists = [[lists_of(kind, count, 10 * row + head) for head in range(kv_heads)] for row, count in enumerate(counts)]
+    for row, of_row in enumerate(lists):
+        for kv_head, of_kv_head in enumerate(of_row):
+            store(of_kv_head, workspace, row, kv_head)
+    clustered = torch.tensor(counts, dtype=torch.int32, device=device) * CLUSTER_SIZE
+    lengths = clustered * 8 // 5
+    caps = torch.zeros_like(clustered)
+    caps[[1, 3]] = (lengths - clustered)[[1, 3]] + 7
+    priority = torch.tensor([1, 0, 0, 1, 1], dtype=torch.int32, device=device)
+    shares = torch.tensor([0.9, 0.9, 0.9, 0.0, 0.9], dtype=torch.float64, device=device)
+    clusters = workspace.scores.shape[2]
+    step_kernel[(SPLITS, kv_heads, rows)](
+        lengths, clustered, shares, caps, priority, workspace.scores, workspace.cuts, workspace.totals,
+        workspace.listed, workspace.needed, workspace.placed, workspace.steps, workspace.step_sums, workspace.places,
+        SCALE * LOG2_E, clusters=clusters, kv_heads=kv_heads, group=GROUP, group_block=4, num_warps=4,
+    )  # fmt: skip
+    place_kernel[(SPLITS, kv_heads, rows)](
+        workspace.placed, workspace.steps, workspace.step_sums, workspace.places, clusters=clusters, num_warps=4
+    )
+    assert workspace.placed[2:4].tolist() == [[0, 0], [0, 0]]
+    assert (workspace.places[2:4] == JUNK).all()
+    for row in (0, 1, 4):
+        for kv_head, expected in enumerate(lists[row]):
+            numbers = list(expected.needed)
+            assert workspace.placed[row, kv_head] == len(numbers)
+            packed = workspace.steps[row, kv_head, : len(numbers)].long()
+            at = packed // PLACE_STEPS
+            assert workspace.listed[row, kv_head, at].tolist() == numbers
+            assert (packed % PLACE_STEPS).tolist() == [expected.steps[number] for number in numbers]
+            assert workspace.places[row, kv_head, at].tolist() == [expected.places[number] for number in numbers]
+    for head in range(GROUP):
+        check_before_lost(lists[1][1], workspace, 1, 1, head)
+
+
+def check_before_lost(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int, head: int) -> None:
+    total, of_head = sum(lists.needed.values()), lists.taken[head]
+    kept = [1, 7, total // 3, total - 1, total]
+    if of_head:
+        # The cap cuts only what others need of the cluster in which this head's list ends.
+        last = list(of_head)[-1]
+        kept.append(lists.places[last] + of_head[last])
+    of_kv_head = (row, kv_head)
+    kept_tokens = torch.tensor(kept, dtype=torch.int32, device=workspace.placed.device)
+    found = torch.zeros_like(kept_tokens)
+    _befores_lost[(len(kept),)](
+        workspace.scores[row, kv_head * GROUP + head], workspace.cuts[row, kv_head * GROUP + head],
+        workspace.steps[of_kv_head], workspace.listed[of_kv_head], workspace.needed[of_kv_head],
+        workspace.places[of_kv_head], workspace.placed[of_kv_head], kept_tokens, found,
+    )  # fmt: skip
+    tokens = sum(of_head.values())
+    assert found.clamp_max(tokens).tolist() == [lists.before_lost(head, count) for count in kept]
+
+
+def test_lists_are_long_enough() -> None:
+    """Runs that a program has several of, slices that are empty, a list shorter than a run."""
+    longest = max(len(lists_of(kind, SPANS * OF_SPAN, 11).needed) for kind in KINDS)
+    assert longest > max(SPLITS * RUN, _LISTED.value)
+    few = lists_of("hardly any", SPANS * OF_SPAN, 0).needed
+    assert len(few) < RUN
+    assert len({number // SLICE for number in few}) < SPANS * OF_SPAN // SLICE
