@@ -144,8 +144,8 @@ def main(
     launches: Annotated[
         str,
         typer.Option(
-            help="Warps, tiles ahead, programs, programs with termination, early launches, as 4,2,2,2,1; several with "
-            "spaces between them; as shipped if empty."
+            help="Warps, tiles ahead, programs, programs with termination, as 4,2,2,2; several with spaces "
+            "between them; as shipped if empty."
         ),
     ] = "",
 ) -> None:
@@ -172,7 +172,7 @@ def main(
 
 
 def parse_launches(text: str) -> list[Launch]:
-    """Read launches such as ``4,2,2,2,1 8,2,2,1,1``; the shipped one of none."""
+    """Read launches such as ``4,2,2,2 8,2,2,1``; the shipped one of none."""
     return [Launch(*numbers(launch)) for launch in text.split()] or [Launch.of(HEAD_DIM, DTYPE.itemsize)]
 
 

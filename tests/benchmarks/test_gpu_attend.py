@@ -54,7 +54,7 @@ def test_summary_of_replays() -> None:
 
 
 def test_a_row_has_the_fields_of_every_record() -> None:
-    parameters = {"share": 5, "termination": "none", "launch": "4,2,2,2,1"}
+    parameters = {"share": 5, "termination": "none", "launch": "4,2,2,2"}
     row = row_of(Case(32768, 8), "tokens", parameters, Timing(250.0, 0.0), Timing(25.0, 0.01))
     assert row.speedup == pytest.approx(10)
     # 5 % of the bytes would take 12.5 µs at dense decode's bandwidth.
@@ -74,7 +74,7 @@ def test_measurements_compare_termination_with_none() -> None:
 
 def test_launches() -> None:
     assert parse_launches("") == [Launch.of(128, 2)]
-    assert parse_launches("8,3,1,1,0 4,2,2,2,1") == [Launch(8, 3, 1, 1, 0), Launch(4, 2, 2, 2, 1)]
+    assert parse_launches("8,3,1,1 4,2,2,2") == [Launch(8, 3, 1, 1), Launch(4, 2, 2, 2)]
 
 
 @pytest.mark.parametrize("policy", ["tokens", "pages"])

@@ -31,7 +31,7 @@ from winnow_kernels.early_termination import TILE
 from winnow_kernels.gpu.attended_tile import attend_tile
 from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.early_termination import terminating_attend_kernel
-from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, merge_kernel, run_of, spare_of, splits_of, start
+from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, merge_kernel, run_of, spare_of, splits_of
 
 LARGEST_GROUP: Final = 16
 """Query heads of a KV head, at most: the rows of a tensor core's tile."""
@@ -39,8 +39,6 @@ LARGEST_GROUP: Final = 16
 _TILE = tl.constexpr(TILE)
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 _LOG2_E: Final = 1.4426950408889634
-_LAUNCHES_EARLY: Final = (9, 0)
-_BOTH: Final = 2
 # Half of a tensor core's tile takes half of the exponentials and of the shared memory for queries and outputs.
 _HALF_GROUP: Final = LARGEST_GROUP // 2
 _REGISTERS: Final = 64 << 10
@@ -56,14 +54,12 @@ class Launch:
         tiles_ahead: how many tiles are loaded while one is attended to.
         programs: on each multiprocessor, of the persistent grid: as many as fit there.
         programs_with_termination: the same, of the variant with early termination.
-        early_launches: how many of the two launches, the last ones first, do not wait for what runs before them.
     """
 
     warps: int = 4
     tiles_ahead: int = 2
     programs: int = 3
     programs_with_termination: int = 2
-    early_launches: int = 1
 
     @classmethod
     def of(cls, head_dim: int, element_size: int, group: int = 1) -> Launch:
@@ -98,7 +94,6 @@ class AttendBuffers:
         partial_masses: float32 [rows, query heads, splits]; log-sum-exp to base 2.
         tiles_read: int32 [rows, KV heads, splits]; of rows with early termination.
         multiprocessors: of the device.
-        launches_early: whether the device can launch kernels that wait by themselves for others, as Hopper can.
         launch: how the kernel runs.
     """
 
@@ -107,7 +102,6 @@ class AttendBuffers:
     partial_masses: Tensor
     tiles_read: Tensor
     multiprocessors: int
-    launches_early: bool
     launch: Launch
 
     @classmethod
@@ -123,7 +117,6 @@ class AttendBuffers:
             torch.empty(rows, query_heads, MOST_SPLITS, dtype=torch.float32, device=device),
             torch.empty(rows, cache.kv_heads, MOST_SPLITS, dtype=torch.int32, device=device),
             _multiprocessors(device),
-            device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LAUNCHES_EARLY,
             launch or Launch.of(cache.head_dim, cache.keys.element_size(), query_heads // cache.kv_heads),
         )
 
@@ -172,7 +165,6 @@ def attend(
     assert selection.counts.is_contiguous()
     launch = buffers.launch
     of_multiprocessor = launch.programs if thresholds is None else launch.programs_with_termination
-    early = launch.early_launches if buffers.launches_early else 0
     programs = min(pairs * MOST_SPLITS, of_multiprocessor * buffers.multiprocessors)
     inputs = (
         queries,
@@ -198,7 +190,6 @@ def attend(
         "group": group,
         "head_dim": head_dim,
         "padded_dim": triton.next_power_of_2(head_dim),
-        "early": early,
     }
     tiling = {
         "padded_group": _HALF_GROUP if group <= _HALF_GROUP else LARGEST_GROUP,
@@ -208,7 +199,6 @@ def attend(
         "num_warps": launch.warps,
         # Left alone, the compiler aims at other numbers of programs.
         "maxnreg": launch.registers(of_multiprocessor),
-        **_launched(early == _BOTH),
     }
     partial = (buffers.partial_outputs, buffers.partial_masses)
     if thresholds is None:
@@ -232,14 +222,8 @@ def attend(
         2 * cache.vector_bytes,
         termination=thresholds is not None,
         **shape,
-        **_launched(early > 0),
         num_warps=4,
     )
-
-
-def _launched(early: bool) -> dict[str, bool]:
-    # The interpreter does not know the option.
-    return {"launch_pdl": True} if early else {}
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -275,13 +259,11 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
     padded_pairs: tl.constexpr,
     programs: tl.constexpr,
     tiles_ahead: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Attend to splits of the batch's selections; a pair is a row and a KV head, number row × KV heads + KV head.
 
-    Grid: ``programs``. ``early`` is ``Launch.early_launches``.
+    Grid: ``programs``.
     """
-    start(early)
     all_pairs = tl.arange(0, padded_pairs)
     all_counts = tl.load(selected_ptr + all_pairs, mask=all_pairs < pairs, other=0)
     all_lengths = tl.load(lengths_ptr + all_pairs // kv_heads, mask=all_pairs < pairs, other=0)

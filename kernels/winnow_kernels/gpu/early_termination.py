@@ -14,7 +14,7 @@ import triton.language as tl
 from winnow_kernels.early_termination import PROBE, TILE
 from winnow_kernels.gpu.attended_tile import attend_tile
 from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
-from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, splits_of, start, tiles_of_split
+from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, splits_of, tiles_of_split
 
 _TILE = tl.constexpr(TILE)
 _PROBE = tl.constexpr(PROBE)
@@ -53,14 +53,12 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
     page_bits: tl.constexpr,
     padded_pairs: tl.constexpr,
     tiles_ahead: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Attend to splits of the batch's selections; a pair is a row and a KV head, number row × KV heads + KV head.
 
     Grid: as many programs as fit the device. Arguments are those of ``winnow_kernels.gpu.attend.attend_kernel``, and
     ``thresholds_ptr`` and ``tiles_read_ptr`` of ``attend``.
     """
-    start(early)
     up_to = _splits_up_to(selected_ptr, lengths_ptr, thresholds_ptr, pairs, kv_heads, padded_pairs)
     heads = tl.arange(0, padded_group)
     dim = tl.arange(0, padded_dim)

@@ -84,16 +84,6 @@ def spare_of(run: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def start(early: tl.constexpr) -> None:
-    """What a kernel that attends begins with: see ``winnow_kernels.gpu.attend.Launch.early_launches``."""
-    if early > 1:
-        tl.extra.cuda.gdc_wait()
-    # After that, so that a merging program that runs knows that all before attention has ended.
-    if early > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def merge_kernel(
     partial_outputs_ptr: tl.tensor,
     partial_masses_ptr: tl.tensor,
@@ -112,7 +102,6 @@ def merge_kernel(
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     termination: tl.constexpr,
-    early: tl.constexpr,
 ) -> None:
     """Merge the splits of one query head; the first of a group counts what its KV head read.
 
@@ -124,9 +113,6 @@ def merge_kernel(
     row = pair // kv_heads
     length = tl.load(lengths_ptr + row)
     count = tl.load(selected_ptr + pair)
-    if early > 0:
-        # In every program: kernels after this one wait for this one alone.
-        tl.extra.cuda.gdc_wait()
     if count == _ELSEWHERE:
         return
     tokens = tl.where(count < 0, length, count)

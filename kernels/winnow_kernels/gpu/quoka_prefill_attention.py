@@ -63,6 +63,9 @@ class Launch:
             return cls(rows=16, tokens=32, warps=4, stages=2)
         if triton.next_power_of_2(head_dim) > 128:
             return cls(tokens=32)
+        if triton.next_power_of_2(head_dim) > 64:
+            # Two programs of a multiprocessor hide each other's waits.
+            return cls(tokens=32, registers=128)
         return cls()
 
 

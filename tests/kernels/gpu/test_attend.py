@@ -326,7 +326,6 @@ def _shape(head_dim: int, group: int) -> dict[str, int | bool]:
         "group": group,
         "head_dim": head_dim,
         "padded_dim": triton.next_power_of_2(head_dim),
-        "early": 2,
     }
 
 

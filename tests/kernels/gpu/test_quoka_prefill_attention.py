@@ -250,16 +250,18 @@ def _variant(head_dim: int, group: int) -> Variant:
         },
         divisible=strides,
         num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
 
 
 def test_fits_a_hopper_multiprocessor() -> None:
-    """On tensor cores without spills, with tiles loaded while others are attended to, and their slots before that."""
+    """On tensor cores, with tiles loaded while others are attended to, and their slots before that."""
     head_dims = [64, 96, 128, 256]
     for head_dim, compiled in zip(
         head_dims, compile_for_hopper([_variant(head_dim, 4) for head_dim in head_dims]), strict=True
     ):
-        assert compiled.local_bytes == 0
+        # Of two programs on a multiprocessor each has half of the registers, and spills a few outside of the loop.
+        assert compiled.local_bytes <= (32 if Launch.of(head_dim, 2).registers else 0)
         assert compiled.shared_bytes <= SHARED_LIMIT
         assert "wgmma.mma_async" in compiled.ptx
         # Only keys and values are copied, two tiles of each ahead.
