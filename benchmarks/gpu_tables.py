@@ -93,6 +93,20 @@ def serve_table(path: Path) -> str:
     return markdown_table(headings, rows) + _devices(record)
 
 
+def served_table(path: Path) -> str:
+    """Return how many times as fast as dense each policy's tokens come over HTTP."""
+    record = Record.read(path)
+    speedups: dict[str, dict[str, str]] = {}
+    for row in record.rows:
+        if row.parameters["figure"] == "tpot" and row.parameters["backend"] == "winnow" and row.speedup is not None:
+            read = row.parameters["kv_read_ratio"]
+            told = f"{row.speedup:.2f}" + ("" if read is None else f" (reads {percent(read)} %)")
+            speedups.setdefault(row.policy, {})[f"{row.context // 1000}K × {row.batch}"] = told
+    cases = list(dict.fromkeys(case for of_policy in speedups.values() for case in of_policy))
+    rows = [(policy, *(of_policy.get(case, "") for case in cases)) for policy, of_policy in speedups.items()]
+    return markdown_table(("tokens a second, times dense", *cases), rows) + _devices(record)
+
+
 def ranks_table(path: Path) -> str:
     """Return how two GPUs answer beside one."""
     record = Record.read(path)

@@ -29,6 +29,7 @@ from benchmarks.gpu_tables import (
     prefill_table,
     ranks_table,
     serve_table,
+    served_table,
     stopping_table,
     summary_table,
 )
@@ -82,6 +83,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
     "divergence": ("divergence.json", divergence_table),
+    "termination": ("termination.json", divergence_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),
     "attention": ("attention.json", attention_table),
@@ -91,6 +93,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "records": ("records.json", records_table),
     "short": ("attention-short.json", attention_table),
     "serve": ("serve.json", serve_table),
+    "served": ("serve.json", served_table),
     "ranks": ("tp.json", ranks_table),
     "service": ("service.json", service_table),
 }

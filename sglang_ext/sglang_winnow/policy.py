@@ -31,9 +31,9 @@ MAX_KERNEL_SIZE: Final = 63
 MAX_PATIENCE: Final = 16_384
 
 DEFAULT_BUDGET: Final = 1024
-DEFAULT_TERMINATION_SCALE: Final = 0.01
+DEFAULT_TERMINATION_SCALE: Final = 0.03
 DEFAULT_TERMINATION_DIRECTION: Final = 0.01
-DEFAULT_TERMINATION_PATIENCE: Final = 4
+DEFAULT_TERMINATION_PATIENCE: Final = 2
 
 DENSE_TERMINATION_WARNING: Final = (
     "early_termination over a full cache reads the newest tokens first and loses retrieval: 99.3 -> 78.7 at 32K in"

@@ -95,7 +95,7 @@ def test_defaults_of_everything_else() -> None:
     assert json.loads(policy.canonical()) == {
         "decode": {"policy": "dense"},
         "prefill": {"policy": "quoka", "budget": 1024, "block": 128, "queries": 16, "dense_prefix": 0},
-        "early_termination": {"scale": 0.01, "direction": 0.01, "patience": 4},
+        "early_termination": {"scale": 0.03, "direction": 0.01, "patience": 2},
     }
     assert PREFILL_POLICIES == ("dense", "quoka")
     assert parse_policy({}) == AttentionPolicy()
@@ -154,10 +154,10 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
     policy = parse_policy({**decode(policy="tactic"), **prefill(), "early_termination": {"scale": 1}})
     assert policy.canonical() == (
         '{"decode":{"full_layers":2,"p":0.9,"policy":"tactic"},'
-        '"early_termination":{"direction":0.01,"patience":4,"scale":1.0},'
+        '"early_termination":{"direction":0.01,"patience":2,"scale":1.0},'
         '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":16}}'
     )
-    assert policy.fingerprint() == "e46c1eac605a6e99"
+    assert policy.fingerprint() == "b71400bfde33f0cb"
     assert policy.prefill_namespace() == "winnow-feca8e181120ccbd"
     assert AttentionPolicy().prefill_namespace() is None
 

@@ -1,7 +1,7 @@
 """The policies that are there from the start, whatever the model. They can be neither replaced nor deleted.
 
-The numbers are the defaults of the contract, and provisional: there is no table of measurements on a GPU yet to take
-them from. None needs a profile of the model, and none ends attention to a full cache early.
+The numbers are those of docs/measurements.md that answered like dense attention. None needs a profile of the model, and
+none ends attention to a full cache early.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
         "exact": Preset(AttentionPolicy(), "Dense attention: what SGLang itself computes."),
         "balanced": Preset(AttentionPolicy(decode=Tactic()), "Reads what holds nine tenths of the attention."),
         "fast": Preset(
-            AttentionPolicy(decode=Quest()), "A fixed budget at every decode step, however long the context."
+            AttentionPolicy(decode=Quest(budget=1024)),
+            "A fixed budget at every decode step, however long the context.",
         ),
         "long-prompt": Preset(
             AttentionPolicy(decode=Tactic(), prefill=QuokaPrefill()),
