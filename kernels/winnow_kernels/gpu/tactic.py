@@ -35,16 +35,24 @@ import triton
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu import tactic_fit, tactic_order, tactic_scores, tactic_slots, tactic_union
+from winnow_kernels.gpu import (
+    tactic_fit,
+    tactic_order,
+    tactic_ranks,
+    tactic_samples,
+    tactic_scores,
+    tactic_slots,
+    tactic_union,
+)
 from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.tactic_fit import fit_kernel
 from winnow_kernels.gpu.tactic_order import place_kernel, step_kernel
 from winnow_kernels.gpu.tactic_order_capped import capped_share_kernel
-from winnow_kernels.gpu.tactic_ranks import rank_kernel, rank_warps
+from winnow_kernels.gpu.tactic_ranks import rank_kernel
 from winnow_kernels.gpu.tactic_samples import sample_kernel
 from winnow_kernels.gpu.tactic_scores import score_kernel
 from winnow_kernels.gpu.tactic_slots import slot_kernel
-from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace, sample_splits
+from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace
 from winnow_kernels.gpu.tactic_union import union_kernel
 from winnow_kernels.indexes.cluster_tables import LayerClusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
@@ -107,6 +115,14 @@ class TacticStatistics:
 def selection_width(longest: int) -> int:
     """Return how wide a selection must be for contexts of ``longest`` tokens."""
     return int(WHOLE_SHARE * longest)
+
+
+def warps_of(block: int, clusters_of_thread: int) -> int:
+    """Return the warps of a program that holds ``block`` clusters, so many in a thread if it can.
+
+    Of ``MOST_CLUSTERS``, twice what 128K of context need, some spill nevertheless.
+    """
+    return min(32, max(4, block // (32 * clusters_of_thread)))
 
 
 def select(
@@ -208,7 +224,7 @@ def select(
         workspace.ranks,
         workspace.known,
         workspace.windows,
-        workspace.searches,
+        workspace.histogram,
         member_bytes,
         block,
         known_block,
@@ -217,10 +233,10 @@ def select(
         span=span,
         of_span=of_span,
         block=block,
-        num_warps=rank_warps(block),
+        num_warps=warps_of(block, tactic_ranks.CLUSTERS_OF_THREAD),
     )
-    splits = sample_splits(block)
-    sample_kernel[(splits + group, kv_heads, batch.rows)](
+    splits = block // tactic_samples.SLICE
+    sample_kernel[(splits + 2 * group, kv_heads, batch.rows)](
         queries,
         keys,
         *by_number,
@@ -233,15 +249,12 @@ def select(
         workspace.masses,
         workspace.window_masses,
         *lists,
-        workspace.sampled_slots,
-        workspace.sampled_scores,
         scale_log2,
         *key_strides,
         batch.page_table.stride(0),
         capacity,
         clusters=block,
         **heads,
-        group_block=group_block,
         **dims,
         **layout,
         splits=splits,
@@ -263,7 +276,7 @@ def select(
         workspace.ranks,
         workspace.cuts,
         workspace.fits,
-        workspace.searches,
+        workspace.histogram,
         workspace.shares,
         scale_log2,
         *key_strides,
@@ -273,7 +286,7 @@ def select(
         **layout,
         block=block,
         known_block=known_block,
-        num_warps=tactic_fit.WARPS,
+        num_warps=warps_of(block, tactic_fit.CLUSTERS_OF_THREAD),
     )
     union_slices = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
     union_kernel[(slices // union_slices, kv_heads, batch.rows)](

@@ -14,18 +14,10 @@ import triton.language as tl
 
 from winnow_kernels.gpu.tactic_search import (
     BRACKETS,
-    CHUNK,
-    HELD,
-    LISTS,
-    clusters_at,
-    copies_at,
-    copy_between,
     guessed_keys,
     narrowed,
     number_of,
-    one_by_one,
     score_key_of,
-    stored_sums_above,
     sums_above,
     unique_keys,
     within,
@@ -44,6 +36,7 @@ from winnow_kernels.gpu.tactic_state import (
     FIT_REFERENCE,
     FIT_TOTAL,
     FITS,
+    HISTOGRAM,
     NOTHING,
     RANK_FAR_BEFORE,
     RANK_FAR_TOKENS,
@@ -55,24 +48,21 @@ from winnow_kernels.gpu.tactic_state import (
     RANK_NEAR_BEFORE,
     RANK_NEAR_TOKENS,
     RANKS,
-    SEARCHED,
     TAIL_SPLITS,
     addresses_of,
     is_idle,
     keys_at,
     member_slots,
 )
-from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, packed_of, weight_of
+from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, packed_of, weight_of
 from winnow_kernels.tactic import WINDOW_CLUSTERS
 
-WARPS: Final = 4
-"""Of a program; with more, all of them would compute the same curve."""
+CLUSTERS_OF_THREAD: Final = 32
+"""Of how many clusters each thread holds score and size, at most; more threads would all compute the same curve."""
 
-_SEARCHED = tl.constexpr(SEARCHED)
+_HISTOGRAM = tl.constexpr(HISTOGRAM)
 # Places on the curve that are looked at together.
 _PLACES = tl.constexpr(64)
-# Clusters with exact weights that are added up at a time.
-_ADDED = tl.constexpr(256)
 # Clusters with exact weights of which each is compared with some others at a time.
 _COMPARED, _OTHERS = tl.constexpr(128), tl.constexpr(16)
 _GUESSES = tl.constexpr(8)
@@ -105,7 +95,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     ranks_ptr: tl.tensor,
     cuts_ptr: tl.tensor,
     fits_ptr: tl.tensor,
-    searches_ptr: tl.tensor,
+    histogram_ptr: tl.tensor,
     head_shares_ptr: tl.tensor,
     scale_log2: tl.tensor,
     query_stride: tl.tensor,
@@ -147,26 +137,26 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         _store_fit(fits_ptr, reference, outside, outside * 0, outside, outside * 0, outside * 0, tokens)
         tl.store(head_shares_ptr + of_head, outside / outside)
     else:
+        # The last search reads all clusters. What it reads is asked for first, and comes while the curve is found.
         count = tokens // span * of_span
-        scores_ptr += of_head * block
-        masses_ptr += of_head * block
-        known_ptr += of_head * known_block
+        numbers_of_all = tl.max_contiguous(tl.arange(0, block), 1)
+        present = numbers_of_all < count
+        all_scores = tl.load(scores_ptr + of_head * block + numbers_of_all, mask=present, other=0.0)
+        sizes = tl.load(cluster_sizes_ptr + numbers_of_all, mask=present, other=0)
+
         known, known_clusters = tl.load(ranks_ptr + RANK_KNOWN), tl.load(ranks_ptr + RANK_KNOWN_CLUSTERS)
         near_tokens, far_tokens = tl.load(ranks_ptr + RANK_NEAR_TOKENS), tl.load(ranks_ptr + RANK_FAR_TOKENS)
         near_before, far_before = tl.load(ranks_ptr + RANK_NEAR_BEFORE), tl.load(ranks_ptr + RANK_FAR_BEFORE)
-        added: tl.constexpr = min(known_block, _ADDED)
-        place = tl.arange(0, added)
+        place = tl.arange(0, known_block)
         is_known, is_tail, is_window = place < known_clusters, place < _TAIL_SPLITS, place < 2 * _WINDOW
         tails_of_head = tails_ptr + (of_head * _TAIL_SPLITS + place) * 2
         tail_largest = tl.load(tails_of_head, mask=is_tail, other=NOTHING)
         tail_mass = tl.load(tails_of_head + 1, mask=is_tail, other=0.0)
         window_masses = tl.load(window_masses_ptr + of_head * (2 * _WINDOW) + place, mask=is_window, other=NOTHING)
-        masses = _known_masses(known_ptr, masses_ptr, place, known_clusters)
-        # One maximum and one sum of all that there is; rarely of more clusters with exact weights.
+        numbers = tl.load(known_ptr + of_head * known_block + place, mask=is_known, other=0)
+        masses = tl.load(masses_ptr + of_head * block + numbers, mask=is_known, other=NOTHING)
+        # One maximum and one sum of all that there is.
         reference = tl.max(tl.maximum(masses, tl.maximum(tail_largest, window_masses)), axis=0)
-        for begin in range(added, known_clusters, added):
-            more = _known_masses(known_ptr, masses_ptr, begin + place, known_clusters)
-            reference = tl.maximum(reference, tl.max(more, axis=0))
         outside_weights = tail_mass * tl.exp2(tail_largest - reference)
         weights = tl.where(is_known, tl.exp2(masses - reference), 0.0)
         window_weights = tl.exp2(window_masses - reference)
@@ -175,9 +165,6 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         all_weights = tl.where(kind < 2, tl.where(kind == 0, outside_weights[None, :], weights[None, :]), of_windows)
         all_sums = tl.sum(all_weights.to(tl.float64), axis=1)
         outside, first = _one_of(all_sums, 0), _one_of(all_sums, 1)
-        for begin in range(added, known_clusters, added):
-            more = _known_masses(known_ptr, masses_ptr, begin + place, known_clusters)
-            first += tl.sum(tl.exp2(more - reference).to(tl.float64), axis=0)
         near_mean, far_mean = _means(_one_of(all_sums, 2), near_tokens, _one_of(all_sums, 3), far_tokens)
         near_centre, far_centre = _centre(near_before, near_tokens), _centre(far_before, far_tokens)
         a, b = _curve(near_centre, near_mean, far_centre, far_mean)
@@ -193,16 +180,13 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             held = first * 0
         elif target <= first:
             last_key, before = _known_cut(
-                known_ptr, scores_ptr, masses_ptr, known_clusters, reference, target, min(known_block, _COMPARED)
-            )
+                known_ptr + of_head * known_block, scores_ptr + of_head * block, masses_ptr + of_head * block,
+                known_clusters, reference, target, min(known_block, _COMPARED),
+            )  # fmt: skip
             cut_key, cut_last = score_key_of(last_key), number_of(last_key)
-            start = known * 0
-            for begin in range(0, known_clusters, added):
-                is_known = begin + place < known_clusters
-                numbers = tl.load(known_ptr + begin + place, mask=is_known, other=0)
-                scores = tl.load(scores_ptr + numbers, mask=is_known, other=0.0)
-                is_before = is_known & (unique_keys(scores, numbers) > last_key)
-                start += tl.sum(tl.load(cluster_sizes_ptr + numbers, mask=is_before, other=0), axis=0)
+            scores = tl.load(scores_ptr + of_head * block + numbers, mask=is_known, other=0.0)
+            is_before = is_known & (unique_keys(scores, numbers) > last_key)
+            start = tl.sum(tl.load(cluster_sizes_ptr + numbers, mask=is_before, other=0), axis=0)
             last_address = addresses_of(entries_ptr, cut_last, cut_last >= 0, kv_head, capacity, of_span)
             size = tl.minimum(tl.load(cluster_sizes_ptr + cut_last), known - start)
             cut_taken, held = _members_for(
@@ -218,9 +202,12 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             cut_taken = known - tl.load(ranks_ptr + RANK_KNOWN_START)
             held = first + curve_mass(a, b, known, tl.minimum(taken, end).to(tl.float64))
         if taken > known:
+            packed = tl.where(present, counted(sizes), 0)
+            all_keys = tl.where(present, unique_keys(all_scores, numbers_of_all), LOWEST)
             last_key, start = _cut(
-                scores_ptr, cluster_sizes_ptr, count, tokens, taken, searches_ptr + of_head * _SEARCHED, block
-            )
+                all_keys, packed, packed_of(count, tokens).to(tl.uint32, bitcast=True), taken,
+                histogram_ptr + of_head * _HISTOGRAM,
+            )  # fmt: skip
             cut_key, cut_last, cut_taken = score_key_of(last_key), number_of(last_key), taken - start
         _store_fit(fits_ptr, reference, outside, first, total, a, b, end)
         tl.store(head_shares_ptr + of_head, (outside + held) / total)
@@ -360,95 +347,33 @@ def _estimated_place(a: tl.tensor, b: tl.tensor, known: tl.tensor, end: tl.tenso
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _known_masses(
-    known_ptr: tl.tensor, masses_ptr: tl.tensor, places: tl.tensor, known_clusters: tl.tensor
-) -> tl.tensor:
-    """Return the masses of the listed clusters at ``places``, ``NOTHING`` behind the last."""
-    # What is listed behind the last are numbers, too: to read them costs less than to wait for their count.
-    masses = tl.load(masses_ptr + tl.load(known_ptr + places))
-    return tl.where(places < known_clusters, masses, NOTHING)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _cut(
-    scores_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    count: tl.tensor,
-    tokens: tl.tensor,
+    keys: tl.tensor,
+    packed: tl.tensor,
+    all_packed: tl.tensor,
     wanted: tl.tensor,
-    searches_ptr: tl.tensor,
-    block: tl.constexpr,
+    brackets_ptr: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the key of the cluster in which the first ``wanted`` tokens end, and how many tokens come before it.
-
-    Args:
-        scores_ptr: the query head's scores.
-        sizes_ptr: the clusters' sizes.
-        count: how many clusters there are.
-        tokens: in all of them.
-        wanted: at least 1.
-        searches_ptr: what ``rank_kernel`` has left.
-        block: so many clusters there can be.
-    """
+    """Return the key of the cluster in which the first ``wanted`` tokens end, and how many tokens come before it."""
     bracket = tl.arange(0, BRACKETS)
-    left = tl.load(searches_ptr + bracket)
-    left_sums = tl.load(searches_ptr + BRACKETS + bracket).to(tl.uint32, bitcast=True)
-    all_packed = packed_of(count, tokens).to(tl.uint32, bitcast=True)
-    low, high, at_low, at_high = _narrowed(
-        wanted * 0 + (LOWEST + 1), wanted * 0 + HIGHEST, all_packed, all_packed - all_packed, left, left_sums, wanted
-    )
-    held: tl.constexpr = min(block, HELD)
-    # What is above the clusters held, which are all, or those of the bracket.
-    base = at_high - at_high
-    numbers = one_by_one(held)
-    if block > held:
-        if count > held:
-            while within(at_low, at_high) > held:
-                tried = _guesses(low, high, at_low, at_high, wanted)
-                of_tried = stored_sums_above(scores_ptr, sizes_ptr, count, tried, CHUNK)
-                low, high, at_low, at_high = _narrowed(low, high, at_low, at_high, tried, of_tried, wanted)
-            lists_ptr = searches_ptr + LISTS
-            # No key is at or above HIGHEST.
-            copied = copy_between(
-                scores_ptr, sizes_ptr, count, low, high, low, high, low, high, lists_ptr, lists_ptr,
-                wanted * 0 + HIGHEST, CHUNK,
-            )  # fmt: skip
-            keys, packed = copies_at(lists_ptr, copied)
-            base = at_high
-        else:
-            keys, packed = clusters_at(scores_ptr, sizes_ptr, numbers, numbers < count)
-    else:
-        keys, packed = clusters_at(scores_ptr, sizes_ptr, numbers, numbers < count)
-    while within(at_low, at_high) > 1:
-        guesses = _guesses(low, high, at_low, at_high, wanted)
-        sums = base + sums_above(keys, packed, guesses)
-        low, high, at_low, at_high = _narrowed(low, high, at_low, at_high, guesses, sums, wanted)
-    return tl.max(tl.where(keys < high, keys, LOWEST), axis=0), weight_of(at_high).to(tl.int32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _guesses(low: tl.tensor, high: tl.tensor, at_low: tl.tensor, at_high: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    """Return guesses at where the first ``wanted`` tokens end, int32 [_GUESSES]."""
-    # Seven round the line, close to it more closely, and one halves.
+    first_guesses = tl.load(brackets_ptr + bracket)
+    first_sums = tl.load(brackets_ptr + BRACKETS + bracket).to(tl.uint32, bitcast=True)
+    has_all = weight_of(first_sums) >= wanted
+    low, high, at_low, at_high = narrowed(
+        wanted * 0 + LOWEST + 1, wanted * 0 + HIGHEST, all_packed, all_packed - all_packed, first_guesses,
+        first_sums, has_all, has_all == 0,
+    )  # fmt: skip
+    # Seven guesses round the line, close to it more closely, and one halves.
     guess = tl.arange(0, _GUESSES)
+    halves = guess == 7
     steps = (guess - 3).to(tl.float32)
     offsets = steps * (0.2 + 0.05 * steps * steps)
-    return guessed_keys(low, high, at_low, at_high, wanted + guess * 0, offsets, guess == 7, True)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _narrowed(
-    low: tl.tensor,
-    high: tl.tensor,
-    at_low: tl.tensor,
-    at_high: tl.tensor,
-    guesses: tl.tensor,
-    sums: tl.tensor,
-    wanted: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """``narrowed`` for the place where the first ``wanted`` tokens end."""
-    suffices = weight_of(sums).to(tl.int32) >= wanted
-    return narrowed(low, high, at_low, at_high, guesses, sums, suffices, suffices == 0)
+    while within(at_low, at_high) > 1:
+        guesses = guessed_keys(low, high, at_low, at_high, wanted + guess * 0, offsets, halves, True)
+        sums = sums_above(keys, packed, guesses)
+        suffices = weight_of(sums) >= wanted
+        low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, suffices, suffices == 0)
+    return tl.max(tl.where(keys < high, keys, LOWEST), axis=0), weight_of(at_high).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

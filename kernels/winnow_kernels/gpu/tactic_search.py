@@ -1,40 +1,25 @@
 """Finding places in a query head's list of clusters without sorting it (``winnow_kernels.gpu.tactic``).
 
 Score and number of a cluster make one integer, and no two are alike. A search holds a bracket of such keys, with the
-number and the tokens of the clusters at or above each end, and narrows it by comparing clusters with several guesses at
-a time. The guesses lie round the place that a straight line through the bracket's ends gives, as close as clusters
-scatter about such a line. So a round leaves a tenth of a bracket or less, where halving would leave a half.
-
-A round over clusters in registers costs two instructions a comparison, and as much again to add up over threads and to
-narrow. Of more clusters than find room there, those in a bracket are copied together first; to go through all of them
-takes some twenty instructions a cluster.
+number and the tokens of the clusters at or above each end, and narrows it by comparing all clusters with several
+guesses at a time: what costs is not a comparison but the sum over a block, half a microsecond whatever is in it. The
+guesses lie round the place that a straight line through the bracket's ends gives, as close as clusters scatter about
+such a line. So a round leaves a tenth of a bracket or less, where halving would leave a half.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 import triton
 import triton.language as tl
 
-from winnow_kernels.gpu.tactic_state import HELD_CLUSTERS, SEARCHED
-from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, counted, ordered, score_of, weight_of
+from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, ordered, score_of, weight_of
 from winnow_kernels.tactic import IGNORED_BITS
 
 _NUMBERS = tl.constexpr(1 << IGNORED_BITS)
-# Two counts in one number: above these bits those of a second kind.
-_COUNT_BITS = tl.constexpr(15)
-_COUNT_MASK = tl.constexpr((1 << 15) - 1)
-_ONE_ABOVE = tl.constexpr(1 << 15)
+_COMPARED = tl.constexpr(16 * 2048)
 
-BRACKETS = tl.constexpr(16)
+BRACKETS = tl.constexpr(32)
 """Keys that ``rank_kernel`` leaves for ``fit_kernel``, with the clusters at or above each."""
-HELD: Final = tl.constexpr(HELD_CLUSTERS)
-"""Clusters that a program holds in registers while it searches among them."""
-LISTS: Final = tl.constexpr(SEARCHED - 2 * HELD_CLUSTERS)
-"""Where in a query head's scratch they are, if they are copies."""
-CHUNK: Final = tl.constexpr(1024)
-"""Clusters that a program looks at together when it goes through all of them."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -65,25 +50,6 @@ def score_key_of(keys: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def one_by_one(many: tl.constexpr) -> tl.tensor:
-    """Return int32 [many], 0 and what follows, neighbouring ones in neighbouring threads.
-
-    So comparisons, running sums and scattered stores have one layout, and no block has to change places.
-    """
-    return tl.max_contiguous(tl.arange(0, many), 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def clusters_at(
-    scores_ptr: tl.tensor, sizes_ptr: tl.tensor, numbers: tl.tensor, present: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return unique keys and packed sizes of clusters; ``LOWEST`` and 0 where none is ``present``."""
-    scores = tl.load(scores_ptr + numbers, mask=present, other=0.0)
-    sizes = tl.load(sizes_ptr + numbers, mask=present, other=0)
-    return tl.where(present, unique_keys(scores, numbers), LOWEST), tl.where(present, counted(sizes), 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def sums_above(keys: tl.tensor, packed: tl.tensor, guesses: tl.tensor) -> tl.tensor:
     """Return the packed clusters at or above each guess.
 
@@ -95,88 +61,17 @@ def sums_above(keys: tl.tensor, packed: tl.tensor, guesses: tl.tensor) -> tl.ten
     Returns:
         uint32 [m]; of two sums the one of more clusters is the larger.
     """
-    above = tl.sum(tl.where(keys[None, :] >= guesses[:, None], packed[None, :], 0), axis=1)
-    return above.to(tl.uint32, bitcast=True)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def stored_sums_above(
-    scores_ptr: tl.tensor, sizes_ptr: tl.tensor, count: tl.tensor, guesses: tl.tensor, chunk: tl.constexpr
-) -> tl.tensor:
-    """``sums_above`` of ``count`` clusters in memory, so many of them at a time."""
+    block: tl.constexpr = keys.shape[0]
     many: tl.constexpr = guesses.shape[0]
-    above = tl.zeros((many, chunk), tl.int32)
-    for begin in range(0, count, chunk):
-        numbers = begin + one_by_one(chunk)
-        keys, packed = clusters_at(scores_ptr, sizes_ptr, numbers, numbers < count)
-        above += tl.where(keys[None, :] >= guesses[:, None], packed[None, :], 0)
-    return tl.sum(above, axis=1).to(tl.uint32, bitcast=True)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def copy_between(
-    scores_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    count: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    low2: tl.tensor,
-    high2: tl.tensor,
-    low3: tl.tensor,
-    high3: tl.tensor,
-    copies_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
-    above: tl.tensor,
-    chunk: tl.constexpr,
-) -> tl.tensor:
-    """Copy the clusters in any of three brackets, at most ``HELD`` in all, in no order that matters.
-
-    Args:
-        scores_ptr: float32 [count]; scores of all clusters.
-        sizes_ptr: int32 [count]; their sizes.
-        count: int32 scalar.
-        low: int32 scalar; a key.
-        high: int32 scalar; a key: a bracket goes up to below here.
-        low2: of another bracket.
-        high2: likewise.
-        low3: of a third one.
-        high3: likewise.
-        copies_ptr: int32 [2, HELD]; where keys and packed sizes go.
-        numbers_ptr: where the numbers of clusters go whose keys are at or above the next.
-        above: int32 scalar; a key.
-        chunk: clusters that are looked at together.
-
-    Returns:
-        How many were copied, int32.
-    """
-    # Each lane goes through its clusters twice: to know where it may write, and to write.
-    found = tl.zeros((chunk,), tl.int32)
-    for begin in range(0, count, chunk):
-        numbers = begin + one_by_one(chunk)
-        keys, _ = clusters_at(scores_ptr, sizes_ptr, numbers, numbers < count)
-        is_inside = ((keys >= low) & (keys < high)) | ((keys >= low2) & (keys < high2))
-        is_inside = is_inside | ((keys >= low3) & (keys < high3))
-        found += is_inside.to(tl.int32) + tl.where(keys >= above, _ONE_ABOVE, 0)
-    places = tl.cumsum(found, axis=0) - found
-    for begin in range(0, count, chunk):
-        numbers = begin + one_by_one(chunk)
-        keys, packed = clusters_at(scores_ptr, sizes_ptr, numbers, numbers < count)
-        is_inside = ((keys >= low) & (keys < high)) | ((keys >= low2) & (keys < high2))
-        is_inside = is_inside | ((keys >= low3) & (keys < high3))
-        tl.store(copies_ptr + (places & _COUNT_MASK), keys, mask=is_inside)
-        tl.store(copies_ptr + HELD + (places & _COUNT_MASK), packed, mask=is_inside)
-        tl.store(numbers_ptr + (places >> _COUNT_BITS), numbers, mask=keys >= above)
-        places += is_inside.to(tl.int32) + tl.where(keys >= above, _ONE_ABOVE, 0)
-    tl.debug_barrier()
-    return tl.sum(found, axis=0) & _COUNT_MASK
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def copies_at(copies_ptr: tl.tensor, copied: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the keys and packed sizes, int32 [HELD], that ``copy_between`` has copied."""
-    place = one_by_one(HELD)
-    keys = tl.load(copies_ptr + place, mask=place < copied, other=LOWEST)
-    return keys, tl.load(copies_ptr + HELD + place, mask=place < copied, other=0)
+    if block * many > _COMPARED:
+        # Half of them at a time: comparisons of all would not find room in registers.
+        first, second = tl.split(tl.reshape(guesses, (many // 2, 2)))
+        of_first = tl.sum(tl.where(keys[None, :] >= first[:, None], packed[None, :], 0), axis=1)
+        of_second = tl.sum(tl.where(keys[None, :] >= second[:, None], packed[None, :], 0), axis=1)
+        above = tl.reshape(tl.join(of_first, of_second), (many,))
+    else:
+        above = tl.sum(tl.where(keys[None, :] >= guesses[:, None], packed[None, :], 0), axis=1)
+    return above.to(tl.uint32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -22,16 +22,10 @@ TAIL_SPLITS: Final = 2
 """Programs among which the tokens in no cluster are dealt out, of a row and KV head."""
 WINDOWS: Final = 2 * WINDOW_CLUSTERS
 """Clusters of a query head's near and far window."""
-HELD_CLUSTERS: Final = 2048
-"""Clusters, at most, that a program holds in registers while it searches among them."""
-SEARCHED: Final = 512 + 2 * HELD_CLUSTERS
-"""Numbers that searches leave on their way, for a query head."""
+HISTOGRAM: Final = 2048
+"""Bins among which a query head's clusters can be counted."""
 SLICE: Final = 128
 """Clusters of a row that are listed together for a KV head."""
-SAMPLED_SLICE: Final = 256
-"""Clusters of a row, at most, of which one program weighs the members for a KV head."""
-SAMPLED_TOKENS: Final = 256
-"""Members that it looks up together."""
 RUN: Final = 64
 """Listed clusters of a row and KV head that are put in order among themselves, and then among the others."""
 
@@ -113,7 +107,7 @@ FIT_END = tl.constexpr(int(Fit.END))
 class TacticWorkspace:
     """What is handed on from launch to launch, for one layer at a time.
 
-    For a row, 13 bytes a cluster and query head, 40 a cluster and KV head, and 18 KiB a query head: 203 MiB for 32 rows
+    For a row, 9 bytes a cluster and query head, 36 a cluster and KV head, and 8 KiB a query head: 152 MiB for 32 rows
     of 128K tokens with 32 query and 8 KV heads. What else there is is less than a hundredth of that.
 
     Attributes:
@@ -126,9 +120,7 @@ class TacticWorkspace:
             of the weights relative to it.
         windows: int32 [rows, query heads, WINDOWS]; clusters of both windows.
         window_masses: float32, same shape; logarithms of their masses, as the sample has them.
-        sampled_slots: int32 [rows, KV heads, clusters / SAMPLED_SLICE, SAMPLED_TOKENS]; of members that are weighed.
-        sampled_scores: float32 [rows, KV heads, clusters / SAMPLED_SLICE, group, SAMPLED_TOKENS]; their scores.
-        searches: int32 [rows, query heads, SEARCHED]; scratch of the searches.
+        histogram: int32 [rows, query heads, HISTOGRAM]; scratch of the searches.
         ranks: int32 [rows, query heads, Rank].
         cuts: int32 [rows, query heads, Cut].
         fits: float64 [rows, query heads, Fit].
@@ -155,9 +147,7 @@ class TacticWorkspace:
     tails: Tensor
     windows: Tensor
     window_masses: Tensor
-    sampled_slots: Tensor
-    sampled_scores: Tensor
-    searches: Tensor
+    histogram: Tensor
     ranks: Tensor
     cuts: Tensor
     fits: Tensor
@@ -179,7 +169,6 @@ class TacticWorkspace:
         """Return space for ``rows`` rows with at most ``spans`` spans of ``span`` tokens each."""
         clusters = block_of(spans * span // CLUSTER_SIZE)
         heads, kv = (rows, query_heads), (rows, kv_heads)
-        splits = sample_splits(clusters)
 
         def space(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -193,9 +182,7 @@ class TacticWorkspace:
             tails=space(*heads, TAIL_SPLITS, 2, dtype=torch.float32),
             windows=space(*heads, WINDOWS),
             window_masses=space(*heads, WINDOWS, dtype=torch.float32),
-            sampled_slots=space(*kv, splits, SAMPLED_TOKENS),
-            sampled_scores=space(*kv, splits, query_heads // kv_heads, SAMPLED_TOKENS, dtype=torch.float32),
-            searches=space(*heads, SEARCHED),
+            histogram=space(*heads, HISTOGRAM),
             ranks=space(*heads, len(Rank)),
             cuts=space(*heads, len(Cut)),
             fits=space(*heads, len(Fit), dtype=torch.float64),
@@ -215,11 +202,6 @@ class TacticWorkspace:
 def block_of(clusters: int) -> int:
     """Return how many clusters a program that looks at all of a row holds: a power of two."""
     return max(128, triton.next_power_of_2(clusters))
-
-
-def sample_splits(block: int) -> int:
-    """Return among how many programs ``block`` clusters of a row and KV head are dealt out to be weighed."""
-    return max(1, block // SAMPLED_SLICE)
 
 
 def known_block_of(block: int) -> int:

@@ -14,12 +14,11 @@ from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import tactic_fit
+from winnow_kernels.gpu import tactic_fit, tactic_ranks
 from winnow_kernels.gpu.batch import WHOLE, Count, DecodeBatch, DeviceSelection
-from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width
-from winnow_kernels.gpu.tactic_ranks import rank_warps
+from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of
 from winnow_kernels.gpu.tactic_scores import OF_PROGRAM
-from winnow_kernels.gpu.tactic_state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of, sample_splits
+from winnow_kernels.gpu.tactic_state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.kmeans import CLUSTER_SIZE
@@ -236,13 +235,13 @@ def test_refusals(device: torch.device) -> None:
 POINTERS = {
     **dict.fromkeys(["queries_ptr", "keys_ptr", "centroids_ptr"], "*bf16"),
     **dict.fromkeys(["sizes_ptr", "offsets_ptr"], "*i16"),
-    **dict.fromkeys(["scores_ptr", "tails_ptr", "masses_ptr", "window_masses_ptr", "sampled_scores_ptr"], "*fp32"),
+    **dict.fromkeys(["scores_ptr", "tails_ptr", "masses_ptr", "window_masses_ptr"], "*fp32"),
     **dict.fromkeys(["shares_ptr", "fits_ptr", "head_shares_ptr", "shares_sum_ptr"], "*fp64"),
     "counts_ptr": "*i64",
 }
+WIDE_KERNELS = {"ranks:rank": tactic_ranks.CLUSTERS_OF_THREAD, "fit:fit": tactic_fit.CLUSTERS_OF_THREAD}
 KERNELS = [
-    "ranks:rank",
-    "fit:fit",
+    *WIDE_KERNELS,
     "scores:score",
     "samples:sample",
     "union:union",
@@ -263,7 +262,7 @@ def variant(kernel: str, clusters: int) -> Variant:
     values |= {
         "of_program": 4 if name == "union" else OF_PROGRAM,
         "tail_splits": TAIL_SPLITS,
-        "splits": sample_splits(clusters),
+        "splits": 64,
         "kept_splits": 8,
     }
     values |= {"group_block": 4, "in_order": True}
@@ -273,7 +272,7 @@ def variant(kernel: str, clusters: int) -> Variant:
         n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "fp32" if n == "scale_log2" else "i32")
         for n in parameters.keys() - constants.keys()
     }
-    warps = {"rank": rank_warps(clusters), "fit": tactic_fit.WARPS}.get(name, 4)
+    warps = warps_of(clusters, WIDE_KERNELS[kernel]) if kernel in WIDE_KERNELS else 4
     return Variant(f"{path}:{name}_kernel", types, constants, sorted(DIVISIBLE & types.keys()), num_warps=warps)
 
 
