@@ -83,6 +83,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
     "divergence": ("divergence.json", divergence_table),
+    "divergence-16k": ("divergence-16k.json", divergence_table),
+    "divergence-32k": ("divergence-32k.json", divergence_table),
     "termination": ("termination.json", divergence_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),
