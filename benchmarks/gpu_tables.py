@@ -26,7 +26,7 @@ def summary_table(path: Path) -> str:
             continue
         size = f"union of {told['union_percent']} %" if "union_percent" in told else f"{_tokens_of(told):,} tokens"
         of_policy = speedups.setdefault(f"`{row.policy}`, {size}", {})
-        of_policy[f"{row.context // 1024}K × {row.batch}"] = row.speedup
+        of_policy[_case_of(row)] = row.speedup
     cases = list(next(iter(speedups.values())))
     rows = [(policy, *(f"{found[case]:.1f}" for case in cases)) for policy, found in speedups.items()]
     return markdown_table(("times as fast as dense", *cases), rows) + _devices(record)
@@ -44,7 +44,7 @@ def stopping_table(path: Path) -> str:
 def _layers_table(record: Record, shown: Callable[[Mapping[str, Any]], bool]) -> str:
     rows = [
         (
-            f"{row.context // 1024}K × {row.batch}",
+            _case_of(row),
             _policy_of(row),
             f"{row.dense:.0f}",
             f"{row.measured:.0f}",
@@ -63,7 +63,7 @@ def prefill_table(path: Path) -> str:
     record = Record.read(path)
     rows = [
         (
-            f"{row.context // 1024}K",
+            _thousands(row.context),
             f"{row.policy}, {row.parameters['backend']}" if row.policy == "dense" else row.policy,
             ", ".join(
                 f"{name} {value}" for name, value in row.parameters.items() if name in ("budget", "budget_ratio")
@@ -85,10 +85,9 @@ def serve_table(path: Path) -> str:
     rows = []
     for row in record.rows:
         told = row.parameters
-        case = f"{row.context // 1024}K × {row.batch}"
         name = f"{row.policy}, {told['backend']}" if row.policy == "dense" else row.policy
         ratios = ("" if row.speedup is None else f"{row.speedup:.2f}", percent(told["kv_read_ratio"]))
-        rows.append((row.model, case, name, told["figure"], f"{row.measured:.2f} {row.unit}", *ratios))
+        rows.append((row.model, _case_of(row), name, told["figure"], f"{row.measured:.2f} {row.unit}", *ratios))
     headings = ("model", "context", "policy", "figure", "measured", "times as fast as dense", "KV read %")
     return markdown_table(headings, rows) + _devices(record)
 
@@ -101,7 +100,7 @@ def served_table(path: Path) -> str:
         if row.parameters["figure"] == "tpot" and row.parameters["backend"] == "winnow" and row.speedup is not None:
             read = row.parameters["kv_read_ratio"]
             told = f"{row.speedup:.2f}" + ("" if read is None else f" (reads {percent(read)} %)")
-            speedups.setdefault(row.policy, {})[f"{row.context // 1000}K × {row.batch}"] = told
+            speedups.setdefault(row.policy, {})[_case_of(row)] = told
     cases = list(dict.fromkeys(case for of_policy in speedups.values() for case in of_policy))
     rows = [(policy, *(of_policy.get(case, "") for case in cases)) for policy, of_policy in speedups.items()]
     return markdown_table(("tokens a second, times dense", *cases), rows) + _devices(record)
@@ -123,6 +122,14 @@ def ranks_table(path: Path) -> str:
     ]
     headings = ("model", "policy", "GPUs", "ms a token", "equal tokens, fewest", "counts equal")
     return markdown_table(headings, rows) + _devices(record)
+
+
+def _case_of(row: Row) -> str:
+    return f"{_thousands(row.context)} × {row.batch}"
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // (1000 if tokens % 1024 else 1024)}K"
 
 
 def _policy_of(row: Row) -> str:

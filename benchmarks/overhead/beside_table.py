@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown_tables import commit_of, markdown_table
+
 ASKED_TTFT_SECONDS = 0.003
 """Most that the service may add to the time to the first token, at the median."""
 ASKED_LOST = 0.03
@@ -22,8 +24,6 @@ def service_table(path: Path) -> str:
     lost = [1 - service / bare for bare, service in zip(throughput["bare"], throughput["service"], strict=True)]
     changed = f"{-throughput['lost']:+.1%} [{-max(lost):+.1%}, {-min(lost):+.1%}]"
     rows = [
-        ("", "runtime", "with the service", "difference", "asked"),
-        ("---",) * 5,
         (
             f"time to the first token, ms: median of {ttft['pairs']} requests each way, one after the other [95 %]",
             _ms(ttft["bare"]),
@@ -55,18 +55,18 @@ def service_table(path: Path) -> str:
     ]
     if throughput["cpu_per_token"] is not None:
         rows.append(("CPU time of the service for a token, µs", "", f"{throughput['cpu_per_token'] * 1e6:.0f}", "", ""))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{_about(record['header'])}\n"
+    headings = ("", "runtime", "with the service", "difference", "asked")
+    return markdown_table(headings, rows) + f"\n{_about(record['header'])}\n"
 
 
 def _about(header: dict[str, Any]) -> str:
-    runtime, commit = header["runtime"], header["commit"]
-    named = "unknown" if not commit else commit["id"][:8] + (" with changes" if commit["modified"] else "")
+    runtime = header["runtime"]
     sglang = f"SGLang {runtime['version']}" if "version" in runtime else "a runtime without a version"
     backend = f", attention backend {runtime['attention_backend']}" if "attention_backend" in runtime else ""
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items() if name != "sglang")
     return (
         f"{header['device'] or 'no GPU'}; {header['cpu']}, {header['cpu_threads']} threads; {runtime['model']} on"
-        f" {sglang}{backend}; {versions}; commit {named}, {header['date'][:10]}."
+        f" {sglang}{backend}; {versions}; {commit_of(header['commit'])}, {header['date'][:10]}."
     )
 
 

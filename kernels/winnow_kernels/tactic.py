@@ -234,8 +234,9 @@ class TacticStep(FullLayersStep["TacticStep"]):
         return capped
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Tensor:
-        is_full = torch.tensor([layer < count for count in self.full_layers], device=queries.device)
-        self._estimated_share += is_full.double()
+        if layer < max(self.full_layers):
+            is_full = torch.tensor([layer < count for count in self.full_layers], device=queries.device)
+            self._estimated_share += is_full.double()
         return super().attend(layer, queries, cache, meter)
 
     def step_of(self, rows: list[int]) -> TacticStep:

@@ -1,7 +1,8 @@
 """From which context length on a policy is no slower than dense attention.
 
 On a CPU by benchmarks/cpu_attention.py; on a GPU by benchmarks/gpu_serve.py, between the lengths measured on a straight
-line (8 requests of a Llama-3.1-8B's shape on an H200, ``kernels/benchmarks/results/serve.json``).
+line (8 requests of a Llama-3.1-8B's shape on an H200, ``kernels/benchmarks/results/serve.json``). `pyramidkv` was not
+among them: it is taken to be like `snapkv`, whose kernels it shares.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A selection is read in tiles of 64 tokens, gathered slot by slot or, where it is
 query heads of a KV head's group, padded to 8 or 16, share one read of K and V, on tensor cores. What must be read is
 2 × head dim × element size bytes and a 4-byte slot for each token; beside that, each split writes a float32 output and
 a log-sum-exp per query head, which ``winnow_kernels.gpu.merge`` reads: 1/16 of K and V in splits of two tiles with a
-group of 4 in bf16, less in longer ones. Two launches, of which the second overlaps with the first.
+group of 4 in bf16, less in longer ones. Two launches.
 
 The grid is persistent: programs deal the splits of all rows out among themselves in turn, so that a long context in a
 batch of short selections is spread over the device like everything else. Each finds its splits in the running sum of

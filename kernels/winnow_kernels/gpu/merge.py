@@ -7,9 +7,7 @@ own, which would be dealt out like a whole one. With early termination, splits a
 ``winnow_kernels.early_termination``. In both cases they follow from the selection's own length, so that what a row gets
 does not depend on its neighbours.
 
-Merging reads a float32 output and a log-sum-exp for each query head and split, in the order of the splits. Where the
-device can, the kernel is launched while what it merges is still computed (programmatic dependent launch), which takes
-the launch and the loads of lengths and counts off the time of a layer.
+Merging reads a float32 output and a log-sum-exp for each query head and split, in the order of the splits.
 """
 
 from __future__ import annotations
@@ -125,13 +123,12 @@ def merge_kernel(
     present = split < splits
     head = pair.to(tl.int64) * group + of_group
     masses_ptr = partial_masses_ptr + head * _MOST_SPLITS + split
-    masses = tl.load(masses_ptr, mask=present, other=-INFINITY, cache_modifier=".cg")
+    masses = tl.load(masses_ptr, mask=present, other=-INFINITY)
     dim = tl.arange(0, padded_dim)
     outputs = tl.load(
         partial_outputs_ptr + (head * _MOST_SPLITS + split[:, None]) * head_dim + dim[None, :],
         mask=present[:, None] & (dim < head_dim)[None, :],
         other=0.0,
-        cache_modifier=".cg",
     )
     highest = tl.max(masses, axis=0)
     weights = tl.exp2(masses - highest)
@@ -150,7 +147,7 @@ def merge_kernel(
         if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
             if stops:
                 tiles_ptr = tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split
-                of_splits = tl.load(tiles_ptr, mask=present, other=0, cache_modifier=".cg")
+                of_splits = tl.load(tiles_ptr, mask=present, other=0)
                 read = tl.sum(of_splits, axis=0)
                 tiles = tl.cdiv(tokens, _TILE)
                 # Of all tiles only a selection's last may hold fewer tokens; its split has read it if it read all.

@@ -39,14 +39,7 @@ def bracket_kernel(
     Nothing is counted yet, except in a short row: it is its own list.
     """
     own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
-        scores_ptr,
-        sparse_ptr,
-        fields_ptr,
-        marks_ptr,
-        marks_stride,
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.num_programs(1),
+        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=0
     )
     tokens = tl.load(block_ptr + START)
     lower = tokens * 0 + LOWEST
@@ -93,14 +86,7 @@ def list_kernel(
     """Count a piece's scores above and in its row's bracket, and list the latter, in any order, if there is room."""
     piece = tl.program_id(0)
     own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(
-        scores_ptr,
-        sparse_ptr,
-        fields_ptr,
-        marks_ptr,
-        marks_stride,
-        tl.program_id(1),
-        tl.program_id(2),
-        tl.num_programs(2),
+        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=1
     )
     tokens = tl.load(block_ptr + START)
     if (piece * block >= tokens) | (tokens <= listed):

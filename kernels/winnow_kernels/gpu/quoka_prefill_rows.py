@@ -35,11 +35,13 @@ def row_of(
     fields_ptr: tl.tensor,
     marks_ptr: tl.tensor,
     marks_stride: tl.tensor,
-    sparse: tl.tensor,
-    head: tl.tensor,
-    kv_heads: tl.tensor,
+    axis: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return where the scores, the marks and the block of a row are, and how many numbers the row takes."""
+    """Return where the scores, the marks and the block of a program's row are, and how many numbers the row takes.
+
+    ``axis`` of the grid has the sparse blocks, the next one the KV heads.
+    """
+    sparse, head, kv_heads = tl.program_id(axis), tl.program_id(axis + 1), tl.num_programs(axis + 1)
     own_sparse_ptr = sparse_ptr + sparse * SPARSE_COLUMNS
     stride = tl.load(own_sparse_ptr + SCORES_STRIDE)
     offset = tl.multiple_of(tl.load(own_sparse_ptr + SCORES) + head * stride, ALIGNMENT)

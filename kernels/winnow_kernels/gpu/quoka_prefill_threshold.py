@@ -35,14 +35,7 @@ def narrow_kernel(
     Afterwards the threshold lies in it, and what lies in it is listed, or has the same key: the lower bound.
     """
     own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(
-        scores_ptr,
-        sparse_ptr,
-        fields_ptr,
-        marks_ptr,
-        marks_stride,
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.num_programs(1),
+        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=0
     )
     count = tl.load(block_ptr + START)
     wanted = tl.load(block_ptr + BUDGET)
@@ -93,14 +86,7 @@ def threshold_kernel(
 ) -> None:
     """Write the key of the least score that is selected of a row, and how many scores are greater."""
     own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(
-        scores_ptr,
-        sparse_ptr,
-        fields_ptr,
-        marks_ptr,
-        marks_stride,
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.num_programs(1),
+        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=0
     )
     tokens = tl.load(block_ptr + START)
     wanted = tl.load(block_ptr + BUDGET)

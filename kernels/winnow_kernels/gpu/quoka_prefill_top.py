@@ -105,14 +105,7 @@ def count_kernel(
     """Write how many scores of a piece are greater than the threshold, and in the upper half how many equal it."""
     piece = tl.program_id(0)
     own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
-        scores_ptr,
-        sparse_ptr,
-        fields_ptr,
-        marks_ptr,
-        marks_stride,
-        tl.program_id(1),
-        tl.program_id(2),
-        tl.num_programs(2),
+        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=1
     )
     tokens = tl.load(block_ptr + START)
     if piece * block >= tokens:
@@ -141,14 +134,7 @@ def write_kernel(
     """Write the slots of a piece's tokens that are selected."""
     piece = tl.program_id(0)
     own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
-        scores_ptr,
-        sparse_ptr,
-        fields_ptr,
-        marks_ptr,
-        marks_stride,
-        tl.program_id(1),
-        tl.program_id(2),
-        tl.num_programs(2),
+        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=1
     )
     tokens = tl.load(block_ptr + START)
     if piece * block >= tokens:
