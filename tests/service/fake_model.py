@@ -96,6 +96,14 @@ def build_app(fake: FakeModel) -> FastAPI:
         fake.tokenize_calls += 1
         return {"count": fake.count((await request.json())["prompt"])}
 
+    @app.post("/v1/tokenize")
+    async def tokenize_chat(request: Request) -> dict[str, Any]:
+        body = await request.json()
+        if not fake.has_tokenize or "messages" not in body:
+            raise HTTPException(404)
+        # As ids that can be read again: what they count is not asked.
+        return {"tokens": [ord(character) for character in body["messages"][-1]["content"]]}
+
     @app.post("/v1/chat/completions")
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
@@ -104,7 +112,7 @@ def build_app(fake: FakeModel) -> FastAPI:
         body = await request.json()
         fake.bodies.append(body)
         chat = request.url.path.endswith("/chat/completions")
-        prompt = body["messages"][-1]["content"] if chat else body["prompt"].removesuffix("\nAnswer:")
+        prompt = body["messages"][-1]["content"] if chat else _text(body["prompt"])
         prompt_tokens = fake.count(prompt) + fake.template_tokens
         if prompt_tokens + body["max_tokens"] > fake.max_tokens:
             return JSONResponse({"error": {"message": "Requested token count exceeds the context"}}, 400)
@@ -120,6 +128,10 @@ def build_app(fake: FakeModel) -> FastAPI:
         return StreamingResponse(_events(fake, values, usage, chat=chat, broken=broken), media_type="text/event-stream")
 
     return app
+
+
+def _text(prompt: str | list[int]) -> str:
+    return prompt.removesuffix("\nAnswer:") if isinstance(prompt, str) else "".join(map(chr, prompt))
 
 
 async def _events(

@@ -113,6 +113,27 @@ def test_completions_are_asked_with_a_plain_prompt() -> None:
     assert all(body["prompt"].endswith("\nAnswer:") and "attention" not in body for body in fake.streamed())
 
 
+def test_tokens_of_a_chat_prompt_are_asked_for_once_and_sent_with_every_policy() -> None:
+    fake = FakeModel()
+    with serving(fake) as url:
+        result = run(
+            "--url", url, "--tasks", "tiny_one", "--lengths", "512", "--samples", "3", "--api", "tokens",
+            "--policy", "exact", "--policy", "balanced", "--policy", "fast",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "100.0 %" in result.stderr
+    prompts = [tuple(body["prompt"]) for body in fake.streamed()]
+    assert len(prompts) == 9
+    assert len(set(prompts)) == 3
+
+
+def test_a_server_that_tells_no_tokens_of_chats_is_named() -> None:
+    with serving(FakeModel(has_tokenize=False)) as url:
+        result = run("--url", url, "--tasks", "tiny_one", "--lengths", "512", "--samples", "3", "--api", "tokens")
+    assert result.exit_code == 1
+    assert "HTTP 404" in result.output
+
+
 def test_wrong_answers_lower_the_accuracy_and_are_no_errors(tmp_path: Path) -> None:
     with serving(FakeModel(wrong_every=3)) as url:
         result, report = run_to_report(

@@ -177,7 +177,7 @@ async def compare(
             return [cell async for cell in run_plan(plan, client, generator, progress)], progress
 
 
-async def test_policies_are_asked_in_turn_on_the_same_prompts_and_compared() -> None:
+async def test_policies_are_asked_behind_the_first_on_the_same_prompts_and_compared() -> None:
     server = CachingServer()
     (cell,), progress = await compare(server, "exact", "blind", "again")
     exact, blind, again = cell.rows
@@ -194,7 +194,9 @@ async def test_policies_are_asked_in_turn_on_the_same_prompts_and_compared() -> 
         assert len({record.prompt_sha256 for record in records}) == 1
     assert len({records[0].prompt_sha256 for records in by_index}) == 30
     for prompt in {prompt for prompt, _ in server.streamed}:
-        assert [policy for of, policy in server.streamed if of == prompt] == ["exact", "blind", "again"]
+        first, *others = [policy for of, policy in server.streamed if of == prompt]
+        assert first == "exact"
+        assert sorted(others) == ["again", "blind"]
     assert server.most_under_way == 4
 
     wrong = sum(int(records[0].references[0]) % 3 == 0 for records in by_index)

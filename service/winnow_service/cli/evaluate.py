@@ -66,7 +66,13 @@ def evaluate(
         Path | None,
         typer.Option(dir_okay=False, help="More policies: a file with a JSON object of policies by name."),
     ] = None,
-    api: Annotated[Api, typer.Option(help="Which OpenAI form to ask.")] = Api.CHAT,
+    api: Annotated[
+        Api,
+        typer.Option(
+            help="Which OpenAI form to ask. 'tokens' sends chat prompts as ids, tokenized once by SGLang's "
+            "/v1/tokenize: with many policies most of the time goes into tokenizing."
+        ),
+    ] = Api.CHAT,
     hardware: Annotated[
         str | None, typer.Option(help="What the server runs on, for the record.", show_default="as the server says")
     ] = None,

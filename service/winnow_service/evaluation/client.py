@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,11 +22,21 @@ _IDLE_CONNECTION_SECONDS = 2.0
 _ERROR_CHARACTERS = 300
 
 
+# As text, or as the ids of its tokens, chat template included.
+Prompt = str | Sequence[int]
+
+
 class Api(StrEnum):
-    """Which of the two OpenAI forms is asked."""
+    """Which of the two OpenAI forms is asked.
+
+    ``tokens`` has the server tokenize a chat prompt once, at ``/v1/tokenize`` as SGLang has it, and then asks the
+    completions form with the ids. A server spends more time on tokenizing a long prompt than on answering it from its
+    cache.
+    """
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    TOKENS = "tokens"
 
 
 class RequestError(Exception):
@@ -241,14 +251,29 @@ class OpenAIClient:
         Raises:
             RequestError: it was refused or failed, or the server does not tell the usage.
         """
-        answer = await self._json("POST", self._path, self._body(prompt, max_tokens=1))
+        prepared = await self.prepared(prompt)
+        answer = await self._json("POST", self._path, self._body(prepared, max_tokens=1))
         tokens = _count(answer.get("usage") or {}, "prompt_tokens")
         if tokens is None:
             raise RequestError("the server's answers have no usage.prompt_tokens: lengths cannot be measured")
         return tokens
 
-    async def ask(self, prompt: str, max_tokens: int) -> Answer:
-        """Stream one answer, greedily, and time it.
+    async def prepared(self, prompt: str) -> Prompt:
+        """What ``ask`` sends for a prompt: do this once for a prompt that is asked several times.
+
+        Raises:
+            RequestError: the server does not tell the ids of a chat prompt's tokens.
+        """
+        if self._api is not Api.TOKENS:
+            return prompt
+        told = await self._json("POST", "/v1/tokenize", {"model": self._model, "messages": _messages(prompt)})
+        tokens = told.get("tokens")
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise RequestError("the server's /v1/tokenize does not tell the tokens of messages (--api tokens)")
+        return tokens
+
+    async def ask(self, prompt: Prompt, max_tokens: int) -> Answer:
+        """Stream one answer to what ``prepared`` gave, greedily, and time it.
 
         Raises:
             RequestError: the server refused, failed, took longer than the timeout, or ended the stream early.
@@ -274,10 +299,12 @@ class OpenAIClient:
     def _path(self) -> str:
         return "/v1/chat/completions" if self._api is Api.CHAT else "/v1/completions"
 
-    def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "temperature": 0}
-        if self._api is Api.CHAT:
-            body["messages"] = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str):
+            body["prompt"] = list(prompt)
+        elif self._api is Api.CHAT:
+            body["messages"] = _messages(prompt)
         else:
             # A model without a chat template needs to be told that the answer is due.
             body["prompt"] = f"{prompt}\nAnswer:"
@@ -304,6 +331,10 @@ class OpenAIClient:
             raise RequestError(f"cannot connect to {self.url}: {error}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RequestError(f"request to {self.url} failed: {type(error).__name__} {error}".rstrip()) from error
+
+
+def _messages(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
 
 
 def _texts(choice: Mapping[str, Any]) -> tuple[str, str]:

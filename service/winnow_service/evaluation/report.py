@@ -273,9 +273,9 @@ def _legend(report: Report, labels: Sequence[str]) -> Iterator[str]:
     if len(labels) > 1:
         yield (
             f"Difference: accuracy less that of {labels[0]}, in percentage points, on the same samples "
-            f"({report.header.difference_interval}). Each sample is asked with one policy after the other: latency and "
-            f"TTFT of {labels[0]} are with a prompt that was not asked before; those of the others are with a prompt "
-            "that the server may have cached, and cannot be compared with them."
+            f"({report.header.difference_interval}). Each sample is asked with {labels[0]} first, then with the "
+            f"others at once: latency and TTFT of {labels[0]} are with a prompt that was not asked before; those of "
+            "the others are with a prompt that the server may have cached, and cannot be compared with them."
         )
     if any(row.estimated_share is not None or row.terminated_ratio is not None for row in report.rows):
         yield "Estimated share, terminated and skipped ratio: means weighted by the tokens in context of all steps."

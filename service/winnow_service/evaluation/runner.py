@@ -7,9 +7,10 @@ import hashlib
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
-from winnow_service.evaluation.client import Answer, OpenAIClient, RequestError
+from winnow_service.evaluation.client import Answer, OpenAIClient, Prompt, RequestError
 from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey
 from winnow_service.evaluation.policies import NO_POLICY, AskedPolicy
 from winnow_service.evaluation.report import CellRow, SampleRecord, measured_row, unfitting_row
@@ -27,8 +28,8 @@ class Plan:
     Attributes:
         lengths: tokens of prompt and answer together.
         samples: how many in each cell.
-        concurrency: how many are under way at once, all of one cell; each is with one policy at a time.
-        policies: each sample is asked with all of them, in this order; the others are compared with the first.
+        concurrency: how many requests are under way at once, all of one cell.
+        policies: each sample is asked with all of them, first with the first, with which the others are compared.
     """
 
     tasks: tuple[str, ...]
@@ -37,6 +38,14 @@ class Plan:
     seed: int
     concurrency: int
     policies: tuple[AskedPolicy, ...] = (NO_POLICY,)
+
+    @property
+    def samples_at_once(self) -> int:
+        """Enough for all requests to be under way, though every sample waits for its first answer before the others.
+
+        The fewer, the fewer prompts the server's cache must hold.
+        """
+        return self.concurrency if len(self.policies) == 1 else 2 * ceil(self.concurrency / len(self.policies))
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,8 @@ async def run_plan(
             progress.sizing(task, length)
             sizes = await sizer.cell(length, plan.samples)
             progress.asking(task, length)
-            result = await _Cell(plan, task, length, client, generator, counter, progress).run(sizes)
+            requests = asyncio.Semaphore(plan.concurrency)
+            result = await _Cell(plan, task, length, client, generator, counter, progress, requests).run(sizes)
             for row in result.rows:
                 progress.finished(row)
             yield result
@@ -101,6 +111,14 @@ async def _check_policies(policies: Iterable[AskedPolicy], client: OpenAIClient)
 
 
 @dataclass(frozen=True)
+class _Outcome:
+    """An answer, and a smaller size to try instead if the sample is over the length."""
+
+    answer: Answer | RequestError
+    smaller: int | None = None
+
+
+@dataclass(frozen=True)
 class _Cell:
     plan: Plan
     task: str
@@ -109,13 +127,14 @@ class _Cell:
     generator: SampleGenerator
     counter: TokenCounter
     progress: Progress
+    requests: asyncio.Semaphore
 
     async def run(self, sizes: CellSizes) -> CellResult:
         if sizes.smallest_tokens is not None:
             need = sizes.smallest_tokens
             labels = (policy.label for policy in self.plan.policies)
             return CellResult(tuple(unfitting_row(self.task, self.length, need, label) for label in labels))
-        under_way = asyncio.Semaphore(self.plan.concurrency)
+        under_way = asyncio.Semaphore(self.plan.samples_at_once)
         asked = []
         async with asyncio.TaskGroup() as group:
             for key, size, sample in self._samples_ahead(sizes.sizes):
@@ -135,7 +154,7 @@ class _Cell:
         for index, size in enumerate(sizes):
             key = SampleKey(self.plan.seed, self.task, self.length, index)
             ahead.append((key, size, self.generator.submit(key, size)))
-            if len(ahead) > self.plan.concurrency:
+            if len(ahead) > self.plan.samples_at_once:
                 yield ahead.popleft()
         yield from ahead
 
@@ -167,41 +186,42 @@ class _Cell:
         return records
 
     async def _ask_all(self, sample: PreparedSample, size: int) -> tuple[int | None, Sequence[Answer | RequestError]]:
-        """The outcome of each policy; with a smaller size to try instead, those up to the one that showed the need."""
-        outcomes = []
-        # One after another: the first has the prompt prefilled, and the others find it in the server's cache.
-        for policy in self.plan.policies:
-            smaller, outcome = await self._ask(self.client.with_attention(policy.attention), sample, size)
-            outcomes.append(outcome)
-            if smaller is not None:
-                return smaller, outcomes
-        return None, outcomes
-
-    async def _ask(
-        self, client: OpenAIClient, sample: PreparedSample, size: int
-    ) -> tuple[int | None, Answer | RequestError]:
-        """The outcome, and a smaller size to try instead if the sample is over the length."""
-        outcome: Answer | RequestError
+        """The outcome of each policy; with a smaller size to try instead, of those that were asked until then."""
         try:
-            outcome = await client.ask(sample.prompt, sample.answer_tokens)
-            prompt_tokens = outcome.prompt_tokens
+            prompt = await self.client.prepared(sample.prompt)
         except RequestError as error:
-            outcome = error
+            return None, [error] * len(self.plan.policies)
+        first, *others = self.plan.policies
+        # The first has the prompt prefilled, and the others find it in the server's cache.
+        outcomes = [await self._ask(first, prompt, sample, size)]
+        if outcomes[0].smaller is None:
+            outcomes += await asyncio.gather(*(self._ask(policy, prompt, sample, size) for policy in others))
+        smaller = [outcome.smaller for outcome in outcomes if outcome.smaller is not None]
+        return min(smaller, default=None), [outcome.answer for outcome in outcomes]
+
+    async def _ask(self, policy: AskedPolicy, prompt: Prompt, sample: PreparedSample, size: int) -> _Outcome:
+        answer: Answer | RequestError
+        try:
+            async with self.requests:
+                answer = await self.client.with_attention(policy.attention).ask(prompt, sample.answer_tokens)
+            prompt_tokens = answer.prompt_tokens
+        except RequestError as error:
+            answer = error
             if not error.refused:
-                return None, outcome
+                return _Outcome(answer)
             try:
                 prompt_tokens = await self.counter.count(sample.prompt)
             except RequestError:
-                return None, outcome
+                return _Outcome(answer)
         else:
             if prompt_tokens is None:
-                return None, outcome
+                return _Outcome(answer)
         if prompt_tokens is not None and prompt_tokens + sample.answer_tokens <= self.length:
-            return None, outcome
+            return _Outcome(answer)
         smaller = smaller_size(size, self.length, prompt_tokens, sample.answer_tokens)
         if smaller is None:
-            return None, RequestError(f"does not fit {self.length} tokens at its smallest size")
-        return smaller, outcome
+            return _Outcome(RequestError(f"does not fit {self.length} tokens at its smallest size"))
+        return _Outcome(answer, smaller)
 
 
 def _record_of(
