@@ -41,11 +41,11 @@ class Plan:
 
     @property
     def samples_at_once(self) -> int:
-        """Enough for all requests to be under way, though every sample waits for its first answer before the others.
+        """Enough for all requests to be under way, though every sample waits for its first answer and for its slowest.
 
         The fewer, the fewer prompts the server's cache must hold.
         """
-        return self.concurrency if len(self.policies) == 1 else 2 * ceil(self.concurrency / len(self.policies))
+        return self.concurrency if len(self.policies) == 1 else 3 * ceil(self.concurrency / len(self.policies))
 
 
 @dataclass(frozen=True)
