@@ -157,8 +157,7 @@ class BlockPrefill:
             for number in chunks
         }
         self._passes = {
-            number: QuokaPrefillPass.of(blocks, prompt.shape.query_heads, inputs.cache, workspace)
-            for number, blocks in self.blocks.items()
+            number: QuokaPrefillPass.of(blocks, inputs.cache, workspace) for number, blocks in self.blocks.items()
         }
 
     def queries(self, chunk: int) -> Tensor:

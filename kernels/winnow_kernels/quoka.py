@@ -1,8 +1,8 @@
 """QUOKA (Jones et al., "Query-Oriented KV Selection for Efficient LLM Prefill", Algorithms 1 and 2, section 3).
 
-Queries that resemble their block's mean least speak for the block. A key is as promising as its highest cosine with
-one of them; the block attends to the most promising keys before it, and causally to its own. In decode, the one query
-speaks for itself.
+Positions whose queries resemble their block's mean least speak for the block. A key is as promising as its highest
+cosine with one of them; the block attends to the most promising keys before it, and causally to its own. In decode, the
+one query speaks for itself.
 
 Blocks lie on a grid of absolute positions, so that what is computed does not depend on where prefill chunks end.
 """
@@ -202,20 +202,25 @@ def select_for_blocks(
 def speaking_queries(queries: Tensor, kv_heads: int, count: int) -> Tensor:
     """Return the queries that speak for a block, the mean over each group (Algorithm 1, lines 1 to 8).
 
+    The query heads of a group choose the same positions, by their mean likeness. Then the mean over the group is that
+    of one position's scores, as section 3.3 describes it; if each head chose for itself, as Algorithm 1 can be read,
+    it would mix positions that have nothing in common.
+
     Args:
         queries: [rows, query heads, head dim].
         kv_heads: KV heads.
-        count: how many queries to keep of each query head.
+        count: how many positions to keep for each KV head.
 
     Returns:
         [KV heads, min(rows, count), head dim], rounded to the queries' dtype, in which they are multiplied with keys.
     """
-    heads = queries.float().transpose(0, 1)
-    if heads.shape[1] > count:
-        likeness = F.cosine_similarity(heads, heads.mean(1, keepdim=True), dim=-1)
+    # [KV heads, group, rows, head dim].
+    heads = queries.float().transpose(0, 1).unflatten(0, (kv_heads, -1))
+    if len(queries) > count:
+        likeness = F.cosine_similarity(heads, heads.mean(2, keepdim=True), dim=-1).mean(1)
         kept = likeness.topk(count, dim=1, largest=False, sorted=True).indices
-        heads = heads.take_along_dim(kept[..., None], 1)
-    return F.normalize(heads, dim=-1).reshape(kv_heads, -1, *heads.shape[1:]).mean(1).to(queries.dtype)
+        heads = heads.take_along_dim(kept[:, None, :, None], 2)
+    return F.normalize(heads, dim=-1).mean(1).to(queries.dtype)
 
 
 class QuokaStep(DecodeStep):

@@ -31,14 +31,15 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def plain_scores(queries: Tensor, keys: Tensor, kept: int) -> list[float]:
     """Score keys [tokens, head dim] by a group's queries of a block, [group, rows, head dim]."""
-    speakers = []
-    for of_head in queries:
-        mean = of_head.mean(0)
-        ranked = list(of_head)
-        if len(ranked) > kept:
-            ranked = sorted(ranked, key=lambda query: cosine(query, mean))[:kept]
-        speakers.append([query / query.norm() for query in ranked])
-    means = [torch.stack(list(of_rank)).mean(0) for of_rank in zip(*speakers, strict=True)]
+    positions = list(range(queries.shape[1]))
+    if len(positions) > kept:
+        means = [of_head.mean(0) for of_head in queries]
+        likeness = [
+            sum(cosine(of_head[position], mean) for of_head, mean in zip(queries, means, strict=True))
+            for position in positions
+        ]
+        positions = sorted(positions, key=likeness.__getitem__)[:kept]
+    means = [torch.stack([of_head[p] / of_head[p].norm() for of_head in queries]).mean(0) for p in positions]
     return [max(float(mean @ key / key.norm()) for mean in means) for key in keys]
 
 

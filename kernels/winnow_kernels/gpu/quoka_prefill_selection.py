@@ -74,9 +74,9 @@ class QuokaPrefillPass:
     """One pass's selection, planned once for all layers, which then write to the same tensors one after another.
 
     Beside the workspace it takes, for each KV head, 4 bytes for each token before a request's last block, for each
-    speaker of a block the bytes of a key and 4 for each query head of the group, and for each block 4 for 2,048 tokens
-    before it: 6.3 MiB for a chunk of 8,192 at 128K with 8 KV heads of 128, in blocks of 128 with 16 speakers. The
-    selection takes 4 bytes for each token.
+    speaker of a block the bytes of a key and 4, and for each block 4 for 2,048 tokens before it: 6.2 MiB for a chunk
+    of 8,192 at 128K with 8 KV heads of 128, in blocks of 128 with 16 speakers. The selection takes 4 bytes for each
+    token.
 
     Attributes:
         blocks: of the pass.
@@ -84,7 +84,7 @@ class QuokaPrefillPass:
         scores: float32 [numbers]; scratch, the workspace's.
         reciprocals: float32 [numbers]; scratch, reciprocal norms of the requests' keys.
         marks: int32 [numbers]; scratch, what is known of a batch's thresholds.
-        ranked: for each run of the plan int32 [blocks, query heads, speakers]; scratch.
+        ranked: for each run of the plan int32 [blocks, KV heads, speakers]; scratch.
         speakers: for each run of the plan [blocks, KV heads, speakers, head dim], as the cache; scratch.
         selection: what is written to.
     """
@@ -99,14 +99,11 @@ class QuokaPrefillPass:
     selection: BlockSelection
 
     @classmethod
-    def of(
-        cls, blocks: PrefillBlocks, query_heads: int, cache: LayerCache, workspace: QuokaPrefillWorkspace
-    ) -> QuokaPrefillPass:
+    def of(cls, blocks: PrefillBlocks, cache: LayerCache, workspace: QuokaPrefillWorkspace) -> QuokaPrefillPass:
         """Plan the selection of the blocks whose budget is not ``WHOLE``.
 
         Args:
             blocks: of the pass.
-            query_heads: query heads of a layer.
             cache: any layer's KV cache, of bfloat16, float16 or float32.
             workspace: made for as many KV heads and for at least as many tokens.
         """
@@ -123,7 +120,7 @@ class QuokaPrefillPass:
             torch.empty(plan.norms, dtype=torch.float32, device=device),
             torch.empty(marks, dtype=torch.int32, device=device),
             [
-                torch.empty(len(run.sparse), query_heads, run.speakers, dtype=torch.int32, device=device)
+                torch.empty(len(run.sparse), kv_heads, run.speakers, dtype=torch.int32, device=device)
                 for run in plan.runs
             ],
             [torch.empty(shape, dtype=dtype, device=device) for shape in shapes],
@@ -194,13 +191,14 @@ def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, spe
     kv_heads = speakers.shape[1]
     query_heads, head_dim = queries.shape[1:]
     of_queries = {"head_dim": head_dim, "dim_block": triton.next_power_of_2(head_dim), "speakers": run.speakers}
-    speaking.rank_kernel[(len(run.sparse), query_heads)](
+    speaking.rank_kernel[(len(run.sparse), kv_heads)](
         queries,
         blocks.fields,
         run.sparse,
         ranked,
         queries.stride(0),
         queries.stride(1),
+        query_heads // kv_heads,
         **of_queries,
         rows=speaking.QUERIES_AT_ONCE,
         tiles=triton.next_power_of_2(triton.cdiv(run.queries, speaking.QUERIES_AT_ONCE)),

@@ -1,8 +1,8 @@
 """The queries that speak for each block (``winnow_kernels.quoka.speaking_queries``), in two launches.
 
 Ranking reads each query of the sparse blocks twice, the second time mostly from the L1 or L2 cache: for a block's mean,
-then for each query's cosine with it. A query's rank is how many queries precede it. Averaging reads the chosen ones
-again.
+then for each query's cosine with it. A position's rank is how many positions precede it, by the mean of these cosines
+over the group. Averaging reads the chosen queries again.
 """
 
 from __future__ import annotations
@@ -40,55 +40,53 @@ def rank_kernel(
     ranked_ptr: tl.tensor,
     query_stride: tl.tensor,
     head_stride: tl.tensor,
+    group: tl.tensor,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
     speakers: tl.constexpr,
     rows: tl.constexpr,
     tiles: tl.constexpr,
 ) -> None:
-    """Write which queries of a block and query head speak, the least typical first: int32, counted from the block's.
+    """Write which queries of a block speak for a KV head, the least typical first: int32, counted from the block's.
 
     Of queries that are as typical the first comes first. Beyond the block's number of speakers the first is repeated.
     """
     sparse = tl.program_id(0)
-    head = tl.program_id(1)
+    kv_head = tl.program_id(1)
     block_ptr = fields_ptr + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
     count = tl.load(block_ptr + END) - tl.load(block_ptr + BEGIN)
     wanted = tl.load(block_ptr + SPEAKERS)
-    own_ranked_ptr = ranked_ptr + (sparse * tl.num_programs(1) + head).to(tl.int64) * speakers
+    own_ranked_ptr = ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * speakers
     speaker = tl.arange(0, speakers)
     if count <= wanted:
         tl.store(own_ranked_ptr + speaker, tl.where(speaker < count, speaker, 0))
         return
 
     channel = tl.arange(0, dim_block)
-    own_queries_ptr = (
-        queries_ptr
-        + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * query_stride
-        + head * head_stride
-        + channel[None, :]
-    )
+    block_queries_ptr = queries_ptr + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * query_stride + channel[None, :]
     is_channel = (channel < head_dim)[None, :]
     in_tile = tl.arange(0, rows)
-    total = tl.zeros([rows, dim_block], tl.float32)
-    for start in tl.range(0, count, rows, num_stages=3):
-        row = start + in_tile
-        mask = (row < count)[:, None] & is_channel
-        total += tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(total, axis=0) / count
-    mean_norm = tl.maximum(tl.sqrt_rn(tl.sum(mean * mean, axis=0)), _LEAST_IN_COSINE)
-
     tile_number = tl.arange(0, tiles)[:, None]
-    likenesses = tl.full([tiles, rows], float("inf"), tl.float32)
-    for start in tl.range(0, count, rows, num_stages=3):
-        row = start + in_tile
-        mask = (row < count)[:, None] & is_channel
-        queries = tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
-        norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _LEAST_IN_COSINE)
-        likeness = tl.sum(queries * mean[None, :], axis=1) / (norms * mean_norm)
-        # Ranks must be a permutation even if there are NaNs.
-        likeness = tl.where((row < count) & (likeness < float("inf")), likeness, float("inf"))
-        likenesses = tl.where(tile_number == start // rows, likeness[None, :], likenesses)
+    likenesses = tl.zeros([tiles, rows], tl.float32)
+    for member in range(group):
+        own_queries_ptr = block_queries_ptr + (kv_head * group + member) * head_stride
+        total = tl.zeros([rows, dim_block], tl.float32)
+        for start in tl.range(0, count, rows, num_stages=3):
+            row = start + in_tile
+            mask = (row < count)[:, None] & is_channel
+            total += tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.sum(total, axis=0) / count
+        mean_norm = tl.maximum(tl.sqrt_rn(tl.sum(mean * mean, axis=0)), _LEAST_IN_COSINE)
+        for start in tl.range(0, count, rows, num_stages=3):
+            row = start + in_tile
+            mask = (row < count)[:, None] & is_channel
+            queries = tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
+            norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _LEAST_IN_COSINE)
+            likeness = tl.sum(queries * mean[None, :], axis=1) / (norms * mean_norm)
+            likenesses += tl.where(tile_number == start // rows, likeness[None, :], 0.0)
+    # Ranks must be a permutation even if there are NaNs.
+    is_likeness = (tile_number * rows + in_tile[None, :] < count) & (likenesses < float("inf"))
+    likenesses = tl.where(is_likeness, likenesses / group, float("inf"))
 
     # The others lie along the first axis, which threads have to themselves: each counts for queries of its own.
     at_once: tl.constexpr = min(tiles * rows, _COMPARED)
@@ -132,11 +130,10 @@ def average_kernel(
     is_channel = (channel < head_dim)[None, :]
     speaker = tl.program_id(2) * tile + tl.arange(0, tile)
     own_queries_ptr = queries_ptr + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * query_stride + channel[None, :]
+    row = tl.load(ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * speakers + speaker)
     total = tl.zeros([tile, dim_block], tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        of_head = (sparse * tl.num_programs(1) * group + head).to(tl.int64) * speakers
-        row = tl.load(ranked_ptr + of_head + speaker)
         queries = tl.load(
             own_queries_ptr + (row * query_stride + head * head_stride)[:, None], mask=is_channel, other=0.0
         ).to(tl.float32)

@@ -216,4 +216,4 @@ class WinnowDeviceBackend(AttentionBackend):
             with_norms=False,
         )
         page_size = self.indexes.page_size
-        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._query_heads, self._workspace)
+        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._workspace)

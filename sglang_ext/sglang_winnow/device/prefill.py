@@ -41,7 +41,6 @@ class DevicePrefill:
         table: Tensor,
         page_size: int,
         caches: Sequence[LayerCache],
-        query_heads: int,
         workspace: QuokaPrefillWorkspace,
     ) -> None:
         """
@@ -51,7 +50,6 @@ class DevicePrefill:
             table: int32 [request slots, positions]; the KV slot of each token of a request.
             page_size: slots in a page.
             caches: every layer's KV cache.
-            query_heads: of a layer.
             workspace: for contexts as long as the longest.
         """
         self.plan = plan
@@ -72,7 +70,7 @@ class DevicePrefill:
         pages = (table[slots, :longest:page_size] // page_size).contiguous()
         blocks = [block for of_request in self._blocks_of.values() for block in of_request]
         self._blocks = PrefillBlocks.of(blocks, pages, page_size)
-        self._pass = QuokaPrefillPass.of(self._blocks, query_heads, caches[0], workspace)
+        self._pass = QuokaPrefillPass.of(self._blocks, caches[0], workspace)
 
     @property
     def is_dense(self) -> bool:

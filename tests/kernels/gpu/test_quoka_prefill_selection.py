@@ -56,7 +56,7 @@ class Pass:
         cache = cache_on(device, self.cache)
         workspace = QuokaPrefillWorkspace.empty(cache.kv_heads, self.context.longest, device, scores_bytes)
         workspace.scores.fill_(torch.nan)
-        own = QuokaPrefillPass.of(blocks, self.queries.shape[1], cache, workspace)
+        own = QuokaPrefillPass.of(blocks, cache, workspace)
         own.selection.slots.fill_(UNTOUCHED)
         # Strided, as it is when queries, keys and values come from one product.
         queries = torch.cat((self.queries, self.queries), -1).to(device)[..., : self.queries.shape[2]]
