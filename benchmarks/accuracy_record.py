@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy_record 8k.json 16k.json 32k.json --output kernels/benchmarks/results/accuracy.json
 
-Reports are those of ``winnow eval``, with the same policies. Tasks on which the first policy, dense, reaches
-``LEAST_DENSE`` percent at a length are pooled there: all of them, and those that look for needles. What a pool says of
-differences is paired by sample, as in the report.
+Reports are those of ``winnow eval``, with the same policies, or with ``--policy`` those that are the same in all. Tasks
+on which the first policy, dense, reaches ``LEAST_DENSE`` percent at a length are pooled there: all of them, and those
+that look for needles. What a pool says of differences is paired by sample, as in the report.
 """
 
 from __future__ import annotations
@@ -41,18 +41,27 @@ class AccuracyRecord:
     pools: Sequence[CellRow]
 
     @classmethod
-    def of(cls, reports: Sequence[Report]) -> AccuracyRecord:
+    def of(cls, reports: Sequence[Report], kept: Sequence[str] | None = None) -> AccuracyRecord:
         """Put reports together. Those that were stopped before their end count with what they have.
 
+        Args:
+            reports: of ``winnow eval``.
+            kept: names of the policies to keep, dense first; None for all.
+
         Raises:
-            ValueError: they are of different policies.
+            ValueError: the policies to keep are not the same in all.
         """
-        policies = reports[0].header.options["policies"]
-        if any(report.header.options["policies"] != policies for report in reports):
+        asked = [_policies(report, kept) for report in reports]
+        if any(of_report != asked[0] for of_report in asked):
             raise ValueError("reports: they must be of the same policies")
-        rows = [row for report in reports for row in report.rows]
-        samples = [sample for report in reports for sample in report.samples]
-        return cls([report.header for report in reports], rows, list(_pools(rows, samples, list(policies))))
+        policies = list(asked[0])
+        headers = [
+            report.header.model_copy(update={"options": report.header.options | {"policies": asked[0]}})
+            for report in reports
+        ]
+        rows = [row for report in reports for row in report.rows if row.policy in policies]
+        samples = [sample for report in reports for sample in report.samples if sample.policy in policies]
+        return cls(headers, rows, list(_pools(rows, samples, policies)))
 
     def write(self, path: Path) -> None:
         """Write JSON."""
@@ -72,9 +81,21 @@ class AccuracyRecord:
 def main(
     reports: Annotated[list[Path], typer.Argument(help="What winnow eval wrote.")],
     output: Annotated[Path, typer.Option(help="Where to write JSON.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Keep this policy, by its name; may be repeated, dense first.")
+    ] = None,
 ) -> None:
     """Put reports into one record."""
-    AccuracyRecord.of([Report.model_validate_json(path.read_text()) for path in reports]).write(output)
+    AccuracyRecord.of([Report.model_validate_json(path.read_text()) for path in reports], policy).write(output)
+
+
+def _policies(report: Report, kept: Sequence[str] | None) -> dict[str, Any]:
+    asked: dict[str, Any] = report.header.options["policies"]
+    if kept is None:
+        return asked
+    if missing := [name for name in kept if name not in asked]:
+        raise ValueError(f"reports: one has no policy called {', '.join(missing)}")
+    return {name: asked[name] for name in kept}
 
 
 def _told(row: CellRow) -> dict[str, Any]:

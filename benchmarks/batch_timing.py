@@ -61,6 +61,8 @@ class BatchTiming:
         cached_tokens: of all prompts.
         attended_ratio: of the context's tokens, those attended to in decode; None from a server that does not count.
         kv_read_ratio: bytes read of KV cache and index ÷ bytes that dense attention reads; None likewise.
+        batches: how many batches the figures are the medians of.
+        ttft_spread: of their ``ttft``, (third quartile − first quartile) ÷ median; None of a single batch.
     """
 
     ttft: float
@@ -72,6 +74,8 @@ class BatchTiming:
     cached_tokens: int
     attended_ratio: float | None
     kv_read_ratio: float | None
+    batches: int = 1
+    ttft_spread: float | None = None
 
 
 def read_stream(sent: float, events: Iterable[tuple[float, str]]) -> Stream:
@@ -129,6 +133,39 @@ def timing_of(streams: Sequence[Stream]) -> BatchTiming:
     )
 
 
+def median_timing(timings: Sequence[BatchTiming]) -> BatchTiming:
+    """Return the median figures of batches of the same size; ``steps`` are those of all, ``cached_tokens`` the most.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if len(timings) == 1:
+        return timings[0]
+    waits = [timing.ttft for timing in timings]
+    low, ttft, high = statistics.quantiles(waits, n=4, method="inclusive")
+
+    def median(name: str) -> float:
+        return float(statistics.median(getattr(timing, name) for timing in timings))
+
+    def median_ratio(name: str) -> float | None:
+        known = [ratio for timing in timings if (ratio := getattr(timing, name)) is not None]
+        return statistics.median(known) if known else None
+
+    return BatchTiming(
+        ttft=ttft,
+        longest_ttft=median("longest_ttft"),
+        tpot=median("tpot"),
+        tpot_spread=median("tpot_spread"),
+        steps=sum(timing.steps for timing in timings),
+        throughput=median("throughput"),
+        cached_tokens=max(timing.cached_tokens for timing in timings),
+        attended_ratio=median_ratio("attended_ratio"),
+        kv_read_ratio=median_ratio("kv_read_ratio"),
+        batches=len(timings),
+        ttft_spread=(high - low) / ttft,
+    )
+
+
 class BatchServer:
     """A running server. Use it as a context manager."""
 
@@ -150,6 +187,12 @@ class BatchServer:
     def empty_cache(self) -> None:
         """Forget all prompts."""
         self._http.post("/flush_cache", params={"timeout": 60}).raise_for_status()
+
+    def cache_tokens(self) -> int:
+        """Return how many tokens the KV cache has room for."""
+        answer = self._http.get("/server_info")
+        answer.raise_for_status()
+        return int(answer.json()["max_total_num_tokens"])
 
     def ask(
         self,

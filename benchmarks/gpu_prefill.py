@@ -203,17 +203,17 @@ def run(
     budgets: Annotated[str, typer.Option(help="Tokens that a block selects.")] = "1024",
     percents: Annotated[str, typer.Option(help="Budgets as percent of what precedes a block.")] = "12",
     block: Annotated[int, typer.Option(help="Queries that share a selection.")] = 128,
-    speakers: Annotated[int, typer.Option(help="Queries that speak for a block.")] = 16,
+    speakers: Annotated[str, typer.Option(help="Queries that speak for a block, with commas between.")] = "32,16",
     replays: Annotated[int, typer.Option(min=2, help="Times that each prompt is prefilled.")] = 10,
 ) -> None:
     """Check, measure, print a table, write JSON after each context. Exit with 1 if something differs from torch."""
     device = torch.device("cuda")
     console = Console(width=150)
-    contestants = contestants_of(numbers(budgets), numbers(percents), block, speakers)
+    contestants = contestants_of(numbers(budgets), numbers(percents), block, numbers(speakers))
     shape = shape_named(model)
     checked = Prompt(shape, CHECKED_CONTEXT, _CHECKED_CHUNK, device, DTYPE)
     working, broken = available(checked.inputs)
-    errors = check(checked, contestants_of([512], [12], block, speakers)) | check_dense(checked, working)
+    errors = check(checked, contestants_of([512], [12], block, numbers(speakers))) | check_dense(checked, working)
     about = header() | {"chunk": chunk, "page_size": PAGE_SIZE, "errors": errors, "not_available": broken}
     rows: list[Row] = []
     for context in numbers(contexts):
@@ -255,7 +255,7 @@ def launches(
     prompt = Prompt(shape, context, chunk, torch.device("cuda"), DTYPE)
     last = len(prompt.inputs.chunks) - 1
     console = Console(width=150)
-    for contestant in contestants_of([budget], [], 128, 16):
+    for contestant in contestants_of([budget], [], 128, [32]):
         prefill = BlockPrefill(prompt, contestant, [last])
         prefill.select(last)
         for launch in parse_launches(tried):
@@ -264,11 +264,14 @@ def launches(
             console.print(f"{contestant.name}, {launch}: {timing.microseconds:.0f} µs, {rate:.0f} TFLOP/s")
 
 
-def contestants_of(budgets: Sequence[int], percents: Sequence[int], block: int, speakers: int) -> list[Contestant]:
-    """Return what is timed: QUOKA with each budget, and ``whole``."""
-    parameters = [QuokaPrefillParameters(budget=budget, block=block, queries=speakers) for budget in budgets]
-    parameters += [
-        QuokaPrefillParameters(budget_ratio=percent / 100, block=block, queries=speakers) for percent in percents
+def contestants_of(
+    budgets: Sequence[int], percents: Sequence[int], block: int, speakers: Sequence[int]
+) -> list[Contestant]:
+    """Return what is timed: QUOKA with each budget and each number of speakers, and ``whole``."""
+    parameters = [
+        QuokaPrefillParameters(budget=budget, budget_ratio=ratio, block=block, queries=count)
+        for count in speakers
+        for budget, ratio in [*((b, None) for b in budgets), *((None, percent / 100) for percent in percents)]
     ]
     told = [{name: value for name, value in asdict(p).items() if value is not None} for p in parameters]
     return [*map(Contestant, parameters, told), Contestant(None)]

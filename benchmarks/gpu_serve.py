@@ -17,6 +17,15 @@ request of its batch.
 the same kind of device where a run has none, and says so. A floor is the time in which weights and the bytes read of KV
 cache and index would be read with the bandwidth that dense decode reaches.
 
+The backend ``noop`` is the first other one in the list with attention that does nothing, and prefill without CUDA
+graphs, like Winnow's. Its speed-up is the bound of what any attention can reach; ``part_of_bound`` is a speed-up in
+relation to it. Peaks of memory are of a batch, and comparable if all servers get the same ``--max-total-tokens``; what
+is told as beyond dense leaves the KV cache itself out. Time to first token:
+
+    python -m benchmarks.gpu_serve run --model Qwen3-4B --context 51200,131072 --batch 1 --output-tokens 16 \
+        --policy 'quoka prefill={"prefill": {"policy": "quoka", "budget": 1024}}' --backends fa3,noop,winnow \
+        --fresh-prompts --repeats 5 --server-arguments '--max-total-tokens 163840' --output ttft-qwen3-4b.json
+
 Random weights give diffuse attention: a policy that reads as much as it needs, such as ``tactic``, reads far more than
 with a trained model, and one with a cap reads the cap. The bytes read are in the rows.
 """
@@ -27,6 +36,7 @@ import json
 import random
 import shlex
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,24 +48,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.batch_timing import BatchServer, BatchTiming, timing_of
+from benchmarks import noop_server
+from benchmarks.batch_timing import BatchServer, BatchTiming, median_timing, timing_of
+from benchmarks.gpu_memory import PeakMemory
 from benchmarks.gpu_rows import RESULTS, Record, Row, header_from_outside, headers_of, merged
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named, write_model
+from benchmarks.server_figures import NOOP
 from sglang_winnow.policy import parse_policy
 from tests.runtime import runtime_server
 
 BENCH: Final = "serve"
 WINNOW: Final = "winnow"
 DENSE: Final = "dense"
+NOOP_BACKEND: Final = "noop"
 _WARM_UP_TOKENS: Final = 2048
 _WARM_UP_ANSWER: Final = 8
+# A chunk of a prompt that has others before and behind it.
+_WARM_UP_CHUNKS: Final = 3
 _SMALLEST_TOKEN: Final = 10
 # SGLang keeps some of a context to itself.
 _SPARE_TOKENS: Final = 16
 ROOM_FOR_CHUNKED: Final = 2
 # Without Winnow's plugin, SGLang is as others have it; what lets it run on a CPU does nothing on a GPU.
 _STOCK: Final = {"SGLANG_PLUGINS": "winnow_cpu"}
+_NOT_DENSE: Final = (WINNOW, NOOP_BACKEND)
 _OUTPUT: Final = RESULTS / "serve.json"
 
 app = typer.Typer(add_completion=False)
@@ -91,7 +108,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch.
+    """One batch, or the median of several.
 
     Attributes:
         backend: of the server.
@@ -99,6 +116,8 @@ class Measured:
         contestant: which policy.
         output_tokens: of each answer.
         timing: how fast.
+        cache_tokens: that the server's KV cache has room for.
+        peak_memory_bytes: in use on the GPU; None where nothing told.
     """
 
     backend: str
@@ -106,6 +125,8 @@ class Measured:
     contestant: Contestant
     output_tokens: int
     timing: BatchTiming
+    cache_tokens: int
+    peak_memory_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -120,6 +141,10 @@ class Plan:
         interval: every how many tokens the stream that is watched sends some.
         fresh: whether no prompt is asked twice.
         seed: of the prompts.
+        chunk: most tokens of a prompt in one forward pass.
+        repeats: batches of each cell and contestant; more than one only of fresh prompts.
+        repeat_seconds: after as many, the batch that is being answered is the last one of its kind.
+        winnow_dense_up_to: longest context that the server with Winnow is asked about densely.
     """
 
     model: str
@@ -129,6 +154,10 @@ class Plan:
     interval: int
     fresh: bool
     seed: int
+    chunk: int = 8192
+    repeats: int = 1
+    repeat_seconds: float = 20
+    winnow_dense_up_to: int | None = None
 
     @property
     def longest(self) -> int:
@@ -152,7 +181,8 @@ def run(
     mixed: Annotated[
         list[str] | None, typer.Option(help="The same, for every other request of a batch; the others are dense.")
     ] = None,
-    backends: Annotated[str, typer.Option(help="SGLang's attention backends.")] = "fa3,flashinfer,winnow",
+    backends: Annotated[str, typer.Option(help="SGLang's, and noop, in this order.")] = "fa3,flashinfer,winnow",
+    chunked_prefill_size: Annotated[int, typer.Option(min=16, help="Of every server.")] = 8192,
     server_arguments: Annotated[str, typer.Option(help="Passed on to every server.")] = "",
     winnow_environment: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the server with Winnow; may be repeated.")
@@ -160,16 +190,37 @@ def run(
     delta_layers: Annotated[str, typer.Option(help="Of the model's profile; its shape's if empty.")] = "",
     interval: Annotated[int, typer.Option(min=1, help="Every how many tokens the watched stream sends some.")] = 1,
     fresh_prompts: Annotated[bool, typer.Option("--fresh-prompts", help="Ask no prompt twice.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Batches of fresh prompts; figures are medians.")] = 1,
+    repeat_seconds: Annotated[float, typer.Option(help="No further repeat after as many.")] = 20,
+    winnow_dense_up_to: Annotated[
+        int | None, typer.Option(help="Longest context to be asked about densely on the server with Winnow.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     log_folder: Annotated[Path | None, typer.Option(help="Where the servers' logs are left.")] = None,
     output: Annotated[Path, typer.Option(help="Where to write JSON, after each batch.")] = _OUTPUT,
 ) -> None:
     """Measure, print a table, write JSON."""
+    if repeats > 1 and not fresh_prompts:
+        raise typer.BadParameter(
+            "a prompt that is asked again is cached: needs --fresh-prompts", param_hint="--repeats"
+        )
     shape = shape_named(model)
     contestants = [parse_contestant(text) for text in policy or []]
     contestants += [parse_contestant(text, mixed=True) for text in mixed or []]
     cells = [Cell(tokens, requests) for tokens in numbers(context) for requests in numbers(batch)]
-    plan = Plan(model, cells, contestants, output_tokens, interval, fresh_prompts, seed)
+    plan = Plan(
+        model,
+        cells,
+        contestants,
+        output_tokens,
+        interval,
+        fresh_prompts,
+        seed,
+        chunked_prefill_size,
+        repeats,
+        repeat_seconds,
+        winnow_dense_up_to,
+    )
     layers = tuple(numbers(delta_layers)) or shape.delta_layers
     environment = dict(_pair(text, "--winnow-environment") for text in winnow_environment or [])
     environment.setdefault("WINNOW_POLICIES", ",".join(sorted(families_of(contestants))))
@@ -178,18 +229,20 @@ def run(
         "winnow_environment": environment,
         "delta_layers": layers,
         "fresh_prompts": fresh_prompts,
+        "chunked_prefill_size": chunked_prefill_size,
     }
+    names = [name for name in backends.split(",") if name]
+    arguments = {name: [*arguments_of(plan, name, names), *shlex.split(server_arguments)] for name in names}
     found: list[Measured] = []
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_model(Path(temporary), model, plan.longest + _SPARE_TOKENS, layers)
         logs = log_folder or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
-        for backend in filter(None, backends.split(",")):
-            arguments = [*arguments_of(plan, backend), *shlex.split(server_arguments)]
-            own_environment = environment if backend == WINNOW else _STOCK
+        for backend in names:
+            own = environment_of(backend, environment)
             try:
-                for measured in serve_and_measure(folder, backend, plan, arguments, logs, own_environment, failures):
+                for measured in serve_and_measure(folder, backend, plan, arguments[backend], logs, own, failures):
                     console.print(progress(measured))
                     found.append(measured)
                     Record(about | {"failures": failures}, rows_of(found, plan.model)).write(output)
@@ -235,16 +288,38 @@ def families_of(contestants: Sequence[Contestant]) -> set[str]:
     return names - {DENSE}
 
 
-def arguments_of(plan: Plan, backend: str) -> list[str]:
-    """Return a server's arguments."""
+def environment_of(backend: str, of_winnow: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a server's environment, beside that of this process."""
+    if backend == WINNOW:
+        return of_winnow
+    if backend == NOOP_BACKEND:
+        plugins = f"{_STOCK['SGLANG_PLUGINS']},{noop_server.PLUGIN}"
+        return {"SGLANG_PLUGINS": plugins, "PYTHONPATH": noop_server.python_path()}
+    return _STOCK
+
+
+def arguments_of(plan: Plan, backend: str, backends: Sequence[str]) -> list[str]:
+    """Return the arguments of one of the servers.
+
+    Raises:
+        typer.BadParameter: there is no backend whose place ``noop`` could take.
+    """
+    name, more = backend, []
+    if backend == NOOP_BACKEND:
+        name = next((other for other in backends if other not in _NOT_DENSE), "")
+        if not name:
+            raise typer.BadParameter("noop needs a backend of SGLang's beside it", param_hint="--backends")
+        more = ["--cuda-graph-backend-prefill", "disabled"]
     batch = plan.largest_batch
     # SGLang counts a prompt that is prefilled in chunks twice: with no room to spare the last one would wait.
     running = batch + ROOM_FOR_CHUNKED
     return [
-        *("--attention-backend", backend),
+        *("--attention-backend", name),
+        *more,
         *("--load-format", "dummy", "--skip-tokenizer-init", "--incremental-streaming-output"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--context-length", str(plan.longest + _SPARE_TOKENS)),
+        *("--chunked-prefill-size", str(plan.chunk)),
         *("--max-running-requests", str(running), "--cuda-graph-max-bs", str(batch)),
     ]
 
@@ -271,6 +346,8 @@ def serve_and_measure(
         BatchServer(runtime.url, plan.largest_batch) as server,
     ):
         try:
+            if backend == NOOP_BACKEND:
+                noop_server.check_log(log)
             yield from measure(server, backend, plan, shape_named(plan.model), failures)
         except (RuntimeError, httpx.HTTPError):
             console.print(Text(log.read_text(errors="replace")[-4000:]))
@@ -285,27 +362,49 @@ def measure(
     Batches that did not decode together for long enough are told in ``failures``.
     """
     prompts = Prompts(shape.vocab_size, plan.seed)
-    dense = Contestant(DENSE, None)
+    dense = Contestant(NOOP if backend == NOOP_BACKEND else DENSE, None)
     contestants = [dense, *plan.contestants] if backend == WINNOW else [dense]
     for contestant in contestants:
         for batch in sorted({1, plan.largest_batch}):
-            tokens = min(_WARM_UP_TOKENS, plan.longest - _WARM_UP_ANSWER)
+            tokens = min(_warm_up_tokens(plan, contestant, batch), plan.longest - _WARM_UP_ANSWER)
             server.ask(prompts(tokens, batch), _WARM_UP_ANSWER, contestant.policies(batch))
+    cache_tokens = server.cache_tokens()
     for cell in plan.cells:
-        server.empty_cache()
-        asked = prompts(cell.context, cell.batch)
+        asked: list[list[int]] | None = None
         for contestant in contestants:
-            if plan.fresh and contestant is not dense:
-                server.empty_cache()
-                asked = prompts(cell.context, cell.batch)
-            streams = server.ask(asked, plan.output_tokens, contestant.policies(cell.batch), plan.interval)
-            try:
-                timing = timing_of(streams)
-            except ValueError as error:
-                failures.append(f"{backend}, {cell.context:,} × {cell.batch}, {contestant.name}: {error}")
-                console.print(Text(failures[-1], style="red"))
+            if backend == WINNOW and contestant is dense and _is_too_long(cell, plan):
                 continue
-            yield Measured(backend, cell, contestant, plan.output_tokens, timing)
+            if plan.fresh:
+                asked = None
+            timings: list[BatchTiming] = []
+            began = time.monotonic()
+            with PeakMemory() as memory:
+                while len(timings) < plan.repeats:
+                    if asked is None or timings:
+                        server.empty_cache()
+                        asked = prompts(cell.context, cell.batch)
+                    streams = server.ask(asked, plan.output_tokens, contestant.policies(cell.batch), plan.interval)
+                    try:
+                        timings.append(timing_of(streams))
+                    except ValueError as error:
+                        failures.append(f"{backend}, {cell.context:,} × {cell.batch}, {contestant.name}: {error}")
+                        console.print(Text(failures[-1], style="red"))
+                        break
+                    if time.monotonic() - began >= plan.repeat_seconds:
+                        break
+            if timings:
+                timing = median_timing(timings)
+                yield Measured(backend, cell, contestant, plan.output_tokens, timing, cache_tokens, memory.bytes)
+
+
+def _is_too_long(cell: Cell, plan: Plan) -> bool:
+    return plan.winnow_dense_up_to is not None and cell.context > plan.winnow_dense_up_to
+
+
+def _warm_up_tokens(plan: Plan, contestant: Contestant, batch: int) -> int:
+    # A decode policy has nothing of its own in prefill.
+    in_prefill = contestant.policy is None or "prefill" in contestant.policy
+    return _WARM_UP_CHUNKS * plan.chunk if in_prefill and batch == 1 else _WARM_UP_TOKENS
 
 
 class Prompts:
@@ -323,26 +422,25 @@ class Prompts:
 def rows_of(found: Sequence[Measured], model: str) -> list[Row]:
     """Return the rows of a run, each beside the fastest dense backend of its cell."""
     rows = [row for measured in found for row in _rows(measured, model)]
-    return [_against(row, [other for other in rows if _is_baseline(other, row)]) for row in rows]
+    return [_against(row, rows) for row in rows]
 
 
 def with_borrowed_baselines(record: Record) -> Record:
     """Give rows that have no dense backend in their run those of other runs on the same kind of device."""
     devices = [one.get("device") for one in headers_of(record)]
 
-    def baselines(row: Row) -> list[Row]:
+    def alike(row: Row) -> list[Row]:
         device = devices[row.parameters["run"]]
-        return [
-            other for other in record.rows if _is_baseline(other, row) and devices[other.parameters["run"]] == device
-        ]
+        return [other for other in record.rows if other.bench == BENCH and devices[other.parameters["run"]] == device]
 
     rows = []
     for row in record.rows:
-        if row.bench != BENCH or row.dense is not None or not (others := baselines(row)):
+        if row.bench != BENCH or row.dense is not None:
             rows.append(row)
-        else:
-            borrowed = replace(row, parameters=row.parameters | {"dense_of_another_run": True})
-            rows.append(_against(borrowed, others))
+            continue
+        found = _against(row, alike(row))
+        borrowed = found.parameters | {"dense_of_another_run": True}
+        rows.append(row if found.dense is None else replace(found, parameters=borrowed))
     return Record(record.header, rows)
 
 
@@ -352,14 +450,14 @@ def progress(measured: Measured) -> str:
     return (
         f"{measured.backend}, {cell.context:,} × {cell.batch}, {measured.contestant.name}: "
         f"TTFT {timing.ttft:.3f} s, TPOT {timing.tpot * 1e3:.2f} ms over {timing.steps} steps, "
-        f"{timing.throughput:.0f} tokens/s, {timing.cached_tokens} tokens cached"
+        f"{timing.throughput:.0f} tokens/s, {timing.cached_tokens} tokens cached, {timing.batches} batches"
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
     """Return a table of the rows."""
     headings = ("model", "context", "batch", "backend", "policy", "figure", "unit", "dense", "", "spread")
-    result = Table(*headings, "times as fast", "of floor", "KV read")
+    result = Table(*headings, "times as fast", "of bound", "of floor", "KV read")
     for row in rows:
         told = row.parameters
         read = told.get("kv_read_ratio")
@@ -375,6 +473,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.measured:.2f}",
             "" if row.spread is None else f"{row.spread:.1%}",
             "" if row.speedup is None else f"{row.speedup:.2f}",
+            "" if told.get("part_of_bound") is None else f"{told['part_of_bound']:.0%}",
             "" if row.floor_ratio is None else f"{row.floor_ratio:.0%}",
             "" if read is None else f"{read:.1%}",
         )
@@ -385,20 +484,24 @@ def _rows(measured: Measured, model: str) -> Iterator[Row]:
     """Yield a batch's figures, which are beside nothing yet."""
     timing, contestant = measured.timing, measured.contestant
     shape = shape_named(model)
+    kv_read_ratio = 0.0 if measured.backend == NOOP_BACKEND else timing.kv_read_ratio
     told = {
         "backend": measured.backend,
         "attention": contestant.policy,
         "output_tokens": measured.output_tokens,
         "cached_tokens": timing.cached_tokens,
         "attended_ratio": timing.attended_ratio,
-        "kv_read_ratio": timing.kv_read_ratio,
-        "read_share": read_share(shape, measured.cell, measured.output_tokens, timing.kv_read_ratio),
+        "kv_read_ratio": kv_read_ratio,
+        "read_share": read_share(shape, measured.cell, measured.output_tokens, kv_read_ratio),
+        "batches": timing.batches,
+        "peak_memory_bytes": measured.peak_memory_bytes,
+        "cache_bytes": measured.cache_tokens * shape.layers * shape.token_bytes,
     }
     figures: list[tuple[str, float, str, float | None]] = [("tpot", timing.tpot * 1e3, "ms", timing.tpot_spread)]
     # Pages that happen to be cached are of no account; a prompt asked before is cached but for its last page.
     if 2 * timing.cached_tokens < measured.cell.context * measured.cell.batch:
         figures = [
-            ("ttft", timing.ttft * 1e3, "ms", None),
+            ("ttft", timing.ttft * 1e3, "ms", timing.ttft_spread),
             ("longest ttft", timing.longest_ttft * 1e3, "ms", None),
             *figures,
             ("throughput", timing.throughput, "tokens/s", None),
@@ -428,27 +531,41 @@ def read_share(shape: ModelShape, cell: Cell, output_tokens: int, kv_read_ratio:
     return (shape.weight_bytes + ratio * cache) / (shape.weight_bytes + cache)
 
 
-def _is_baseline(other: Row, row: Row) -> bool:
-    """Return whether ``other`` is the figure of a dense backend for the batch of ``row``."""
+def _is_beside(other: Row, row: Row) -> bool:
+    """Return whether ``other`` is the same figure for the batch of ``row``."""
     names = ("figure", "output_tokens")
-    return (
-        other.bench == BENCH
-        and other.parameters["backend"] != WINNOW
-        and (other.model, other.context, other.batch) == (row.model, row.context, row.batch)
-        and all(other.parameters[name] == row.parameters[name] for name in names)
+    return (other.model, other.context, other.batch) == (row.model, row.context, row.batch) and all(
+        other.parameters[name] == row.parameters[name] for name in names
     )
 
 
-def _against(row: Row, baselines: Sequence[Row]) -> Row:
-    """Return the row beside the best of ``baselines``; unchanged if there are none."""
+def _against(row: Row, rows: Sequence[Row]) -> Row:
+    """Return the row beside the best dense one of ``rows``, and beside the bound; unchanged if there are none."""
+    beside = [other for other in rows if _is_beside(other, row)]
+    baselines = [other for other in beside if other.parameters["backend"] not in _NOT_DENSE]
     if not baselines:
         return row
     rates = row.unit == "tokens/s"
     best = max if rates else min
-    dense = best(other.measured for other in baselines)
+    baseline = best(baselines, key=lambda other: other.measured)
+    dense = baseline.measured
     speedup = row.measured / dense if rates else dense / row.measured
     floor = row.parameters["read_share"] * speedup if row.parameters["figure"] == "tpot" else None
-    return replace(row, dense=dense, speedup=speedup, floor_ratio=floor)
+    told = dict(row.parameters)
+    if row.parameters["backend"] == WINNOW:
+        bounds = [other.measured for other in beside if other.parameters["backend"] == NOOP_BACKEND]
+        if bounds:
+            told["part_of_bound"] = row.measured / best(bounds) if rates else best(bounds) / row.measured
+        beyond = (_beside_the_cache(row), _beside_the_cache(baseline))
+        if beyond[0] is not None and beyond[1] is not None:
+            told["memory_beyond_dense_bytes"] = beyond[0] - beyond[1]
+    return replace(row, dense=dense, speedup=speedup, floor_ratio=floor, parameters=told)
+
+
+def _beside_the_cache(row: Row) -> int | None:
+    """Return the bytes of memory that are not the KV cache's."""
+    peak, cache = row.parameters.get("peak_memory_bytes"), row.parameters.get("cache_bytes")
+    return None if peak is None or cache is None else peak - cache
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.gpu_rows import Record, Row, headers_of
 from benchmarks.markdown_tables import commit_of, markdown_table, percent
+from benchmarks.ttft_growth import growths_of, name_of
 
 
 def attention_table(path: Path) -> str:
@@ -66,7 +67,9 @@ def prefill_table(path: Path) -> str:
             _thousands(row.context),
             f"{row.policy}, {row.parameters['backend']}" if row.policy == "dense" else row.policy,
             ", ".join(
-                f"{name} {value}" for name, value in row.parameters.items() if name in ("budget", "budget_ratio")
+                f"{name} {value}"
+                for name, value in row.parameters.items()
+                if name in ("budget", "budget_ratio", "queries")
             ),
             row.parameters["stage"],
             "" if row.dense is None else f"{row.dense / 1e3:.2f}",
@@ -104,6 +107,51 @@ def served_table(path: Path) -> str:
     cases = list(dict.fromkeys(case for of_policy in speedups.values() for case in of_policy))
     rows = [(policy, *(of_policy.get(case, "") for case in cases)) for policy, of_policy in speedups.items()]
     return markdown_table(("tokens a second, times dense", *cases), rows) + _devices(record)
+
+
+def ttft_table(path: Path) -> str:
+    """Return what the first token of a whole request gains over HTTP, and what attention for free would gain."""
+    record = Record.read(path)
+    rows = []
+    for row in sorted(record.rows, key=lambda row: (row.model, row.context, row.batch)):
+        told = row.parameters
+        if told["figure"] != "ttft":
+            continue
+        beyond = told.get("memory_beyond_dense_bytes")
+        rows.append(
+            (
+                row.model,
+                _case_of(row),
+                name_of(row),
+                f"{row.measured / 1e3:.2f}",
+                str(told["batches"]),
+                "" if row.spread is None else percent(row.spread),
+                "" if row.speedup is None else f"{row.speedup:.2f}",
+                percent(told.get("part_of_bound")),
+                "" if beyond is None else f"{beyond / 2**30:+.2f}",
+            )
+        )
+    headings = ("model", "context", "policy", "TTFT s", "batches", "spread %", "times as fast as dense")
+    return markdown_table((*headings, "of the bound %", "GiB beyond dense"), rows) + _devices(record)
+
+
+def growth_table(path: Path) -> str:
+    """Return how the time to first token grows with the prompt, in runs of enough lengths."""
+    record = Record.read(path)
+    growths = growths_of(record)
+    lengths = sorted({tokens for growth in growths for tokens in growth.seconds})
+    rows = [
+        (
+            growth.model,
+            growth.name,
+            *(f"{growth.seconds[tokens]:.2f}" if tokens in growth.seconds else "" for tokens in lengths),
+            f"{growth.fit.exponent:.2f}",
+            f"{_thousands(growth.fit.first)} to {_thousands(growth.fit.last)}",
+        )
+        for growth in growths
+    ]
+    headings = ("model", "policy", *(f"{_thousands(tokens)}, s" for tokens in lengths), "exponent", "fitted to")
+    return markdown_table(headings, rows) + _devices(record)
 
 
 def ranks_table(path: Path) -> str:

@@ -26,12 +26,14 @@ from benchmarks.accuracy_tables import (
 from benchmarks.gpu_rows import REPOSITORY, RESULTS
 from benchmarks.gpu_tables import (
     attention_table,
+    growth_table,
     prefill_table,
     ranks_table,
     serve_table,
     served_table,
     stopping_table,
     summary_table,
+    ttft_table,
 )
 from benchmarks.overhead.beside_table import service_table
 
@@ -82,6 +84,8 @@ def written(text: str, tables: Mapping[str, tuple[str, Callable[[Path], str]]], 
 TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
+    "accuracy-prefill": ("accuracy-prefill.json", accuracy_table),
+    "tasks-prefill": ("accuracy-prefill.json", tasks_table),
     "divergence": ("divergence.json", divergence_table),
     "divergence-16k": ("divergence-16k.json", divergence_table),
     "divergence-32k": ("divergence-32k.json", divergence_table),
@@ -92,6 +96,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "summary": ("attention.json", summary_table),
     "stopping": ("attention.json", stopping_table),
     "prefill": ("prefill.json", prefill_table),
+    "ttft": ("ttft.json", ttft_table),
+    "ttft-growth": ("ttft.json", growth_table),
     "records": ("records.json", records_table),
     "short": ("attention-short.json", attention_table),
     "serve": ("serve.json", serve_table),

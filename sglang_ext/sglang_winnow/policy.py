@@ -33,7 +33,7 @@ MAX_PATIENCE: Final = 16_384
 DEFAULT_BUDGET: Final = 1024
 DEFAULT_TERMINATION_SCALE: Final = 0.03
 DEFAULT_TERMINATION_DIRECTION: Final = 0.01
-DEFAULT_TERMINATION_PATIENCE: Final = 2
+DEFAULT_TERMINATION_PATIENCE: Final = 4
 
 DENSE_TERMINATION_WARNING: Final = (
     "early_termination over a full cache reads the newest tokens first and loses retrieval: 99.3 -> 78.7 at 32K in"
@@ -84,7 +84,7 @@ def _default_budget(data: dict[str, Any]) -> int | None:
 
 
 def _default_queries(data: dict[str, Any]) -> int:
-    return max(16, data.get("block", 0) // 8)
+    return data.get("block", 0) // 4
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -245,7 +245,7 @@ class QuokaPrefill(_Budgeted):
 
     Attributes:
         block: queries that share a selection.
-        queries: how many of a block's queries choose for it; an eighth of the block and at least 16 when not given.
+        queries: how many of a block's queries choose for it; a quarter of the block when not given.
         dense_prefix: leading tokens of the prompt that are prefilled densely.
     """
 

@@ -45,7 +45,7 @@ def test_launches() -> None:
 
 
 def test_contestants() -> None:
-    budget, ratio, whole = contestants_of([1024], [12], 128, 16)
+    budget, ratio, whole = contestants_of([1024], [12], 128, [16])
     assert budget.told == {"budget": 1024, "block": 128, "queries": 16, "dense_prefix": 0}
     assert ratio.told == {"budget_ratio": 0.12, "block": 128, "queries": 16, "dense_prefix": 0}
     assert (budget.name, ratio.name, whole.name) == ("quoka", "quoka", "whole")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks.batch_timing import BatchTiming, Stream, read_stream, timing_of
+from benchmarks import noop_server
+from benchmarks.batch_timing import BatchTiming, Stream, median_timing, read_stream, timing_of
 from benchmarks.gpu_rows import Record, merged
 from benchmarks.gpu_serve import (
     Cell,
@@ -18,6 +19,7 @@ from benchmarks.gpu_serve import (
     Plan,
     Prompts,
     arguments_of,
+    environment_of,
     families_of,
     measure,
     parse_contestant,
@@ -39,7 +41,8 @@ def timing(tpot: float, **more: Any) -> BatchTiming:
 
 def measured(backend: str, tpot: float, policy: str = "dense", **more: Any) -> Measured:
     contestant = Contestant(policy, None if policy == "dense" else {"decode": {"policy": policy}})
-    return Measured(backend, Cell(32768, 8), contestant, 128, timing(tpot, **more))
+    memory = more.pop("peak_memory_bytes", None)
+    return Measured(backend, Cell(32768, 8), contestant, 128, timing(tpot, **more), 300_000, memory)
 
 
 def event(tokens: int, **more: Any) -> str:
@@ -125,6 +128,9 @@ class Server:
     def empty_cache(self) -> None:
         self.flushes += 1
 
+    def cache_tokens(self) -> int:
+        return 1024
+
     def ask(self, prompts: list[list[int]], tokens: int, policies: list[Any], interval: int = 1) -> list[Stream]:
         self.asked.append((tuple(prompts[0]), tokens, tuple(policies)))
         apart = 10.0 if policies[0] is not None and policies[0] == self.alone else 0.0
@@ -168,10 +174,120 @@ def test_a_batch_that_did_not_decode_together_is_told_and_the_others_go_on() -> 
 
 def test_servers_have_room_for_the_longest_request() -> None:
     plan = Plan("tiny", [Cell(64, 2), Cell(32, 4)], [], 16, 1, fresh=False, seed=0)
-    arguments = arguments_of(plan, "winnow")
+    arguments = arguments_of(plan, "winnow", ["fa3", "winnow"])
     assert arguments[arguments.index("--context-length") + 1] == "96"
     assert arguments[arguments.index("--max-running-requests") + 1] == "6"
     assert arguments[arguments.index("--cuda-graph-max-bs") + 1] == "4"
+
+
+def test_fresh_prompts_are_asked_several_times_over() -> None:
+    plan = Plan("tiny", [Cell(64, 1)], [parse_contestant("tactic")], 16, 1, True, seed=0, repeats=3)
+    server: Any = Server()
+    found = list(measure(server, "winnow", plan, shape_named("tiny"), []))
+    assert [each.timing.batches for each in found] == [3, 3]
+    asked = [prompt for prompt, tokens, _ in server.asked if tokens == 16]
+    assert (len(asked), len(set(asked)), server.flushes) == (6, 6, 6)
+    assert {each.cache_tokens for each in found} == {1024}
+
+
+def test_repeats_end_with_their_time() -> None:
+    plan = Plan("tiny", [Cell(64, 1)], [], 16, 1, True, seed=0, repeats=3, repeat_seconds=0)
+    server: Any = Server()
+    [found] = measure(server, "fa3", plan, shape_named("tiny"), [])
+    assert found.timing.batches == 1
+
+
+def test_long_contexts_may_be_left_to_policies() -> None:
+    policy = parse_contestant("tactic")
+    plan = Plan("tiny", [Cell(32, 1), Cell(64, 1)], [policy], 16, 1, True, seed=0, winnow_dense_up_to=32)
+    server: Any = Server()
+    found = list(measure(server, "winnow", plan, shape_named("tiny"), []))
+    assert [(each.cell.context, each.contestant.name) for each in found] == [
+        (32, "dense"),
+        (32, "tactic"),
+        (64, "tactic"),
+    ]
+    # Other backends are what policies are compared with.
+    assert len(list(measure(server, "fa3", plan, shape_named("tiny"), []))) == 2
+
+
+def test_what_acts_in_prefill_is_warmed_up_over_several_chunks() -> None:
+    prefill = Contestant("quoka prefill", {"prefill": {"policy": "quoka"}})
+    plan = Plan("tiny", [Cell(9000, 2)], [prefill, parse_contestant("tactic")], 16, 1, True, seed=0, chunk=1024)
+    server: Any = Server()
+    list(measure(server, "winnow", plan, shape_named("tiny"), []))
+    warm_ups = [(len(prompt), len(policies)) for prompt, tokens, policies in server.asked if tokens == 8]
+    assert warm_ups == [(3072, 1), (2048, 2), (3072, 1), (2048, 2), (2048, 1), (2048, 2)]
+
+
+def test_the_median_of_several_batches() -> None:
+    batches = [timing(0.01 * number, ttft=1.0 * number, steps=number, kv_read_ratio=0.1) for number in (1, 2, 4)]
+    found = median_timing(batches)
+    assert (found.ttft, found.tpot, found.steps, found.batches) == (2.0, 0.02, 7, 3)
+    assert found.ttft_spread == pytest.approx((3.0 - 1.5) / 2.0)
+    assert found.kv_read_ratio == pytest.approx(0.1)
+    assert found.attended_ratio is None
+    assert median_timing(batches[:1]) is batches[0]
+    with pytest.raises(ValueError, match="at least"):
+        median_timing([])
+
+
+def test_attention_that_does_nothing_takes_the_place_of_the_first_dense_backend() -> None:
+    plan = Plan("tiny", [Cell(64, 2)], [], 16, 1, fresh=False, seed=0)
+    arguments = arguments_of(plan, "noop", ["winnow", "noop", "fa3", "flashinfer"])
+    assert arguments[arguments.index("--attention-backend") + 1] == "fa3"
+    chunk = arguments.index("--chunked-prefill-size")
+    assert arguments[chunk : chunk + 2] == ["--chunked-prefill-size", "8192"]
+    with pytest.raises(typer.BadParameter, match="noop needs a backend"):
+        arguments_of(plan, "noop", ["noop", "winnow"])
+    environment = environment_of("noop", {"WINNOW_POLICIES": ""})
+    assert environment["SGLANG_PLUGINS"].split(",") == ["winnow_cpu", noop_server.PLUGIN]
+    assert str(noop_server.FOLDER) in environment["PYTHONPATH"]
+    assert environment_of("winnow", {"WINNOW_POLICIES": ""}) == {"WINNOW_POLICIES": ""}
+    assert noop_server.PLUGIN not in environment_of("fa3", {})["SGLANG_PLUGINS"]
+
+
+def test_a_gain_is_told_as_a_part_of_its_bound() -> None:
+    bound = Measured("noop", Cell(32768, 8), Contestant("no-op", None), 128, timing(0.002, ttft=0.25), 300_000, None)
+    found = [measured("fa3", 0.010), measured("winnow", 0.009), bound, measured("winnow", 0.004, "delta", ttft=0.4)]
+    rows = rows_of(found, MODEL)
+    [noop] = [row for row in rows if row.policy == "no-op" and row.parameters["figure"] == "ttft"]
+    # The bound is beside dense attention, and never dense itself.
+    assert (noop.dense, noop.speedup) == (1000, 4)
+    assert "part_of_bound" not in noop.parameters
+    [delta] = [row for row in rows if row.policy == "delta" and row.parameters["figure"] == "ttft"]
+    assert (delta.dense, delta.speedup) == pytest.approx((1000, 2.5))
+    assert noop.speedup is not None
+    assert delta.speedup is not None
+    assert delta.parameters["part_of_bound"] == pytest.approx(delta.speedup / noop.speedup)
+    [throughput] = [row for row in rows if row.policy == "delta" and row.parameters["figure"] == "throughput"]
+    assert throughput.parameters["part_of_bound"] == pytest.approx(1)
+    # A step without attention reads the weights alone.
+    [tpot] = [row for row in rows if row.policy == "no-op" and row.parameters["figure"] == "tpot"]
+    assert tpot.parameters["kv_read_ratio"] == 0
+    assert tpot.floor_ratio == pytest.approx(5 * read_share(shape_named(MODEL), Cell(32768, 8), 128, 0.0))
+    assert table(rows).row_count == len(rows)
+
+
+def test_memory_beyond_dense() -> None:
+    found = [
+        measured("fa3", 0.010, peak_memory_bytes=90 * 2**30),
+        measured("flashinfer", 0.020, ttft=2.0, peak_memory_bytes=10 * 2**30),
+        measured("winnow", 0.004, "delta", peak_memory_bytes=92 * 2**30),
+    ]
+    [row] = [row for row in rows_of(found, MODEL) if row.policy == "delta" and row.parameters["figure"] == "ttft"]
+    assert row.parameters["memory_beyond_dense_bytes"] == 2 * 2**30
+    assert row.parameters["cache_bytes"] == 300_000 * 32 * 2 * 8 * 128 * 2
+    # A larger cache is not the policy's doing.
+    smaller = Measured(**vars(found[0]) | {"cache_tokens": 200_000})
+    [row] = [
+        row
+        for row in rows_of([smaller, found[2]], MODEL)
+        if row.policy == "delta" and row.parameters["figure"] == "ttft"
+    ]
+    assert row.parameters["memory_beyond_dense_bytes"] == 2 * 2**30 - 100_000 * 32 * 2 * 8 * 128 * 2
+    [row] = [row for row in rows_of([measured("fa3", 0.01), found[2]], MODEL) if row.policy == "delta"][:1]
+    assert "memory_beyond_dense_bytes" not in row.parameters
 
 
 def test_rows_are_beside_the_fastest_dense_backend() -> None:

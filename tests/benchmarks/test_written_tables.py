@@ -102,3 +102,16 @@ def test_reports_of_different_policies_are_not_put_together() -> None:
     header = other.header.model_copy(update={"options": {"policies": {"dense": {}}}})
     with pytest.raises(ValueError, match="same policies"):
         AccuracyRecord.of([report("vt", {"dense": [1.0], "quest": [1.0]}), other.model_copy(update={"header": header})])
+
+
+def test_policies_that_reports_share_can_be_kept_alone() -> None:
+    one = report("vt", {"dense": [1.0] * 4, "quest": [1.0] * 4})
+    header = one.header.model_copy(update={"options": {"policies": {"dense": {}, "quest": {"decode": {}}}}})
+    other = report("cwe", {"dense": [1.0] * 4, "quest": [0.0] * 4}).model_copy(update={"header": header})
+    kept = AccuracyRecord.of([one, other], ["dense"])
+    assert {row.policy for row in (*kept.rows, *kept.pools)} == {"dense"}
+    assert kept.runs[1].options["policies"] == {"dense": {}}
+    with pytest.raises(ValueError, match="same policies"):
+        AccuracyRecord.of([one, other], ["dense", "quest"])
+    with pytest.raises(ValueError, match="no policy called delta"):
+        AccuracyRecord.of([one, other], ["dense", "delta"])

@@ -94,15 +94,15 @@ def test_defaults_of_everything_else() -> None:
     policy = parse_policy({"prefill": {"policy": "quoka"}, "early_termination": {}})
     assert json.loads(policy.canonical()) == {
         "decode": {"policy": "dense"},
-        "prefill": {"policy": "quoka", "budget": 1024, "block": 128, "queries": 16, "dense_prefix": 0},
-        "early_termination": {"scale": 0.03, "direction": 0.01, "patience": 2},
+        "prefill": {"policy": "quoka", "budget": 1024, "block": 128, "queries": 32, "dense_prefix": 0},
+        "early_termination": {"scale": 0.03, "direction": 0.01, "patience": 4},
     }
     assert PREFILL_POLICIES == ("dense", "quoka")
     assert parse_policy({}) == AttentionPolicy()
 
 
-@pytest.mark.parametrize(("block", "queries"), [(64, 16), (128, 16), (256, 32), (512, 64)])
-def test_a_block_is_represented_by_an_eighth_of_its_queries(block: int, queries: int) -> None:
+@pytest.mark.parametrize(("block", "queries"), [(64, 16), (128, 32), (256, 64), (512, 128)])
+def test_a_block_is_represented_by_a_quarter_of_its_queries(block: int, queries: int) -> None:
     assert QuokaPrefill(block=block).queries == queries
     assert QuokaPrefill(block=block, queries=5).queries == 5
 
@@ -154,10 +154,10 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
     policy = parse_policy({**decode(policy="tactic"), **prefill(), "early_termination": {"scale": 1}})
     assert policy.canonical() == (
         '{"decode":{"full_layers":2,"p":0.9,"policy":"tactic"},'
-        '"early_termination":{"direction":0.01,"patience":2,"scale":1.0},'
-        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":16}}'
+        '"early_termination":{"direction":0.01,"patience":4,"scale":1.0},'
+        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":32}}'
     )
-    assert policy.fingerprint() == "b71400bfde33f0cb"
+    assert policy.fingerprint() == "6f344d3884e485f0"
     assert policy.prefill_namespace() == "winnow-feca8e181120ccbd"
     assert AttentionPolicy().prefill_namespace() is None
 

@@ -204,7 +204,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         if taken > known:
             packed = tl.where(present, counted(sizes), 0)
             all_keys = tl.where(present, unique_keys(all_scores, numbers_of_all), LOWEST)
-            last_key, start = _cut(
+            last_key, start = cut(
                 all_keys, packed, packed_of(count, tokens).to(tl.uint32, bitcast=True), taken,
                 histogram_ptr + of_head * _HISTOGRAM,
             )  # fmt: skip
@@ -347,7 +347,7 @@ def _estimated_place(a: tl.tensor, b: tl.tensor, known: tl.tensor, end: tl.tenso
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cut(
+def cut(
     keys: tl.tensor,
     packed: tl.tensor,
     all_packed: tl.tensor,

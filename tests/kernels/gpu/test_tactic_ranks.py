@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.gpu.batch import COUNTS, Count
-from winnow_kernels.gpu.tactic_fit import _cut, _place_on_curve
+from winnow_kernels.gpu.tactic_fit import _place_on_curve, cut
 from winnow_kernels.gpu.tactic_ranks import rank_kernel
 from winnow_kernels.gpu.tactic_search import number_of, score_key_of, unique_keys
 from winnow_kernels.gpu.tactic_state import HISTOGRAM, WINDOWS, Rank, known_block_of
@@ -37,7 +37,7 @@ def _cuts(
     keys = tl.where(present, unique_keys(tl.load(scores_ptr + numbers, mask=present, other=0.0), numbers), LOWEST)
     packed = tl.where(present, counted(tl.load(sizes_ptr + numbers, mask=present, other=0)), 0)
     all_packed = packed_of(count, tokens).to(tl.uint32, bitcast=True)
-    key, start = _cut(keys, packed, all_packed, tl.load(wanted_ptr + tl.program_id(0)), brackets_ptr)
+    key, start = cut(keys, packed, all_packed, tl.load(wanted_ptr + tl.program_id(0)), brackets_ptr)
     found_ptr += tl.program_id(0) * 3
     tl.store(found_ptr, number_of(key))
     tl.store(found_ptr + 1, start)

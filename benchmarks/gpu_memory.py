@@ -1,0 +1,65 @@
+"""How much memory of a GPU is in use, as its driver tells."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from types import TracebackType
+from typing import Any, Final, Self
+
+import pynvml  # type: ignore[import-untyped]
+
+_PERIOD_SECONDS: Final = 0.02
+
+
+class PeakMemory:
+    """Watches while the block runs, from a thread of its own. Use it as a context manager.
+
+    Attributes:
+        bytes: most that were in use at once, by all processes, on the fullest GPU; None where there is no GPU.
+    """
+
+    def __init__(self, used: Callable[[], int | None] | None = None) -> None:
+        """``used`` returns what is in use now; by default what NVIDIA's driver says."""
+        self.bytes: int | None = None
+        self._used = used or used_bytes
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._look()
+        if self.bytes is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bytes is not None:
+            self._done.set()
+            self._thread.join()
+            self._look()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_PERIOD_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        now = self._used()
+        if now is not None:
+            self.bytes = max(now, self.bytes or 0)
+
+
+def used_bytes() -> int | None:
+    """Return the bytes in use on the fullest GPU; None if there is none, or no driver of NVIDIA's."""
+    return max((int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in _gpus()), default=None)
+
+
+@cache
+def _gpus() -> list[Any]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

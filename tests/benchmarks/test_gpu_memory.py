@@ -1,0 +1,45 @@
+"""Watching a GPU's memory: without one, and that peaks between the ends of a block are seen."""
+
+from __future__ import annotations
+
+import threading
+
+import pynvml  # type: ignore[import-untyped]
+import pytest
+
+from benchmarks import gpu_memory
+from benchmarks.gpu_memory import PeakMemory
+
+
+def test_the_peak_lies_inside() -> None:
+    seen = threading.Event()
+    told = [1, 9]
+
+    def used() -> int:
+        value = told.pop(0) if told else 2
+        if not told:
+            seen.set()
+        return value
+
+    with PeakMemory(used) as memory:
+        assert seen.wait(10)
+    assert memory.bytes == 9
+
+
+def test_what_is_in_use_at_the_ends_is_seen_in_blocks_of_no_time() -> None:
+    told = iter((3, 5))
+    with PeakMemory(lambda: next(told)) as memory:
+        pass
+    assert memory.bytes == 5
+
+
+def test_nothing_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    gpu_memory._gpus.cache_clear()
+    with PeakMemory() as memory:
+        pass
+    gpu_memory._gpus.cache_clear()
+    assert memory.bytes is None
