@@ -23,10 +23,13 @@ def accuracy_table(path: Path) -> str:
     return markdown_table((*_ACCURACY, "needles less dense [95 %]", *_COST), rows) + _runs(record)
 
 
-def records_table(path: Path) -> str:
-    """Return accuracy where hundreds of records are to be reproduced."""
+def cells_table(path: Path) -> str:
+    """Return accuracy of each task by length and policy, beside the first policy."""
     record = AccuracyRecord.read(path)
-    return markdown_table((*_ACCURACY, *_COST), [(*_accuracy(row), *_cost(row)) for row in record.rows]) + _runs(record)
+    first = next(iter(record.runs[0].options["policies"]))
+    rows = [(row.task, *_accuracy(row), *_cost(row)) for row in record.rows]
+    headings = (name.replace("dense", first) for name in _ACCURACY)
+    return markdown_table(("task", *headings, *_COST), rows) + _runs(record)
 
 
 def tasks_table(path: Path) -> str:

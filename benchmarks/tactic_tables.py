@@ -164,16 +164,26 @@ class PromptTables:
 
     def add(self, p: float, sums: Sums, layers: list[Sums]) -> None:
         """Add the prompt to the sums, and each layer to its own."""
-        parameters = [TacticParameters(p)] * self.captured.steps
-        step = TacticStep(self.context, self.captured.scale, None, self.index, parameters, self.clustered)
+        step, of_all = self._step(p), self._step(1.0)
         for layer, cache in enumerate(self.captured.caches):
             queries = self.captured.queries[layer]
-            estimate = step.estimate(layer, queries, cache, Meter(self.captured.steps, queries.device))
+            meter = Meter(self.captured.steps, queries.device)
+            estimate = step.estimate(layer, queries, cache, meter)
+            # A step ranks as many clusters as it needs: for all of the attention, all of them.
+            ranked = ranked_positions(of_all, of_all.estimate(layer, queries, cache, meter), layer, self._clustered)
             weights = self._weights(layer, cache)
-            masks = self._masks(step, estimate, layer, weights, p)
+            masks = self._masks(step, estimate, ranked, layer, weights, p)
             believed = (estimate.mass.outside + estimate.mass.held_by(estimate.tokens)) / estimate.mass.total
             for of in (sums, layers[layer]):
                 of.add(self.context.lengths, masks, weights, believed, p)
+
+    def _step(self, p: float) -> TacticStep:
+        parameters = [TacticParameters(p)] * self.captured.steps
+        return TacticStep(self.context, self.captured.scale, None, self.index, parameters, self.clustered)
+
+    @property
+    def _clustered(self) -> int:
+        return int(self.clustered[0])
 
     def _weights(self, layer: int, cache: LayerCache) -> Tensor:
         """True attention weights, float64 [steps, KV heads, group, context]."""
@@ -182,14 +192,15 @@ class PromptTables:
         scores = (grouped @ keys.mT).double() * self.captured.scale
         return scores.masked_fill(~self.context.inside[:, None, None], -torch.inf).softmax(-1)
 
-    def _masks(self, step: TacticStep, estimate: Estimate, layer: int, weights: Tensor, p: float) -> dict[str, Tensor]:
-        """Which tokens each way of choosing takes, bool [steps, KV heads, group, context]."""
+    def _masks(
+        self, step: TacticStep, estimate: Estimate, ranked: Tensor, layer: int, weights: Tensor, p: float
+    ) -> dict[str, Tensor]:
+        """Which tokens each way of choosing takes, bool [steps, KV heads, group, context]; ``ranked`` are all lists."""
         places = torch.arange(weights.shape[-1], device=weights.device)
         kept = (places >= self.clustered[:, None]) & self.context.inside
         kept = kept[:, None, None].expand(weights.shape)
         before = (weights * kept).sum(-1)
 
-        ranked = ranked_positions(step, estimate, layer, int(self.clustered[0]))
         of_ranked = weights.gather(-1, ranked)
         taken = torch.arange(ranked.shape[-1], device=places.device) < estimate.tokens[..., None]
         perfect = leading(of_ranked, before, p)
@@ -218,7 +229,7 @@ class PromptTables:
     def _cluster_of(self, step: TacticStep, layer: int) -> Tensor:
         """The cluster of each clustered position, int64 [steps, KV heads, clustered]."""
         sizes = self.index.read(layer, step.spans).sizes.transpose(0, 1).long()[0]
-        total = int(self.clustered[0])
+        total = self._clustered
         numbers = torch.arange(sizes.shape[-1], device=sizes.device)
         of_head = torch.stack([numbers.repeat_interleave(head, output_size=total) for head in sizes])
         ends = sizes.cumsum(-1)

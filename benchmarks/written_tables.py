@@ -17,8 +17,8 @@ import typer
 
 from benchmarks.accuracy_tables import (
     accuracy_table,
+    cells_table,
     divergence_table,
-    records_table,
     shares_table,
     spans_table,
     tasks_table,
@@ -86,6 +86,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tasks": ("accuracy.json", tasks_table),
     "accuracy-prefill": ("accuracy-prefill.json", accuracy_table),
     "tasks-prefill": ("accuracy-prefill.json", tasks_table),
+    "accuracy-termination": ("accuracy-termination.json", accuracy_table),
+    "termination-thresholds": ("accuracy-termination-cpu.json", cells_table),
     "divergence": ("divergence.json", divergence_table),
     "divergence-16k": ("divergence-16k.json", divergence_table),
     "divergence-32k": ("divergence-32k.json", divergence_table),
@@ -98,7 +100,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "prefill": ("prefill.json", prefill_table),
     "ttft": ("ttft.json", ttft_table),
     "ttft-growth": ("ttft.json", growth_table),
-    "records": ("records.json", records_table),
+    "records": ("records.json", cells_table),
     "short": ("attention-short.json", attention_table),
     "serve": ("serve.json", serve_table),
     "served": ("serve.json", served_table),

@@ -52,7 +52,7 @@ def no_bytes(run: Callable[[], object]) -> int:
 def main() -> None:
     shape = replace(shape_named("tiny"), query_heads=2, kv_heads=1, head_dim=64)
     prompt = Prompt(shape, 150, 90, CPU, torch.float16)
-    contestants = contestants_of([40], [], 64, 8)
+    contestants = contestants_of([40], [], 64, [8])
     with patch.multiple(gpu_prefill, time_prompt=call_once, peak_bytes=no_bytes, BACKENDS={"torch": TorchPrefill}):
         errors = check(prompt, contestants) | check_dense(prompt, ["torch"])
         rows = measure(prompt, "tiny", contestants, ["torch"], 2)

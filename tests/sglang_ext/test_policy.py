@@ -158,7 +158,7 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":32}}'
     )
     assert policy.fingerprint() == "6f344d3884e485f0"
-    assert policy.prefill_namespace() == "winnow-feca8e181120ccbd"
+    assert policy.prefill_namespace() == "winnow-351e94cc885a1d20"
     assert AttentionPolicy().prefill_namespace() is None
 
 
