@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from benchmarks import server_figures
+from benchmarks import noop_server, server_figures
 from benchmarks.answer_timing import TimedServer, Timing
 from benchmarks.machine import numbers, surroundings
 from benchmarks.needle_prompt import needle_prompt
@@ -39,9 +38,6 @@ from tests.runtime import runtime_server
 
 QUOKA_PREFILL: Final = {"prefill": {"policy": "quoka", "budget": 1024}}
 POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")
-# As the server's log says it: benchmarks/noop_attention.
-NOOP_NOTICE: Final = "attention does nothing"
-NOOP_FOLDER: Final = Path(__file__).parent / "noop_attention"
 _MOST_TOKENS: Final = 65_536
 _ONE_CHUNK: Final = 32_768
 _WARM_UP_TOKENS: Final = 600
@@ -265,10 +261,8 @@ def serve_native(model: Path, folder: Path) -> Iterator[TimedServer]:
 def serve_noop(model: Path, folder: Path) -> Iterator[TimedServer]:
     """Serve with attention that does nothing, prompts in the chunks that Winnow's server takes."""
     log = folder / "noop.log"
-    path = os.pathsep.join(filter(None, (str(NOOP_FOLDER), os.environ.get("PYTHONPATH"))))
-    with _serve(model, log, "torch_native", [], PYTHONPATH=path) as server:
-        if NOOP_NOTICE not in log.read_text():
-            raise RuntimeError("SGLang has not loaded the plugin whose attention does nothing")
+    with _serve(model, log, "torch_native", [], PYTHONPATH=noop_server.python_path()) as server:
+        noop_server.check_log(log)
         yield server
 
 

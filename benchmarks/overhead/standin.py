@@ -17,11 +17,17 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from sglang_winnow.policy import DECODE_POLICIES
+from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES
 
 HOST: Final = "127.0.0.1"
 MODEL: Final = "stand-in"
-_SERVED: Final = {"layers": 32, "context_length": 131_072, "delta_layers": [2, 6], "policies": list(DECODE_POLICIES)}
+_SERVED: Final = {
+    "layers": 32,
+    "context_length": 131_072,
+    "delta_layers": [2, 6],
+    "policies": list(DECODE_POLICIES),
+    "prefill_policies": list(PREFILL_POLICIES),
+}
 _FAST_FIRST_SECONDS: Final = 0.05
 _FAST_INTERVAL_SECONDS: Final = 0.01
 _PROMPT_TOKENS: Final = 1000

@@ -17,6 +17,7 @@ from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import METRICS
 from sglang_winnow.policy import (
     DECODE_POLICIES,
+    PREFILL_POLICIES,
     AttentionPolicy,
     PolicyError,
     QuokaPrefill,
@@ -94,6 +95,7 @@ class ServedModel:
             "context_length": self.context_length,
             "delta_layers": None if self.delta_layers is None else list(self.delta_layers),
             "policies": list(self.decode_policies) if self.has_policies else ["dense"],
+            "prefill_policies": list(PREFILL_POLICIES) if self.has_policies else ["dense"],
         }
 
 

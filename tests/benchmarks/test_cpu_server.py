@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks import noop_server
 from benchmarks.answer_timing import Timing, read_timing
-from benchmarks.cpu_server import NOOP_FOLDER, NOOP_NOTICE, Collected
+from benchmarks.cpu_server import Collected
 from benchmarks.machine import numbers, surroundings
 from benchmarks.needle_prompt import needle_prompt
 from benchmarks.server_figures import (
@@ -208,12 +209,12 @@ def test_prompts_have_their_exact_length(length: int) -> None:
 
 
 def test_sglang_would_find_the_plugin_that_does_nothing() -> None:
-    [plugin] = distributions(path=[str(NOOP_FOLDER)])
+    [plugin] = distributions(path=[str(noop_server.FOLDER)])
     [entry] = plugin.entry_points
     assert (entry.group, entry.value) == ("sglang.srt.plugins", "noop_attention:register")
-    source = (NOOP_FOLDER / f"{entry.module}.py").read_text()
+    source = (noop_server.FOLDER / f"{entry.module}.py").read_text()
     assert f"def {entry.attr}(" in source
-    assert f'"{NOOP_NOTICE}"' in source
+    assert f'"{noop_server.NOTICE}"' in source
 
 
 def test_numbers() -> None:

@@ -13,7 +13,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, parse_policy
+from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES, AttentionPolicy, parse_policy
 from tests.policy_strategies import valid_policies
 from tests.service.conftest import Deployment
 from tests.service.test_forwarding import key, samples
@@ -27,7 +27,14 @@ OPENAI_ROUTES = ROUTES[1:]
 QUEST = {"decode": {"policy": "quest", "budget": 512}}
 TACTIC = {"decode": {"policy": "tactic"}}
 DELTA = {"decode": {"policy": "delta"}}
-SERVED = {"layers": 12, "context_length": 32768, "delta_layers": [2, 6], "policies": list(DECODE_POLICIES)}
+SERVED = {
+    "layers": 12,
+    "context_length": 32768,
+    "delta_layers": [2, 6],
+    "policies": list(DECODE_POLICIES),
+    "prefill_policies": list(PREFILL_POLICIES),
+}
+DENSE_ALONE = {"policies": ["dense"], "prefill_policies": ["dense"]}
 STATISTICS = {"decode": {"policy": "quest", "steps": 3, "attended_ratio": 0.25}, "warnings": []}
 COUNTER = "winnow_requests_by_decode_policy_total"
 
@@ -265,7 +272,7 @@ async def test_the_runtime_is_asked_once_until_it_starts_anew(policies: Deployme
     assert '"delta_layers":[3]' in custom_params("/generate", last)["attention"]
 
 
-@pytest.mark.parametrize("told", [{}, {"winnow": None}, {"winnow": {**SERVED, "policies": ["dense"]}}])
+@pytest.mark.parametrize("told", [{}, {"winnow": None}, {"winnow": {**SERVED, **DENSE_ALONE}}])
 @pytest.mark.parametrize("policy", [QUEST, {"prefill": {"policy": "quoka"}}, {"early_termination": {}}])
 async def test_a_runtime_without_the_backend_serves_dense_alone(
     service: Deployment, told: dict[str, Any], policy: dict[str, Any]
@@ -284,6 +291,12 @@ async def test_a_policy_that_the_runtime_does_not_know_is_refused(service: Deplo
     answer = await service.client.post("/generate", json={"attention": TACTIC})
     assert answer.status_code == 422
     assert answer.json()["error"]["message"] == "attention.decode.policy: must be one of dense, quest"
+
+
+async def test_prefill_policies_do_not_depend_on_decode_policies(service: Deployment) -> None:
+    service.runtime.server_info = {"winnow": {**SERVED, "policies": ["dense"]}}
+    quoka = {"prefill": {"policy": "quoka"}}
+    assert (await service.client.post("/generate", json={"attention": quoka})).status_code == 200
 
 
 @pytest.mark.parametrize("told", [{"winnow": {"layers": 0}}, {"winnow": 5}, {"winnow": {**SERVED, "layers": "many"}}])

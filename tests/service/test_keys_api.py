@@ -262,9 +262,8 @@ async def test_the_runtime_never_sees_a_key(tmp_path: Path) -> None:
             runtime() as (fake, address),
             replica(url(tmp_path), address, admin_key=ADMIN_KEY, runtime_api_key=own) as client,
         ):
-            fake.server_info = {
-                "winnow": {"layers": 2, "context_length": 99, "delta_layers": None, "policies": ["quest"]}
-            }
+            served = {"layers": 2, "context_length": 99, "delta_layers": None}
+            fake.server_info = {"winnow": served | {"policies": ["quest"], "prefill_policies": ["dense"]}}
             key = bearer((await make_key(client, scopes=["infer"]))["key"])
             quest = {"decode": {"policy": "quest"}}
             assert (await client.get("/v1/models", headers=key)).status_code == 200

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from sglang_winnow.policy import DECODE_POLICIES
+from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES
 from tests.service.control import ADMIN_KEY, processes, runtime
 
 CONFIGURATION = Path(__file__).with_name("schemathesis.toml")
-SERVED = {"layers": 12, "context_length": 32768, "delta_layers": [2, 6], "policies": list(DECODE_POLICIES)}
+SERVED = {
+    "layers": 12,
+    "context_length": 32768,
+    "delta_layers": [2, 6],
+    "policies": list(DECODE_POLICIES),
+    "prefill_policies": list(PREFILL_POLICIES),
+}
 
 
 async def check_endpoints(folder: Path, *options: str) -> int:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import DECODE_POLICIES, check_against_model, json_schema, parse_policy
+from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES, check_against_model, json_schema, parse_policy
 from tests.policy_strategies import valid_policies
 from tests.service.conftest import Deployment
 from tests.service.control import ADMIN_KEY, bearer, make_key, replica
@@ -29,7 +29,13 @@ from winnow_service.policies.presets import PRESETS
 ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
 QUEST: dict[str, Any] = {"decode": {"policy": "quest", "budget": 512}}
 TACTIC: dict[str, Any] = {"decode": {"policy": "tactic", "p": 0.5}}
-SERVED = {"layers": 12, "context_length": 32768, "delta_layers": [2, 6], "policies": list(DECODE_POLICIES)}
+SERVED = {
+    "layers": 12,
+    "context_length": 32768,
+    "delta_layers": [2, 6],
+    "policies": list(DECODE_POLICIES),
+    "prefill_policies": list(PREFILL_POLICIES),
+}
 
 
 @pytest_asyncio.fixture

@@ -23,7 +23,8 @@ class ServedModel(BaseModel):
     Attributes:
         context_length: in tokens.
         delta_layers: the Δ-layers calibrated for this model; None if it has not been calibrated.
-        policies: the names of those that its attention backend serves; all serve ``dense``.
+        policies: the decode policies that its attention backend serves; all serve ``dense``.
+        prefill_policies: likewise for prefill.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -32,6 +33,7 @@ class ServedModel(BaseModel):
     context_length: Annotated[int, Field(ge=1)]
     delta_layers: tuple[int, ...] | None
     policies: tuple[str, ...]
+    prefill_policies: tuple[str, ...]
 
     def check(self, policy: AttentionPolicy) -> AttentionPolicy:
         """Return ``policy`` as this model runs it.
@@ -39,11 +41,14 @@ class ServedModel(BaseModel):
         Raises:
             InvalidPolicy: the model, or the runtime as it was started, cannot serve it.
         """
-        if not policy.is_dense and set(self.policies) <= {"dense"}:
+        if not policy.is_dense and {*self.policies, *self.prefill_policies} <= {"dense"}:
             raise not_served()
-        for phase, name in (("decode", policy.decode.policy), ("prefill", policy.prefill.policy)):
-            if name not in ("dense", *self.policies):
-                raise InvalidPolicy(f"attention.{phase}.policy", f"must be one of {', '.join(self.policies)}")
+        for phase, name, served in (
+            ("decode", policy.decode.policy, self.policies),
+            ("prefill", policy.prefill.policy, self.prefill_policies),
+        ):
+            if name not in ("dense", *served):
+                raise InvalidPolicy(f"attention.{phase}.policy", f"must be one of {', '.join(served)}")
         try:
             return check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         except PolicyError as error:
