@@ -14,6 +14,7 @@ from sglang_winnow.policy import AttentionPolicy
 from winnow_service import headers
 from winnow_service.attention.answer import lift_in_body, lift_in_events
 from winnow_service.attention.request import Form, Policies, each_policy, place_policies
+from winnow_service.client_leaving import unless_client_leaves
 from winnow_service.errors import ClientDisconnected, RuntimeFailure, RuntimeUnavailable
 from winnow_service.metrics.generation import Generation
 from winnow_service.metrics.http import route_template, started_at
@@ -94,21 +95,14 @@ class Forwarder:
 
     async def _unless_client_leaves(self, request: Request, answer: Coroutine[None, None, Response]) -> Response:
         # Cancelling the task closes its connection, and the closed connection makes the runtime abort.
-        answering = asyncio.create_task(answer)
-        leaving = asyncio.create_task(_client_leaves(request))
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                return answering.result()
+            return await unless_client_leaves(request.receive, answer)
+        except ClientDisconnected:
             self._note_disconnect(request)
-            raise ClientDisconnected
+            raise
         except RuntimeFailure as failure:
             self._note_failure(request, failure)
             raise
-        finally:
-            answering.cancel()
-            leaving.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
 
     async def _send(self, call: Call, prefix: bytes | None, outgoing: RuntimeRequest) -> Answer:
         """Send a request; to a second runtime, if there is one and the first has not taken it."""
@@ -222,8 +216,3 @@ async def _whole(answer: Answer, rewrite: Callable[[bytes], bytes]) -> Response:
     for name, value in headers.to_client(answer.headers):
         response.headers.append(name, value)
     return response
-
-
-async def _client_leaves(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

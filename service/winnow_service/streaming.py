@@ -13,7 +13,8 @@ import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from winnow_service.errors import RuntimeDied, RuntimeFailure, ServiceError
+from winnow_service.client_leaving import unless_client_leaves
+from winnow_service.errors import ClientDisconnected, RuntimeDied, RuntimeFailure, ServiceError
 from winnow_service.runtime.runtime import Answer
 
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -109,19 +110,10 @@ class EventStreamResponse(StreamingResponse):
         self.on_end: Callable[[], None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        stall = asyncio.timeout(None)
-
-        async def bounded_send(message: Message) -> None:
-            # Sending waits when what was sent before has not been taken.
-            stall.reschedule(clock() + self._stall_seconds)
-            await send(message)
-            stall.reschedule(None)
-
         try:
-            with suppress(TimeoutError):
-                async with stall:
-                    await super().__call__(scope, receive, bounded_send)
+            # Not as the base class does: the first event would wait for its task group.
+            with suppress(ClientDisconnected):
+                await unless_client_leaves(receive, self._stream(send))
         finally:
             if not self._complete:
                 self._on_disconnect()
@@ -134,14 +126,33 @@ class EventStreamResponse(StreamingResponse):
             with anyio.CancelScope(shield=True):
                 await self._answer.close()
 
+    async def _stream(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        stall = asyncio.timeout(None)
+
+        async def bounded_send(message: Message) -> None:
+            # Sending waits when what was sent before has not been taken.
+            stall.reschedule(clock() + self._stall_seconds)
+            await send(message)
+            stall.reschedule(None)
+
+        with suppress(TimeoutError):
+            async with stall:
+                await self.stream_response(bounded_send)
+
     async def _events(self) -> AsyncIterator[bytes]:
         splitter = EventSplitter()
+        begun = False
         try:
             async for chunk in self._answer.chunks():
                 if events := splitter.feed(chunk):
                     if self.observer is not None:
                         self.observer.feed(events)
                     yield self._rewrite(events)
+                    if not begun:
+                        begun = True
+                        # uvloop writes when it gets its turn, which must not be after the end of a short answer.
+                        await asyncio.sleep(0)
             if not splitter.done:
                 raise RuntimeDied("the stream ended without [DONE]")
         except RuntimeFailure as failure:

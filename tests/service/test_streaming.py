@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from tests.service.conftest import SILENCE_SECONDS, Deployment
 from tests.service.test_forwarding import Samples, key, samples
 from tests.service.waiting import eventually
-from winnow_service.streaming import EventSplitter
+from winnow_service.runtime.runtime import Answer
+from winnow_service.streaming import EventSplitter, EventStreamResponse
 
 STREAMING_ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
 
@@ -95,6 +98,45 @@ async def test_two_hundred_streams_at_once(service: Deployment) -> None:
     for answer in await asyncio.gather(*(stream() for _ in range(200))):
         assert len(answer) == 6
         assert answer[-1] == "[DONE]"
+
+
+async def test_the_first_event_is_written_before_the_second_is_read() -> None:
+    # An event loop that writes when it gets its turn must get it: all of a short answer may be there already.
+    loop = asyncio.get_running_loop()
+    order: list[str] = []
+
+    class Whole:
+        status = 200
+
+        async def chunks(self) -> AsyncIterator[bytes]:
+            for name in ("first", "second"):
+                order.append(f"read {name}")
+                yield f"data: {name}\n\n".encode()
+            yield b"data: [DONE]\n\n"
+
+        async def close(self) -> None:
+            order.append("closed")
+
+    async def send(message: Message) -> None:
+        if body := message.get("body"):
+            loop.call_soon(order.append, f"written {body.split()[1].decode()}")
+
+    async def stays() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    response = EventStreamResponse(
+        cast(Answer, Whole()),
+        [],
+        stall_seconds=1,
+        on_failure=lambda _: order.append("failed"),
+        on_disconnect=lambda: order.append("left"),
+        rewrite=lambda events: events,
+    )
+    await response({"type": "http"}, stays, send)
+    assert order[:3] == ["read first", "written first", "read second"]
+    assert "closed" in order
+    assert not {"failed", "left"} & set(order)
 
 
 _EVENT = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=20).map(

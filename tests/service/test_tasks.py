@@ -10,7 +10,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from winnow_service.evaluation.sample import Sample
@@ -93,6 +93,7 @@ def test_the_answer_scores_full_marks_and_an_empty_one_none(name: str, seed: int
 
 
 @settings(deadline=None)
+@example("cwe", 595, 595)  # "often" is in its list, and in a question.
 @given(names, seeds, sizes)
 def test_every_reference_is_in_the_context_and_none_in_the_question(name: str, seed: int, size: int) -> None:
     sample = TASKS[name].make(random.Random(seed), size)

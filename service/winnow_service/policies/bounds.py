@@ -93,6 +93,8 @@ class Bounds(BaseModel):
         violations = list(self._violations(asked))
         if violations and self.on_violation is OnViolation.REFUSE:
             raise PolicyForbidden(violations[0].field_path, violations[0].problem)
+        if not violations:
+            return policy, []
         for violation in violations:
             violation.correct()
         try:

@@ -44,7 +44,7 @@ async def _keyring(request: Request) -> Keyring:
     return cast(Keyring, request.app.state.keyring)
 
 
-async def _settings(request: Request) -> Settings:
+def _settings(request: Request) -> Settings:
     return cast(Settings, request.app.state.settings)
 
 
@@ -52,17 +52,11 @@ ForwarderDependency = Annotated[GovernedForwarder, Depends(_forwarder)]
 MirrorDependency = Annotated[Mirror, Depends(_mirror)]
 RegistryDependency = Annotated[PolicyRegistry, Depends(_registry)]
 KeyringDependency = Annotated[Keyring, Depends(_keyring)]
-_SettingsDependency = Annotated[Settings, Depends(_settings)]
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)]
 
 
-async def _authorized(
-    request: Request,
-    needed: SecurityScopes,
-    keyring: KeyringDependency,
-    settings: _SettingsDependency,
-    credentials: _Credentials,
-) -> Caller:
+async def _authorized(request: Request, needed: SecurityScopes, credentials: _Credentials) -> Caller:
+    keyring = await _keyring(request)
     if keyring.is_open:
         return ANYONE
     caller = keyring.caller(None if credentials is None else credentials.credentials)
@@ -70,16 +64,14 @@ async def _authorized(
         if scope not in caller.scopes:
             raise ScopeMissing(scope)
     request_facts(request.scope).key_id = caller.id
-    _replace_authorization(request, settings.runtime_api_key)
+    _replace_authorization(request, _settings(request).runtime_api_key)
     return caller
 
 
-async def _scraper(
-    request: Request, keyring: KeyringDependency, settings: _SettingsDependency, credentials: _Credentials
-) -> Caller:
-    if settings.metrics_public:
+async def _scraper(request: Request, credentials: _Credentials) -> Caller:
+    if _settings(request).metrics_public:
         return ANYONE
-    return await _authorized(request, SecurityScopes([Scope.READ]), keyring, settings, credentials)
+    return await _authorized(request, SecurityScopes([Scope.READ]), credentials)
 
 
 # The caller, whose key must have the scope. Checked before anything else of the request is read.
@@ -100,7 +92,7 @@ async def read_resource(request: Request, model: type[Model]) -> Model:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise NotJson
-    body = await read_json_object(request, request.app.state.settings.max_body_bytes)
+    body = await read_json_object(request, _settings(request).max_body_bytes)
     try:
         return model.model_validate_json(body.content)
     except ValidationError as error:

@@ -42,8 +42,9 @@ def make_common(rng: random.Random, size: int) -> Sample:
     others = max(COMMON_WORDS, (size - COMMON_WORDS * common_times) // other_times)
     words = compound_words(rng, COMMON_WORDS + others)
     rng.shuffle(words)
-    common = words[:COMMON_WORDS]
-    listed = common * common_times + words[COMMON_WORDS:] * other_times
+    # Who repeats the question must have found none of them.
+    common = [word for word in words if not any(word in text.lower() for text in _COMMON_QUESTIONS)][:COMMON_WORDS]
+    listed = common * common_times + [word for word in words if word not in common] * other_times
     rng.shuffle(listed)
     context = rng.choice(_COMMON_INTRODUCTIONS) + "\n\n" + " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
     first_seen = {word: place for place, word in reversed(list(enumerate(listed)))}

@@ -1,0 +1,107 @@
+"""HTTP to one runtime: its connections, and what is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+import pytest_asyncio
+from pydantic import AnyUrl
+
+from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
+from winnow_service.settings import Settings
+
+_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nset-cookie: who=first\r\n\r\n{}"
+_REQUEST = RuntimeRequest("POST", "/generate", b"", [("content-type", "application/json")], b"{}")
+
+
+@dataclass
+class Runtime:
+    """A runtime that keeps connections open, unless ``closes``.
+
+    Attributes:
+        heads: of the requests of each connection.
+    """
+
+    closes: bool = False
+    heads: list[list[bytes]] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads: list[bytes] = []
+        self.heads.append(heads)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+                await reader.readexactly(len(_REQUEST.body))
+                writer.write(_ANSWER)
+                await writer.drain()
+                if self.closes:
+                    break
+        writer.close()
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return Runtime()
+
+
+@pytest_asyncio.fixture
+async def client(runtime: Runtime) -> AsyncIterator[RuntimeClient]:
+    server = await asyncio.start_server(runtime.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = RuntimeClient(AnyUrl(f"http://127.0.0.1:{port}"), "runtime", Settings(), None)
+    try:
+        yield client
+    finally:
+        await client.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def ask(client: RuntimeClient) -> bytes:
+    answer = await client.send(_REQUEST)
+    try:
+        return b"".join([chunk async for chunk in answer.chunks()])
+    finally:
+        await answer.close()
+
+
+async def test_a_connection_serves_one_request_after_the_other(runtime: Runtime, client: RuntimeClient) -> None:
+    assert [await ask(client) for _ in range(3)] == [b"{}"] * 3
+    assert [len(heads) for heads in runtime.heads] == [3]
+
+
+async def test_a_connection_that_the_runtime_has_closed_is_not_used(runtime: Runtime, client: RuntimeClient) -> None:
+    runtime.closes = True
+    for _ in range(3):
+        assert await ask(client) == b"{}"
+        # Until its end has come.
+        await asyncio.sleep(0.02)
+    assert [len(heads) for heads in runtime.heads] == [1, 1, 1]
+
+
+async def test_an_answer_that_was_not_read_to_its_end_takes_its_connection_with_it(
+    runtime: Runtime, client: RuntimeClient
+) -> None:
+    answer = await client.send(_REQUEST)
+    await answer.close()
+    assert await ask(client) == b"{}"
+    assert [len(heads) for heads in runtime.heads] == [1, 1]
+
+
+async def test_cookies_of_one_answer_are_not_sent_with_the_next_request(
+    runtime: Runtime, client: RuntimeClient
+) -> None:
+    await ask(client)
+    await ask(client)
+    assert not any(b"cookie" in head for heads in runtime.heads for head in heads)
+
+
+async def test_no_header_is_added_but_what_http_asks_for(runtime: Runtime, client: RuntimeClient) -> None:
+    await ask(client)
+    [[head]] = runtime.heads
+    names = {line.partition(b":")[0] for line in head.split(b"\r\n")[1:] if line}
+    assert names == {b"host", b"content-type", b"content-length"}
