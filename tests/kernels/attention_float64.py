@@ -19,6 +19,8 @@ class HeadOutput:
     read: int
     tiles: int
     tiles_read: int
+    margin: float
+    """How near what was compared came to its threshold; less than float32 rounds may be judged either way."""
 
 
 def attend_head(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -33,7 +35,7 @@ def attend_head_until_settled(
     """Read ``slots`` tile by tile in the splits that the definition names, each until its output has settled."""
     tiles = [slots[i : i + 64] for i in range(0, len(slots), 64)]
     splits = min(16, max(1, math.ceil(len(tiles) / 16)))
-    parts, read, tiles_read = [], 0, 0
+    parts, read, tiles_read, margin = [], 0, 0, math.inf
     for split in range(splits):
         seen: list[int] = []
         calm, before = 0, None
@@ -43,8 +45,9 @@ def attend_head_until_settled(
             output, mass = attend_head(queries, cache.keys[seen, head], cache.values[seen, head], scale)
             probe = output[:, :: max(1, output.shape[1] // 32)][:, :32]
             if thresholds and before is not None:
-                is_calm = all(_calm(b, a, thresholds) for b, a in zip(before, probe, strict=True))
-                calm = calm + 1 if is_calm else 0
+                slack = [_slack(b, a, thresholds) for b, a in zip(before, probe, strict=True)]
+                margin = min(margin, *(abs(x) for pair in slack for x in pair))
+                calm = calm + 1 if all(x >= 0 for pair in slack for x in pair) else 0
                 if calm >= thresholds.patience:
                     break
             before = probe
@@ -54,10 +57,11 @@ def attend_head_until_settled(
     masses = torch.stack([mass for _, mass in parts])
     total = masses.logsumexp(0)
     outputs = torch.stack([(mass - total).exp()[:, None] * output for output, mass in parts]).sum(0)
-    return HeadOutput(outputs, total, read, len(tiles), tiles_read)
+    return HeadOutput(outputs, total, read, len(tiles), tiles_read, margin)
 
 
-def _calm(before: Tensor, after: Tensor, thresholds: EarlyTermination) -> bool:
-    norms = before.norm(), after.norm()
-    cosine = float(before @ after) / float(norms[0] * norms[1])
-    return bool(abs(norms[1] - norms[0]) <= thresholds.scale * norms[0]) and 1 - cosine <= thresholds.direction
+def _slack(before: Tensor, after: Tensor, thresholds: EarlyTermination) -> tuple[float, float]:
+    """How far below its threshold the change of the norm, relative to it, and that of the direction are."""
+    norms = float(before.norm()), float(after.norm())
+    cosine = float(before @ after) / (norms[0] * norms[1])
+    return thresholds.scale - abs(norms[1] - norms[0]) / norms[0], thresholds.direction - (1 - cosine)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.attention_float64 import attend_head, attend_head_until_settled
@@ -98,6 +98,7 @@ def test_early_termination_reads_what_the_plain_version_reads(
                 SCALE,
                 thresholds[request],
             )
+            assume(expected.margin > 1e-5)
             assert attended.read[request, head] == expected.read
             torch.testing.assert_close(
                 attended.output[request, of_group].double(), expected.outputs, atol=1e-5, rtol=1e-5

@@ -37,14 +37,17 @@ _FREQUENT_QUESTIONS = (
 
 
 def make_common(rng: random.Random, size: int) -> Sample:
-    """``cwe``: 10 words 30 times each among words that come 3 times each (6 times and once in a short list)."""
+    """``cwe``: 10 words 30 times each among words that come 3 times each (6 times and once in a short list).
+
+    The words are drawn from the whole vocabulary, so that in one sample of some 250 a word of the question is
+    one of the ten: the tokenizer of the model that ships was trained on these samples, which therefore stay.
+    """
     common_times, other_times = (6, 1) if size < _SHORT_LIST else (30, 3)
     others = max(COMMON_WORDS, (size - COMMON_WORDS * common_times) // other_times)
     words = compound_words(rng, COMMON_WORDS + others)
     rng.shuffle(words)
-    # Who repeats the question must have found none of them.
-    common = [word for word in words if not any(word in text.lower() for text in _COMMON_QUESTIONS)][:COMMON_WORDS]
-    listed = common * common_times + [word for word in words if word not in common] * other_times
+    common = words[:COMMON_WORDS]
+    listed = common * common_times + words[COMMON_WORDS:] * other_times
     rng.shuffle(listed)
     context = rng.choice(_COMMON_INTRODUCTIONS) + "\n\n" + " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
     first_seen = {word: place for place, word in reversed(list(enumerate(listed)))}
