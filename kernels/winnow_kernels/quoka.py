@@ -67,7 +67,7 @@ class QuokaPrefillParameters:
     budget: int | None = None
     budget_ratio: float | None = None
     block: int = 128
-    queries: int = 16
+    queries: int = 32
     dense_prefix: int = 0
 
     def __post_init__(self) -> None:

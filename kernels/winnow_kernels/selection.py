@@ -45,17 +45,3 @@ def select_positions(context: Context, positions: Tensor, counts: Tensor) -> Sel
     """
     filled = torch.arange(positions.shape[2], device=positions.device) < counts[..., None]
     return Selection(context.slots_at(positions.where(filled, 0)), counts)
-
-
-def select_masked(context: Context, priority: Tensor, selected: Tensor) -> Selection:
-    """Return the selection of all positions that ``selected`` marks, by descending ``priority``.
-
-    Args:
-        context: the requests' contexts.
-        priority: float [requests, KV heads, longest]; +inf for what is always kept.
-        selected: bool, same shape; at least one position of each row.
-    """
-    counts = selected.sum(-1)
-    width = int(counts.max())
-    order = priority.masked_fill(~selected, -torch.inf).topk(width, dim=-1, sorted=True).indices
-    return select_positions(context, order, counts)

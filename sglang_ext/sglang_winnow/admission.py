@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 4096
 MAX_TOP_LOGPROBS = 128
 MAX_TOKEN_IDS_LOGPROB = 1024
-# The largest 16-bit float: its square is finite in 32 bits, where norms are computed.
-MAX_EMBEDDING = 65_504.0
-
-PROMPTS: Final = ("text", "input_ids", "input_embeds")
+PROMPTS: Final = ("text", "input_ids")
 MEDIA: Final = ("image_data", "video_data", "audio_data", "modalities")
 # Set by SGLang's own processes. It accepts them in a body too.
 INTERNAL: Final = (
@@ -41,6 +38,15 @@ INTERNAL: Final = (
     "mm_data_mooncake",
     "encoder_urls",
 )
+
+# Of the request, among its own ``custom_params``.
+_REFERENCE: Final = "__req__"
+
+# With these a request can end SGLang's scheduler.
+NOT_SERVED: Final = {
+    "session_params": "send the whole conversation, of which the radix cache knows what it has seen",
+    "input_embeds": "send text or input_ids",
+}
 
 _STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False)
 _Int64 = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)]
@@ -56,7 +62,6 @@ class Limits:
     """
 
     vocab_size: int
-    hidden_size: int
     model: ServedModel
     metric_labels: frozenset[str] = frozenset()
     multi_item_scoring: bool = False
@@ -97,23 +102,12 @@ class _PerSequence(BaseModel):
     decode_tp_size: _Int64 | None
 
 
-class _SessionParameters(BaseModel):
-    model_config = _STRICT | ConfigDict(extra="forbid")
-
-    id: str | None = None
-    rid: str | None = None
-    offset: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    replace: bool | None = None
-    drop_previous_output: bool | None = None
-
-
 class _Shared(BaseModel):
     """What all prompts of a body share."""
 
     model_config = _STRICT
 
     session_id: str | None
-    session_params: _SessionParameters | None
     stream: bool | None
     priority: _Int64 | None
     routed_dp_rank: _Int64 | None
@@ -137,8 +131,6 @@ class _Shared(BaseModel):
 _TEXT: Final = TypeAdapter(str)
 # The vocabulary's bound is checked at once: a prompt has many thousands of ids.
 _IDS: Final = TypeAdapter(Annotated[list[int], Field(min_length=1)])
-_EMBEDDING = Annotated[float, Field(ge=-MAX_EMBEDDING, le=MAX_EMBEDDING, allow_inf_nan=False)]
-_EMBEDS: Final = TypeAdapter(Annotated[list[list[_EMBEDDING]], Field(min_length=1)])
 
 
 def check_request(request: GenerateReqInput, limits: Limits) -> None:
@@ -182,9 +174,10 @@ def attach_policy(req: Req, model: ServedModel) -> None:
     except PolicyError as error:
         req.set_finish_with_abort(str(error))
         policy = AttentionPolicy()
-    if parameters is not None and parameters.keys() <= {PARAMETER, "__req__"}:
-        # SGLang's reference from the parameters to the request would keep a finished one in memory.
-        req.sampling_params.custom_params = None
+    if parameters is not None and req.custom_logit_processor is None:
+        # Nothing else reads SGLang's reference to the request, which would keep a finished one in memory.
+        others = {name: value for name, value in parameters.items() if name not in (PARAMETER, _REFERENCE)}
+        req.sampling_params.custom_params = others or None
     if model.has_policies:
         req.winnow_state = RequestState(policy, len(req.origin_input_ids))
         req.extra_key = namespace_of(policy, req.extra_key, model.page_size)
@@ -195,6 +188,9 @@ def _check_unsupported(request: GenerateReqInput, limits: Limits) -> None:
         # Later versions lack some.
         if getattr(request, name, None) is not None:
             raise ValueError(f"{name}: set by the server, not by clients")
+    for name, reason in NOT_SERVED.items():
+        if getattr(request, name) is not None:
+            raise ValueError(f"{name}: not served: {reason}")
     for name in MEDIA:
         if getattr(request, name) and not limits.multimodal:
             raise ValueError(f"{name}: this model reads text only")
@@ -220,18 +216,9 @@ def _prompts(request: GenerateReqInput) -> tuple[Sequence[Any], bool]:
         return [prompt], False
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"{name}: must be a list that is not empty{' or a string' if name == 'text' else ''}")
-    if name == "text" or (name == "input_ids" and isinstance(prompt[0], list)) or _depth(prompt) == 3:
+    if name == "text" or isinstance(prompt[0], list):
         return prompt, True
     return [prompt], False
-
-
-def _depth(value: object) -> int:
-    """Return how many lists open before the first number; 3 and more are 3."""
-    depth = 0
-    while depth < 3 and isinstance(value, list):
-        depth += 1
-        value = value[0] if value else None
-    return depth
 
 
 def _check_prompts(request: GenerateReqInput, prompts: Sequence[Any], limits: Limits) -> None:
@@ -240,14 +227,10 @@ def _check_prompts(request: GenerateReqInput, prompts: Sequence[Any], limits: Li
             _validate("text", _TEXT, prompt, limits)
             if not prompt and not limits.multimodal:
                 raise ValueError("text: must have at least 1 character")
-        elif request.input_ids is not None:
+        else:
             _validate("input_ids", _IDS, prompt, limits)
             if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
                 raise ValueError(f"input_ids: token ids must be from 0 to {limits.vocab_size - 1}")
-        else:
-            _validate("input_embeds", _EMBEDS, prompt, limits)
-            if {len(row) for row in prompt} != {limits.hidden_size}:
-                raise ValueError(f"input_embeds: each token must have {limits.hidden_size} numbers")
 
 
 def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limits: Limits) -> int:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import FAMILIES, Rows, effective_budget, runs_dense, thresholds_of
+from sglang_winnow.families import FAMILIES, Rows, effective_budget, reads_everything, thresholds_of
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -59,7 +59,7 @@ class DecodePlan:
         self._layers = 0
         members: defaultdict[str, list[int]] = defaultdict(list)
         for i, (state, length) in enumerate(zip(states, lengths, strict=True)):
-            if state is None or runs_dense(state, length, indexes.page_size):
+            if state is None or reads_everything(state, length, indexes.page_size):
                 members[_DENSE].append(i)
             else:
                 members[state.policy.decode.policy].append(i)

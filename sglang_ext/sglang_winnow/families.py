@@ -43,6 +43,10 @@ from winnow_kernels.tactic import TacticParameters, TacticStep
 _Policy = TypeVar("_Policy", StreamingLLM, Quest, Delta, Tactic, QuokaDecode)
 
 
+# What ``dense_until`` says of requests of which no step reads less.
+ALWAYS: Final = sys.maxsize
+
+
 @dataclass(frozen=True)
 class Rows:
     """The requests of a batch that share a family.
@@ -75,9 +79,11 @@ class Rows:
         self.statistics.add(self.table_rows, Field.INDEX_BUILT_TOKENS, amounts)
 
 
-def runs_dense(state: RequestState, length: int, page_size: int) -> bool:
-    """Return whether a step at a context of ``length`` tokens reads everything though the policy is not dense."""
-    return not isinstance(state.policy.decode, Dense) and length <= dense_until(state, page_size)
+def reads_everything(state: RequestState, length: int, page_size: int) -> bool:
+    """Return whether a step at a context of ``length`` tokens reads everything, whatever its policy is called."""
+    if isinstance(state.policy.decode, Dense):
+        return state.policy.early_termination is None
+    return length <= dense_until(state, page_size)
 
 
 def dense_until(state: RequestState, page_size: int) -> int:
@@ -92,7 +98,7 @@ def dense_until(state: RequestState, page_size: int) -> int:
     crossover = crossover_tokens(policy.policy)
     if isinstance(policy, SnapKV | PyramidKV):
         covers = _of_prompt(policy, state.prompt_length) >= state.prompt_length
-        return sys.maxsize if covers else crossover
+        return ALWAYS if covers else crossover
     if isinstance(policy, QuokaDecode) and policy.budget is None:
         # A share of the tokens before the newest is never all of them.
         return crossover

@@ -35,7 +35,11 @@ CONTEXT_TOKENS: Final = CounterName(
     "context_tokens", "Tokens in context, summed over layers, KV heads and steps or queries.", _COST_LABELS
 )
 ATTENDED_TOKENS: Final = CounterName("attended_tokens", "Of the context tokens, those attended to.", _COST_LABELS)
-DENSE_BYTES: Final = CounterName("dense_kv_bytes", "Bytes of KV cache that dense attention reads.", _COST_LABELS)
+DENSE_BYTES: Final = CounterName(
+    "dense_kv_bytes",
+    "Bytes of KV cache that dense attention reads; in prefill, once for each block of queries.",
+    _COST_LABELS,
+)
 READ_BYTES: Final = CounterName("read_kv_bytes", "Bytes of KV cache and index that were read.", _COST_LABELS)
 COUNTERS: Final = (UNCACHED_TOKENS, REQUESTS, CONTEXT_TOKENS, ATTENDED_TOKENS, DENSE_BYTES, READ_BYTES)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.server_args import ServerArgs
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
@@ -79,6 +80,14 @@ def _attach_before_queueing(scheduler: Scheduler, req: Req, *_: object, **__: ob
         attach_policy(req, _served_model(scheduler))
 
 
+def _hide_keys(shown: str, arguments: ServerArgs) -> str:
+    # SGLang logs its arguments at every start.
+    for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
+        if (secret := getattr(arguments, name)) is not None:
+            shown = shown.replace(f"{name}={secret!r}", f"{name}='***'")
+    return shown
+
+
 def _served_model(part: TokenizerManager | Scheduler) -> ServedModel:
     """Return the model that a part of SGLang serves; looked up once."""
     try:
@@ -99,7 +108,6 @@ def _limits(manager: TokenizerManager) -> Limits:
     arguments = manager.server_args
     return Limits(
         vocab_size=manager.model_config.vocab_size,
-        hidden_size=manager.model_config.hidden_size,
         model=_served_model(manager),
         metric_labels=frozenset(arguments.tokenizer_metrics_allowed_custom_labels or ()),
         multi_item_scoring=bool(arguments.enable_mis),
@@ -124,6 +132,7 @@ HOOKS: Final = (
     *radix.HOOKS,
     *reporting.HOOKS,
     *openai_forms.HOOKS,
+    Hook("sglang.srt.server_args.ServerArgs.__repr__", _hide_keys, HookType.AFTER),
     Hook("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", _attach_before_queueing, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", _check_before_anything_else, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_after_tokenizing, HookType.AFTER),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import kept_by
+from sglang_winnow.families import ALWAYS, dense_until, kept_by
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.policy import QuokaPrefill
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import causal_tokens, prefill
+from winnow_kernels.dense import prefill
+from winnow_kernels.gather import Meter
 from winnow_kernels.quoka import PrefillReads, QuokaPrefillParameters, quoka_prefill
+
+# Queries that are taken to share a read of keys and values in dense prefill: as many as share one by QUOKA's default.
+DENSE_BLOCK: Final = 128
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class PrefillPlan:
         for chunk in self.chunks:
             if chunk.state is not None:
                 statistics.add(chunk.table_row, Field.PREFILL_TOKENS, len(chunk.counted))
+                chunk.state.last_prefill = chunk.end
                 chunk.state.prefilled = max(chunk.state.prefilled, chunk.counted.stop)
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
@@ -108,7 +114,7 @@ class PrefillPlan:
             if window is None and chunk.counted and chunk.quoka is not None:
                 self.count(chunk, reads)
         if window is None:
-            self.note(layer, queries)
+            self.note(layer, queries, scale)
         return output
 
     @property
@@ -116,21 +122,23 @@ class PrefillPlan:
         """Whether all requests attend to everything: SGLang's own backends can compute that."""
         return all(chunk.quoka is None for chunk in self.chunks)
 
-    def note(self, layer: int, queries: Tensor) -> None:
-        """Keep of a layer's ``queries`` what policies need later; call once for each layer that is counted."""
+    def note(self, layer: int, queries: Tensor, scale: float) -> None:
+        """Keep of a layer's ``queries`` what policies need later; call once for each layer that is counted.
+
+        The layer's keys and values must be in the cache.
+        """
         self._dense_layers += 1
         for chunk in self.chunks:
-            _observe(chunk, layer, len(self._indexes.caches), queries[chunk.rows])
+            if chunk.state is not None:
+                self._observe(chunk, chunk.state, layer, queries[chunk.rows], scale)
 
     def finish(self) -> None:
         """Count what dense requests have read; call after the last layer."""
         cache = self._indexes.caches[0]
         for chunk in self.chunks:
             if chunk.counted and chunk.quoka is None:
-                tokens = causal_tokens(chunk.counted.start, chunk.counted.stop)
-                pairs = tokens * cache.kv_heads * self._dense_layers
-                bytes_read = pairs * 2 * cache.vector_bytes
-                self.count(chunk, PrefillReads(pairs, pairs, bytes_read, bytes_read))
+                reads = PrefillReads.of_dense(chunk.counted.start, chunk.counted.stop, DENSE_BLOCK, cache)
+                self.count(chunk, reads, self._dense_layers)
 
     def count(self, chunk: Chunk, reads: PrefillReads, layers: int = 1) -> None:
         """Count what a request has read in each of ``layers`` layers."""
@@ -142,6 +150,21 @@ class PrefillPlan:
         }
         for field, amount in amounts.items():
             self._statistics.add(chunk.table_row, field, amount * layers)
+
+    def _observe(self, chunk: Chunk, state: RequestState, layer: int, queries: Tensor, scale: float) -> None:
+        """Keep the queries that vote, until they have voted."""
+        caches = self._indexes.caches
+        sparse_from = dense_until(state, self._indexes.page_size) + 1
+        if state.kept is None and sparse_from <= ALWAYS:
+            state.kept = kept_by(state, len(caches))
+        if state.kept is None or layer in state.kept.kept:
+            return
+        state.kept.observation.record(layer, queries, chunk.start)
+        # Requests that wait for their first step would otherwise hold the queries of all layers.
+        if chunk.end >= state.prompt_length and state.prompt_length + 1 >= sparse_from:
+            read = Meter(1, queries.device)
+            state.kept.vote(layer, caches[layer], chunk.slots[: state.prompt_length], scale, read)
+            self._statistics.add(chunk.table_row, Field.DECODE_READ_BYTES, read.read_bytes)
 
 
 def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:
@@ -162,14 +185,3 @@ def _counted(state: RequestState | None, start: int, end: int) -> range:
         return range(0)
     first = max(start, state.prefilled)
     return range(first, max(first, min(end, state.prompt_length)))
-
-
-def _observe(chunk: Chunk, layer: int, layers: int, queries: Tensor) -> None:
-    """Keep the queries that vote, unless they have voted."""
-    state = chunk.state
-    if state is None:
-        return
-    if state.kept is None:
-        state.kept = kept_by(state, layers)
-    if state.kept is not None and layer not in state.kept.kept:
-        state.kept.observation.record(layer, queries, chunk.start)

@@ -27,6 +27,7 @@ class RequestState:
         slot: the request slot that it has, or had last.
         saved: its row of the statistics from before a retraction, float64 [fields].
         prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
+        last_prefill: where the last prefill ended; after a retraction, behind the prompt.
         kept: what SnapKV or PyramidKV keeps of the prompt, from the first prefill on.
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot.
     """
@@ -36,6 +37,7 @@ class RequestState:
     slot: int = -1
     saved: Tensor | None = None
     prefilled: int = 0
+    last_prefill: int = 0
     kept: SnapKVState | None = None
     stage: int = -1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.attention_registration import NAME
@@ -19,6 +20,7 @@ from sglang_winnow.policy import (
     DECODE_POLICIES,
     PREFILL_POLICIES,
     AttentionPolicy,
+    Delta,
     PolicyError,
     QuokaPrefill,
     check_against_model,
@@ -42,6 +44,7 @@ class ServedModel:
 
     Attributes:
         delta_layers: the Δ-layers calibrated for the model; None if it has not been calibrated.
+        sliding_layers: those with a sliding window, which cannot be Δ-layers.
         page_size: of the KV cache.
         chunk: most tokens of a prompt in one forward pass; None for no limit.
         has_policies: whether the server computes attention with Winnow; if not, every request is dense.
@@ -51,6 +54,7 @@ class ServedModel:
     layers: int
     context_length: int
     delta_layers: tuple[int, ...] | None = None
+    sliding_layers: frozenset[int] = frozenset()
     page_size: int = 16
     chunk: int | None = None
     has_policies: bool = True
@@ -77,7 +81,16 @@ class ServedModel:
             )
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
+        self._check_delta_layers(policy)
         return policy
+
+    def _check_delta_layers(self, policy: AttentionPolicy) -> None:
+        layers = policy.decode.delta_layers if isinstance(policy.decode, Delta) else None
+        if sliding := self.sliding_layers.intersection(layers or ()):
+            raise PolicyError(
+                f"{PARAMETER}.decode.delta_layers",
+                f"must be layers that see the whole context: layer {min(sliding)} has a sliding window",
+            )
 
     def _check_chunk(self, policy: AttentionPolicy) -> None:
         # A chunk that holds no whole block would never be scheduled.
@@ -110,7 +123,8 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
     return ServedModel(
         layers=config.num_hidden_layers,
         context_length=config.context_len,
-        delta_layers=delta_profile(_folder(arguments.model_path)),
+        delta_layers=delta_profile(_folder(config.model_path)),
+        sliding_layers=_sliding_layers(config),
         page_size=arguments.page_size,
         chunk=chunk if chunk is not None and chunk > 0 else None,
         has_policies=set(arguments.get_attention_backends()) == {NAME},
@@ -118,10 +132,20 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
     )
 
 
+def _sliding_layers(config: ModelConfig) -> frozenset[int]:
+    kinds = getattr(config.hf_text_config, "layer_types", None) or ()
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
 def _folder(model: str) -> Path:
     """Return the folder of a model that is named by its path or by its repository, as SGLang's command line does."""
     path = Path(model)
-    cached = None if path.exists() else try_to_load_from_cache(model, "config.json")
+    if path.exists():
+        return path
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return path
     return Path(cached).parent if isinstance(cached, str) else path
 
 

@@ -24,7 +24,7 @@ from sglang_winnow.server_information import ServedModel
 
 QUOKA = parse_policy('{"prefill": {"policy": "quoka"}}')
 MODEL = ServedModel(layers=8, context_length=1024, chunk=256)
-LIMITS = Limits(vocab_size=512, hidden_size=4, model=MODEL)
+LIMITS = Limits(vocab_size=512, model=MODEL)
 FIELDS = [field.name for field in fields(GenerateReqInput)]
 PARAMETERS = list(SamplingParameters.model_fields)
 
@@ -70,9 +70,7 @@ def test_tokens_pass_only_inside_the_vocabulary(tokens: list[int]) -> None:
         {"input_ids": [0, 511]},
         {"input_ids": [[0], [511]], "token_ids_logprob": [[1], None]},
         {"input_ids": [[0], [511]], "token_ids_logprob": [1, 2], "return_logprob": [True, False]},
-        {"input_embeds": [[0.0, 1.0, 2.0, 3.0]]},
-        {"input_embeds": [[[0.0, 1.0, 2.0, 3.0]], [[0.0, 1.0, 2.0, 3.0]]]},
-        {"text": "a", "rid": "x", "image_data": [], "session_params": {"id": "s", "offset": 3}},
+        {"text": "a", "rid": "x", "image_data": [], "session_params": None},
         {"text": "a", "sampling_params": {"n": 128, "top_k": -1, "stop": ["x"], "logit_bias": {"0": -100, "511": 5}}},
         {"text": "a", "sampling_params": {"temperature": None, "stop_token_ids": [3, None], "stop_regex": []}},
         {"text": "a", "sampling_params": {"custom_params": {"policy": "{}", "list": [1, "a"], "map": {"a": None}}}},
@@ -85,7 +83,7 @@ def test_good_requests_pass(body: dict[str, Any]) -> None:
 
 # Bodies, and what the message must say of them: the field and, where there is one, the bound.
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [
-    ({}, "exactly one of text, input_ids, input_embeds; given: none"),
+    ({}, "exactly one of text, input_ids; given: none"),
     ({"text": "a", "input_ids": [1]}, "given: text, input_ids"),
     ({"text": ""}, "text: must have at least 1 character"),
     ({"text": []}, "text: must be a list that is not empty or a string"),
@@ -99,9 +97,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1.0]}, "input_ids.0: Input should be a valid integer"),
     ({"input_ids": ["1"]}, "input_ids.0: Input should be a valid integer"),
     ({"input_ids": [[[1]]]}, "input_ids.0: Input should be a valid integer"),
-    ({"input_embeds": [[1.0]]}, "input_embeds: each token must have 4 numbers"),
-    ({"input_embeds": [[1.0, 2.0, 3.0, float("nan")]]}, "input_embeds.0.3: Input should be a finite number"),
-    ({"input_embeds": [[1e6, 2.0, 3.0, 4.0]]}, "input_embeds.0.0: Input should be less than or equal to 65504"),
+    ({"input_embeds": [[1.0]]}, "input_embeds: not served: send text or input_ids"),
     ({"text": ["a", "b"], "rid": ["x"]}, "rid: 1 values for 2 prompts"),
     ({"text": "a", "rid": ["x"]}, "rid: a list is for a list of prompts"),
     ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n: must be the same"),
@@ -110,8 +106,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "top_logprobs_num": 129}, "top_logprobs_num: Input should be less than or equal to 128"),
     ({"text": "a", "logprob_start_len": -2}, "logprob_start_len: Input should be greater than or equal to -1"),
     ({"text": "a", "logprob_start_len": 1025}, "logprob_start_len: at most 1024"),
-    ({"text": "a", "session_params": {"offset": -1}}, "session_params.offset: "),
-    ({"text": "a", "session_params": {"when": 1}}, "session_params.when: Extra inputs are not permitted"),
+    ({"text": "a", "session_params": {"id": "s"}}, "session_params: not served: "),
     ({"text": "a", "custom_labels": {"who": "me"}}, "custom_labels: who is not among the server's labels"),
     ({"text": "a", "image_data": "x.png"}, "image_data: this model reads text only"),
     ({"text": "a", "lora_path": 5}, "lora_path: Input should be a valid string"),
@@ -231,7 +226,7 @@ def test_the_scheduler_gives_a_request_its_policy() -> None:
     # Nothing keeps it in memory when it has ended.
     assert req.sampling_params.custom_params is None
     assert queued(None).winnow_state.policy.is_dense
-    assert queued({"thinking_budget": 3}).sampling_params.custom_params["thinking_budget"] == 3
+    assert queued({"attention": "{}", "thinking_budget": 3}).sampling_params.custom_params == {"thinking_budget": 3}
 
 
 @pytest.mark.parametrize(("policy", "message"), BAD_POLICIES)
@@ -242,6 +237,25 @@ def test_the_scheduler_ends_a_request_whose_policy_is_bad(policy: Any, message: 
     assert req.to_finish.message.startswith(message)
     assert req.winnow_state.policy.is_dense
     assert req.winnow_state.prompt_length == len(req.origin_input_ids)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_delta_layers_see_the_whole_context() -> None:
+    sliding = replace(MODEL, sliding_layers=frozenset({0, 1, 3}), delta_layers=(2, 3))
+    for policy in ('{"decode": {"policy": "delta"}}', '{"decode": {"policy": "delta", "delta_layers": [3, 5]}}'):
+        req = queued({"attention": policy}, sliding)
+        assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
+        assert "delta_layers: must be layers that see the whole context: layer 3" in req.to_finish.message
+    req = queued({"attention": '{"decode": {"policy": "delta", "delta_layers": [2, 5]}}'}, sliding)
+    assert req.to_finish is None
+
+
+def test_keys_are_not_among_the_arguments_that_are_logged() -> None:
+    arguments = SimpleNamespace(api_key="k'1", admin_api_key=None, ssl_keyfile_password="p")
+    shown = f"ServerArgs(port=1, api_key={arguments.api_key!r}, admin_api_key=None, ssl_keyfile_password='p')"
+    assert plugin._hide_keys(shown, arguments) == (
+        "ServerArgs(port=1, api_key='***', admin_api_key=None, ssl_keyfile_password='***')"
+    )
 
 
 @pytest.mark.usefixtures("_one_rank")
@@ -278,7 +292,13 @@ def test_every_field_of_sglang_is_known() -> None:
     unchecked = {"conversation_id", "external_trace_header", "images_config", "mm_hashes", "use_audio_in_video"}
     unchecked |= {f"{part}_dynamic_patch" for part in ("max", "min", "image_max", "video_max")}
     checked = {*admission._PerSequence.model_fields, *admission._Shared.model_fields}
-    checked |= {*admission.PROMPTS, *admission.MEDIA, *admission.INTERNAL, "multi_item_delimiter_indices"}
+    checked |= {
+        *admission.PROMPTS,
+        *admission.NOT_SERVED,
+        *admission.MEDIA,
+        *admission.INTERNAL,
+        "multi_item_delimiter_indices",
+    }
     assert checked | unchecked == set(FIELDS)
 
 
@@ -297,7 +317,7 @@ def test_states_that_sglang_does_not_use_are_forgotten() -> None:
 
 def test_a_refused_request_can_be_aborted_without_touching_another() -> None:
     # SGLang's clean-up of a native stream reads is_single and rid.
-    config = SimpleNamespace(vocab_size=512, hidden_size=4, is_multimodal=False)
+    config = SimpleNamespace(vocab_size=512, is_multimodal=False)
     arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None, enable_mis=False)
     manager: Any = SimpleNamespace(model_config=config, server_args=arguments, winnow_model=MODEL)
     request = GenerateReqInput(input_ids=[-1], rid="of-another", stream=True)

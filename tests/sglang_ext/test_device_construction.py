@@ -103,5 +103,11 @@ def test_pieces_do_not_overlap_and_are_free_when_their_requests_are_gone(steps: 
         for other in states:
             first, size = int(pool.offsets[other, 0]), 2 * int(pool.kept[other, 0])
             assert len(pool.positions[first : first + size].unique()) == 1
+    # Who comes back with as many after a retraction gets no second piece.
+    free = list(pool._free)
+    for slot in list(states):
+        kept = int(pool.kept[slot, 0])
+        pool.keep(states[slot], slot, torch.full((2 * kept,), 99, dtype=torch.int32), [kept])
+    assert pool._free == free
     states.clear()
     pool.keep(request(), 0, torch.zeros(capacity, dtype=torch.int32), [capacity // 2])

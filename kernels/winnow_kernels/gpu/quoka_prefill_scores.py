@@ -3,8 +3,8 @@
 A program keeps the speakers of several blocks of one request, 128 vectors in all, in shared memory, and multiplies a
 run of keys with them on tensor cores: 2 × speakers × keys × head dim operations for each KV head. Keys are read once
 for each such group of blocks, mostly from the L2 cache, since groups that score the same keys run next to each other; 4
-bytes are written for each block and key. What is done with the products, 16 to a score, takes as long as making them:
-three programs on a multiprocessor take turns.
+bytes are written for each block and key. What is done with the products, one for each speaker to a score, takes as long
+as making them: three programs on a multiprocessor take turns.
 
 Norms are computed by a launch before: it reads all keys once, where an index would save most of that, but would have to
 be complete for every prefix that is hit; and so what a key scores never depends on where chunks end.

@@ -183,7 +183,7 @@ class WinnowDeviceBackend(AttentionBackend):
                 output[rows] = part.view(-1, *queries.shape[1:])
             output = output.flatten(1)
         if prefill is not None:
-            prefill.plan.note(layer.layer_id, queries)
+            prefill.plan.note(layer.layer_id, queries, layer.scaling)
             if layer.layer_id == self._last_layer:
                 prefill.finish()
         return output

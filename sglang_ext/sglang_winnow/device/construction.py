@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from sglang_winnow.attention_registration import NAME
-from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.device.parameters import FAMILIES
 from sglang_winnow.device.selectors import (
@@ -26,6 +24,7 @@ from sglang_winnow.device.step import Step, StepBuffers
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.ranks import ALONE, Ranks
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.server_information import served_model
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu.attend import AttendBuffers
@@ -55,7 +54,7 @@ def dense_backend(runner: ModelRunner) -> str:
 
 def profiled_layers(runner: ModelRunner) -> Collection[int]:
     """Return the Δ-layers of the served model's profile; none without one."""
-    return delta_profile(Path(runner.model_config.model_path)) or ()
+    return served_model(runner.server_args, runner.model_config).delta_layers or ()
 
 
 def build_decode(

@@ -367,12 +367,12 @@ def _rows_within(bytes_of_row: int, rows: int) -> int:
 
 
 def _stage_of_pages(state: RequestState, length: int) -> int:
-    """Return whether the pages of a prompt are those that it keeps.
+    """Return whether the pages of what was prefilled are those that it keeps.
 
     When SGLang has processed a prefill, it gives the request the radix cache's pages where another has cached the same
     tokens meanwhile. By then the first decode step may have begun.
     """
-    return int(length > state.prompt_length + 1)
+    return int(length > state.last_prefill + 1)
 
 
 def _count_extended(step: Step, acts: Tensor, statistics: Statistics) -> None:

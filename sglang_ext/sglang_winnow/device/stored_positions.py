@@ -35,6 +35,7 @@ class StoredPositions:
         self.kept = torch.zeros(requests, layers, dtype=torch.int32, device=device)
         # Free pieces by their first position, none next to another.
         self._free: list[tuple[int, int]] = [(0, capacity)]
+        self._pieces: weakref.WeakKeyDictionary[RequestState, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def keep(self, state: RequestState, slot: int, positions: Tensor, kept: Sequence[int]) -> None:
         """Keep a request's ``positions``, int32 [numbers], of which each layer has ``kept`` for each KV head.
@@ -42,14 +43,18 @@ class StoredPositions:
         Raises:
             OutOfPositionsError: no piece is long enough.
         """
-        first = self._claim(len(positions))
+        # One that was retracted has its piece.
+        first, length = self._pieces.get(state, (0, 0))
+        if length != len(positions):
+            first = self._claim(len(positions))
+            self._pieces[state] = first, len(positions)
+            weakref.finalize(state, self._release, first, len(positions)).atexit = False
         self.positions[first : first + len(positions)] = positions
         heads = len(positions) // sum(kept)
         counts = torch.tensor(kept)
         before = counts.cumsum(0) - counts
         self.offsets[slot] = (first + before * heads).to(self.offsets.device)
         self.kept[slot] = counts.int().to(self.kept.device)
-        weakref.finalize(state, self._release, first, len(positions)).atexit = False
 
     def _claim(self, length: int) -> int:
         for place, (first, free) in enumerate(self._free):
