@@ -27,6 +27,7 @@ from tests.deployment.repository import (
     unknown_to_sglang,
     version,
 )
+from winnow_service.settings import Settings
 
 # The oldest that the chart says it is for, and the newest that there are schemas of.
 KUBERNETES = ("1.27", kubernetes_validate.latest_version())
@@ -255,6 +256,33 @@ def test_behind_a_gateway_the_runtime_asks_for_a_key_and_is_shut_off(name: str) 
     allowed, *scrapers = rule["from"]
     assert allowed["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
     assert scrapers == values_of(name).get("networkPolicy", {}).get("scrapers", [])
+
+
+def test_who_may_scrape_reaches_the_metrics_of_the_service() -> None:
+    policy = values_of("gateway.yaml")["networkPolicy"]
+    assert policy["clients"]
+    assert policy["scrapers"]
+    [rule] = of_kind("gateway.yaml", "NetworkPolicy")["demo-winnow-service"]["spec"]["ingress"]
+    assert rule["from"] == [*policy["clients"], *policy["scrapers"]]
+
+
+@each_values_file
+def test_a_runtime_outlives_what_it_answers(name: str) -> None:
+    [service] = service_containers(name)
+    environment = {variable["name"]: variable.get("value") for variable in service["env"]}
+    drain = float(environment.get("WINNOW_DRAIN_TIMEOUT_SECONDS") or Settings().drain_timeout_seconds)
+    before = float(service["lifecycle"]["preStop"]["exec"]["command"][1])
+    needed = before + drain if name in SIDECARS else Settings().runtime_dns_interval_seconds
+    for container in runtime_containers(name):
+        command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert command == "sleep"
+        assert needed < float(seconds) < values_of(name).get("runtime", {}).get("terminationGracePeriodSeconds", 120)
+
+
+def test_a_runtime_waits_for_a_service_that_drains_longer() -> None:
+    longer = {"service": {"env": {"WINNOW_DRAIN_TIMEOUT_SECONDS": "80"}}}
+    rendered = render(merged(values_of("sidecar.yaml"), longer))
+    assert any('command: [sleep, "87"]' in text for text in rendered.values())
 
 
 @pytest.mark.parametrize("name", GATEWAYS)

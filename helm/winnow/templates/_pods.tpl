@@ -172,6 +172,17 @@ annotations:
     - name: {{ $name }}
       value: {{ $value | quote }}
     {{- end }}
+  lifecycle:
+    preStop:
+      exec:
+        {{- if eq .Values.topology "gateway" }}
+        # Until the gateways have looked up its name again: their look-ups, and the cluster's DNS, are some seconds old.
+        command: [sleep, "30"]
+        {{- else }}
+        # The service beside it, told to stop at the same time, still takes requests for 5 seconds, and then finishes
+        # those that run. With it nothing would be left to answer them.
+        command: [sleep, {{ dig "WINNOW_DRAIN_TIMEOUT_SECONDS" 45 .Values.service.env | int | add 7 | quote }}]
+        {{- end }}
   resources:
     {{- toYaml .Values.runtime.resources | nindent 4 }}
   securityContext:
