@@ -19,6 +19,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from winnow_service.request_id import REQUEST_ID_HEADER
+
 logger = logging.getLogger(__name__)
 
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
@@ -279,9 +281,13 @@ def install_error_handlers(app: FastAPI) -> None:
             ServiceError(error.status_code, error.detail, kind=INVALID_REQUEST, code=code, headers=error.headers)
         )
 
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
         logger.error("Unexpected error", exc_info=error)
-        return problem_response(ServiceError(500, "Internal error.", kind=INTERNAL_ERROR, code="internal_error"))
+        # This answer does not pass through the middleware that gives others their id.
+        headers = {REQUEST_ID_HEADER: request.headers.get(REQUEST_ID_HEADER, "")}
+        return problem_response(
+            ServiceError(500, "Internal error.", kind=INTERNAL_ERROR, code="internal_error", headers=headers)
+        )
 
     async def invalid_parameter(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from fastapi import Request, Response
 from pydantic_core import to_json
@@ -15,7 +16,7 @@ from winnow_service import headers
 from winnow_service.attention.answer import lift_in_body, lift_in_events
 from winnow_service.attention.request import Form, Policies, each_policy, place_policies
 from winnow_service.client_leaving import unless_client_leaves
-from winnow_service.errors import ClientDisconnected, RuntimeFailure, RuntimeUnavailable
+from winnow_service.errors import ClientDisconnected, NotFound, RuntimeFailure, RuntimeUnavailable
 from winnow_service.metrics.generation import Generation
 from winnow_service.metrics.http import route_template, started_at
 from winnow_service.metrics.instruments import Metrics
@@ -160,11 +161,15 @@ class Forwarder:
 
 
 def _outgoing(request: Request, content: bytes, *, streams: bool = False) -> RuntimeRequest:
+    path: str = request.scope["raw_path"].decode("latin-1")
+    # Whoever follows these, and the client library does, comes to what the service does not pass on.
+    if any(segment in (".", "..") for segment in unquote(path).split("/")):
+        raise NotFound(request.url.path)
     return RuntimeRequest(
         method=request.method,
-        path=request.scope["raw_path"].decode("latin-1"),
+        path=path,
         query=request.scope["query_string"],
-        headers=headers.to_runtime(request.headers.items()),
+        headers=headers.to_runtime(request.headers.raw),
         body=content,
         streams=streams,
     )
@@ -213,6 +218,5 @@ async def _whole(answer: Answer, rewrite: Callable[[bytes], bytes]) -> Response:
         response = Response(rewrite(await answer.read()), status_code=answer.status)
     finally:
         await answer.close()
-    for name, value in headers.to_client(answer.headers):
-        response.headers.append(name, value)
+    response.raw_headers.extend(headers.to_client(answer.headers))
     return response

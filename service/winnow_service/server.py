@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
+import socket
 import time
 from ipaddress import ip_address
 from pathlib import Path
@@ -60,7 +62,9 @@ def run(settings: Settings, host: str, port: int) -> None:
         log_config=None,
         timeout_graceful_shutdown=_GRACE_SECONDS,
     )
-    server = DrainingServer(config, app.state.drain, settings.drain_timeout_seconds)
+    server = DrainingServer(
+        config, app.state.drain, settings.drain_timeout_seconds, settings.client_stall_timeout_seconds
+    )
     server.run()
     if not server.started:
         raise SystemExit(_START_FAILED)
@@ -73,8 +77,9 @@ class DrainingServer(uvicorn.Server):
     second signal ends the wait.
     """
 
-    def __init__(self, config: uvicorn.Config, drain: Drain, timeout_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, drain: Drain, timeout_seconds: float, stall_seconds: float) -> None:
         super().__init__(config)
+        self._stall_seconds = stall_seconds
         self._drain = drain
         self._timeout_seconds = timeout_seconds
         self._signals = 0
@@ -83,6 +88,13 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not the base class's, which would raise the signal again after everything has ended well.
         self._signals += 1
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in (listening for server in self.servers for listening in server.sockets):
+            # Its connections inherit it. A closed one is kept by the kernel for as long as its client takes nothing.
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._stall_seconds * 1000))
 
     async def on_tick(self, counter: int) -> bool:
         if self._signals and not self._drain.draining:

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from winnow_service.client_leaving import unless_client_leaves
 from winnow_service.errors import ClientDisconnected, RuntimeDied, RuntimeFailure, ServiceError
+from winnow_service.headers import RawHeaders
 from winnow_service.runtime.runtime import Answer
 
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -91,7 +92,7 @@ class EventStreamResponse(StreamingResponse):
     def __init__(
         self,
         answer: Answer,
-        headers: list[tuple[str, str]],
+        headers: RawHeaders,
         *,
         stall_seconds: float,
         on_failure: Callable[[RuntimeFailure], None],
@@ -99,7 +100,7 @@ class EventStreamResponse(StreamingResponse):
         rewrite: Callable[[bytes], bytes],
     ) -> None:
         super().__init__(self._events(), status_code=answer.status)
-        self.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        self.raw_headers = headers
         self._answer = answer
         self._stall_seconds = stall_seconds
         self._on_failure = on_failure

@@ -41,11 +41,13 @@ class FakeRuntime:
 
     Attributes:
         model: the name of its model, which it tells the service; clients' own requests for it are answered as others.
+        hides_model: whether it tells no name.
         server_info: what ``/server_info`` answers, with ``server_info_status``.
     """
 
     healthy: bool = True
     model: str = "needle"
+    hides_model: bool = False
     server_info: dict[str, Any] = field(default_factory=dict)
     server_info_status: int = 200
     server_info_asked: list[dict[str, str]] = field(default_factory=list)
@@ -74,7 +76,8 @@ class FakeRuntime:
 
     async def answer(self, request: Request) -> Response:
         if request.url.path == "/v1/models" and "x-request-id" not in request.headers:
-            return JSONResponse({"object": "list", "data": [{"id": self.model}, {"id": "an adapter"}]})
+            models = [{"id": self.model}, {"id": "an adapter"}]
+            return JSONResponse({} if self.hides_model else {"object": "list", "data": models})
         body = await request.body()
         self.asked.append(
             Asked(

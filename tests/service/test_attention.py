@@ -168,7 +168,7 @@ async def test_delta_without_layers_or_a_profile_is_refused(policies: Deployment
     assert "no calibrated profile" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("prompts", [{"text": ["a", "b"]}, {"input_ids": [[1], [2]]}, {"input_embeds": [[[1.0]]] * 2}])
+@pytest.mark.parametrize("prompts", [{"text": ["a", "b"]}, {"input_ids": [[1], [2]]}])
 @pytest.mark.parametrize("given", [None, {"temperature": 0}, [{"temperature": 0}, None]])
 async def test_a_batch_has_one_policy_or_one_for_each_prompt(
     policies: Deployment, prompts: dict[str, Any], given: Any
@@ -201,7 +201,6 @@ async def test_a_batch_has_one_policy_or_one_for_each_prompt(
     [
         ({"text": "a", "attention": [QUEST]}, "attention: a list is for a list of prompts"),
         ({"input_ids": [1, 2], "attention": [QUEST, QUEST]}, "attention: a list is for a list of prompts"),
-        ({"input_embeds": [[1.0]], "attention": [QUEST]}, "attention: a list is for a list of prompts"),
         ({"text": ["a", "b"], "attention": [QUEST]}, "attention: 1 policies for 2 prompts"),
         ({"text": ["a"], "attention": [None]}, "attention.0: must be an object"),
         (

@@ -75,6 +75,33 @@ def test_a_probe_that_says_nothing_makes_room_for_another() -> None:
     assert breaker.permits
 
 
+def test_while_a_probe_takes_long_others_try() -> None:
+    breaker, clock = opened()
+    clock.now += OPEN_SECONDS
+    long = breaker.begin()
+    clock.now += OPEN_SECONDS - 0.01
+    assert not breaker.permits
+    clock.now += 0.01
+    short = breaker.begin()
+    assert not breaker.permits
+    short.answered()
+    assert state(breaker) is BreakerState.CLOSED
+    # It was sent before.
+    for _ in range(FAILURES):
+        long.failed()
+    assert state(breaker) is BreakerState.CLOSED
+
+
+def test_the_first_of_several_probes_to_be_answered_closes_it() -> None:
+    breaker, clock = opened()
+    clock.now += OPEN_SECONDS
+    long = breaker.begin()
+    clock.now += OPEN_SECONDS
+    breaker.begin()
+    long.answered()
+    assert state(breaker) is BreakerState.CLOSED
+
+
 def test_a_probe_that_is_being_answered_closes_it_and_its_end_counts() -> None:
     breaker, clock = opened()
     clock.now += OPEN_SECONDS
@@ -121,7 +148,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.under_way.append(trial)
         self.sent_after[trial] = self.closings
         if half_open:
-            self.probes = [trial]
+            self.probes.append(trial)
             assert not self.breaker.permits
 
     @precondition(lambda self: self.under_way)
@@ -129,11 +156,12 @@ class BreakerMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, outcome: str, begun: bool) -> None:
         trial = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
         before = self.breaker.state
+        is_probe = trial in self.probes
         if begun:
             trial.begun()
             if self.breaker.state is not before:
                 assert (before, self.breaker.state) == (BreakerState.HALF_OPEN, BreakerState.CLOSED)
-                assert trial in self.probes
+                assert is_probe
                 before = BreakerState.CLOSED
                 self.closed()
                 self.sent_after[trial] = self.closings
@@ -151,10 +179,13 @@ class BreakerMachine(RuleBasedStateMachine):
         if before is BreakerState.CLOSED and after is BreakerState.OPEN:
             assert self.failures_since_answer >= FAILURES
         if before is not BreakerState.CLOSED and after is not before:
-            assert trial in self.probes
+            assert is_probe
+        if after is BreakerState.OPEN:
+            self.probes.clear()
 
     def closed(self) -> None:
         self.closings += 1
+        self.probes.clear()
         self.failures_since_answer = 0
 
     @rule(seconds=st.floats(0, 2 * OPEN_SECONDS))
@@ -164,6 +195,7 @@ class BreakerMachine(RuleBasedStateMachine):
     @rule()
     def seen_ready(self) -> None:
         self.breaker.try_now()
+        self.probes.clear()
         assert self.breaker.permits
 
     @invariant()

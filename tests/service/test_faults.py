@@ -157,7 +157,10 @@ async def test_clients_that_do_not_read_take_no_memory_and_hold_nobody_up(
         async def memory() -> float:
             return (await samples(service.client))[key("winnow_process_resident_memory_bytes")]
 
-        before = await memory()
+        async def files() -> float:
+            return (await samples(service.client))[key("winnow_process_open_fds")]
+
+        before, open_before = await memory(), await files()
         # 640 MB, if anybody kept it.
         body = {"stream": True, "fake": {"chunks": 10_000, "pad": PAD_BYTES}}
         with contextlib.ExitStack() as stack:
@@ -174,6 +177,12 @@ async def test_clients_that_do_not_read_take_no_memory_and_hold_nobody_up(
                 await asyncio.sleep(0.1)
             # Their places are for others.
             found = await until_nothing_runs(service)
+
+            async def closed() -> bool | None:
+                return await files() < open_before + SLOW_CLIENTS / 2 or None
+
+            # Though they are still there.
+            await eventually(closed, timeout_seconds=30)
         assert found[key("winnow_client_disconnects_total", route="/generate")] == SLOW_CLIENTS
 
 

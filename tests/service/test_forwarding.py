@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -48,6 +49,33 @@ async def test_bytes_headers_and_query_reach_the_runtime_unchanged(service: Depl
     assert asked.headers["x-request-id"] == "abc-1"
     assert asked.headers["accept-encoding"] == "identity"
     assert "te" not in asked.headers
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/models/../../server_info", "/v1/models/./x", "/v1/models/%2e%2e/%2E%2E/flush_cache", "/v1/models/a%2f..%2fb"],
+)
+async def test_no_path_leads_out_of_what_is_passed_on(service: Deployment, path: str) -> None:
+    url = service.client.base_url
+
+    def ask() -> int:
+        connection = HTTPConnection(str(url.host), url.port)
+        try:
+            # Unlike httpx, it sends the path as it is.
+            connection.request("GET", path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    assert await asyncio.to_thread(ask) == 404
+    assert service.runtime.asked == []
+
+
+async def test_headers_of_any_encoding_are_passed_on(service: Deployment) -> None:
+    headers = {b"content-type": b"application/json", b"x-title": "caf\u00e9".encode()}
+    answer = await service.client.post("/generate", content=b"{}", headers=headers)
+    assert answer.status_code == 200
+    assert service.runtime.asked[0].headers["x-title"].encode("latin-1") == "caf\u00e9".encode()
 
 
 async def test_headers_that_connection_names_are_dropped(service: Deployment) -> None:

@@ -130,7 +130,7 @@ async def test_a_key_is_made_shown_once_changed_and_revoked(tmp_path: Path) -> N
         assert (shown["bounds"]["min_p"], shown["limits"]["requests_per_minute"]) == (0.8, 5)
         assert (shown["expires_at"], shown["updated_by"]) == ("2100-01-01T00:00:00Z", "environment")
         listed = await client.get("/v1/keys", headers=admin)
-        assert listed.json() == {"keys": [shown]}
+        assert listed.json() == {"keys": [shown], "unreadable": []}
         assert made["key"].rpartition("_")[2] not in listed.text
 
         problem(await client.put(location, json=body, headers=admin), 428, "precondition_required", "If-Match")
@@ -174,7 +174,7 @@ async def test_a_key_that_cannot_be_is_refused(tmp_path: Path) -> None:
         for body, param, says in REFUSED:
             answer = await client.post("/v1/keys", json=body, headers=bearer(ADMIN_KEY))
             assert says in problem(answer, 422, "invalid_field", param)
-        assert (await client.get("/v1/keys", headers=bearer(ADMIN_KEY))).json() == {"keys": []}
+        assert (await client.get("/v1/keys", headers=bearer(ADMIN_KEY))).json() == {"keys": [], "unreadable": []}
 
 
 async def test_a_web_page_cannot_make_a_key_through_its_readers_browser(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ async def test_a_web_page_cannot_make_a_key_through_its_readers_browser(tmp_path
         for media_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
             answer = await client.post("/v1/keys", content=body, headers={"content-type": media_type})
             problem(answer, 415, "not_json", "content-type")
-        assert (await client.get("/v1/keys")).json() == {"keys": []}
+        assert (await client.get("/v1/keys")).json() == {"keys": [], "unreadable": []}
 
 
 async def test_a_key_of_a_later_version_lets_nobody_in(tmp_path: Path) -> None:
@@ -198,6 +198,10 @@ async def test_a_key_of_a_later_version_lets_nobody_in(tmp_path: Path) -> None:
             return (await client.get("/v1/policies", headers=bearer(made["key"]))).status_code == 503 or None
 
         await eventually(refused)
+        # Whoever cleans up finds it.
+        listed = (await client.get("/v1/keys", headers=bearer(ADMIN_KEY))).json()
+        assert listed == {"keys": [], "unreadable": [made["id"]]}
+        assert f"{made['id']}  unreadable" in (await invoke(tmp_path, "list"))[1]
 
 
 async def test_a_key_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,6 +437,7 @@ async def test_the_command_line_makes_the_first_key(tmp_path: Path) -> None:
         ({"WINNOW_STORE_URL": "sqlite:////proc/nothing/control.db"}, "WINNOW_STORE_URL"),
         ({"WINNOW_STORE_URL": "redis://:hunter2@h:port"}, "store_url"),
         ({"WINNOW_ADMIN_KEY": "hunter2"}, "admin_key"),
+        ({"WINNOW_RUNTIME_URLS": "http://user:hunter2@h:1"}, "runtime_urls"),
     ],
 )
 async def test_it_refuses_to_start(tmp_path: Path, environment: dict[str, str], says: str) -> None:

@@ -152,6 +152,24 @@ async def test_what_the_queue_refuses_costs_no_tokens(tmp_path: Path) -> None:
         assert '"requests"' not in answer.headers["ratelimit"]
 
 
+async def test_who_leaves_before_the_whole_answer_pays_for_it(tmp_path: Path) -> None:
+    async with service(tmp_path, max_running=1) as (client, fake):
+        limited = bearer((await make_key(client, limits={"tokens_per_minute": 300}))["key"])
+
+        async def ask_whole() -> httpx.Response:
+            return await client.post("/generate", json={"fake": {"hang": True}}, headers=limited)
+
+        for _ in range(2):
+            leaving = asyncio.create_task(ask_whole())
+            await until(client, 1, 0)
+            leaving.cancel()
+            await until(client, 0, 0)
+        # Each may have had its 128 tokens; where none was left to run, nobody has.
+        refused = await ask_whole()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+        assert len(fake.asked) == 2
+
+
 @pytest.mark.parametrize("shift", [-1e8, 1e8])
 async def test_a_clock_that_jumps_changes_nothing(
     tmp_path: Path, shift: float, monkeypatch: pytest.MonkeyPatch

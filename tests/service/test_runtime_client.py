@@ -15,7 +15,7 @@ from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
 from winnow_service.settings import Settings
 
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nset-cookie: who=first\r\n\r\n{}"
-_REQUEST = RuntimeRequest("POST", "/generate", b"", [("content-type", "application/json")], b"{}")
+_REQUEST = RuntimeRequest("POST", "/generate", b"", [(b"content-type", b"application/json")], b"{}")
 
 
 @dataclass
@@ -72,6 +72,15 @@ async def ask(client: RuntimeClient) -> bytes:
 async def test_a_connection_serves_one_request_after_the_other(runtime: Runtime, client: RuntimeClient) -> None:
     assert [await ask(client) for _ in range(3)] == [b"{}"] * 3
     assert [len(heads) for heads in runtime.heads] == [3]
+
+
+async def test_connections_are_kept_however_many_there_are(runtime: Runtime, client: RuntimeClient) -> None:
+    answers = [await client.send(_REQUEST) for _ in range(20)]
+    for answer in answers:
+        assert [chunk async for chunk in answer.chunks()] == [b"{}"]
+        await answer.close()
+    assert await ask(client) == b"{}"
+    assert sorted(len(heads) for heads in runtime.heads) == [1] * 19 + [2]
 
 
 async def test_a_connection_that_the_runtime_has_closed_is_not_used(runtime: Runtime, client: RuntimeClient) -> None:

@@ -202,6 +202,21 @@ async def test_a_runtime_with_another_model_gets_nothing(fleet: Fleet) -> None:
     await fleet.until(ready=False)
 
 
+async def test_a_runtime_that_did_not_tell_its_model_is_asked_again(fleet: Fleet) -> None:
+    await fleet.fakes[1].stop()
+    await fleet.until(degraded=True)
+    fleet.fakes[1].runtime.hides_model = True
+    await fleet.fakes[1].start()
+
+    async def unnamed() -> bool | None:
+        reason: str = (await fleet.client.get("/readyz")).json()["reason"]
+        return "does not tell its model" in reason or None
+
+    await eventually(unnamed)
+    fleet.fakes[1].runtime.hides_model = False
+    await fleet.until(ready=True, degraded=False)
+
+
 async def test_a_runtime_that_fails_is_left_alone_until_one_request_has_tried(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         fake = Fake()

@@ -18,7 +18,7 @@ FIELD = "attention"
 _CUSTOM = "custom_params"
 _SAMPLING = "sampling_params"
 # How many lists open before the first element of a single prompt; a batch has one more.
-_PROMPT_DEPTH = {"text": 0, "input_ids": 1, "input_embeds": 2}
+_PROMPT_DEPTH = {"text": 0, "input_ids": 1}
 
 # One policy for the whole request, or one for each of its prompts; None if it asks for none.
 Policies = AttentionPolicy | list[AttentionPolicy] | None
@@ -30,7 +30,8 @@ class Form(StrEnum):
     """The form of a request's body."""
 
     NATIVE = "native"
-    OPENAI = "openai"
+    COMPLETION = "completion"
+    CHAT = "chat"
 
 
 def read_policies(body: Mapping[str, Any], form: Form, named: Named) -> Policies:
@@ -42,7 +43,7 @@ def read_policies(body: Mapping[str, Any], form: Form, named: Named) -> Policies
     asked = body.get(FIELD)
     if asked is None:
         return None
-    if form is Form.OPENAI or not isinstance(asked, list):
+    if form is not Form.NATIVE or not isinstance(asked, list):
         return read_policy(asked, named)
     prompts = _batch_size(body)
     if prompts is None:
@@ -54,7 +55,7 @@ def read_policies(body: Mapping[str, Any], form: Form, named: Named) -> Policies
 
 def names_own(body: Mapping[str, Any], form: Form) -> bool:
     """Whether ``body`` has a policy, or what stands for one, where the runtime looks for it."""
-    holders: Any = body if form is Form.OPENAI else body.get(_SAMPLING)
+    holders: Any = body.get(_SAMPLING) if form is Form.NATIVE else body
     for holder in holders if isinstance(holders, list) else [holders]:
         custom = holder.get(_CUSTOM) if isinstance(holder, Mapping) else None
         if isinstance(custom, Mapping) and FIELD in custom:
@@ -69,7 +70,7 @@ def place_policies(body: Mapping[str, Any], form: Form, policies: AttentionPolic
         InvalidPolicy: the body names a policy there too, or has something else there than SGLang expects.
     """
     placed = {name: value for name, value in body.items() if name != FIELD}
-    if form is Form.OPENAI:
+    if form is not Form.NATIVE:
         assert not isinstance(policies, list)
         return _with_custom_params(placed, "", policies)
     parameters = placed.get(_SAMPLING)

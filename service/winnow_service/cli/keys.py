@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from winnow_service.app import store_of
 from winnow_service.cli.serve import report
 from winnow_service.errors import ServiceError
-from winnow_service.keys.administration import KeyAdministration, resource
+from winnow_service.keys.administration import KeyAdministration, readable_keys
 from winnow_service.keys.records import KEYS, KeySettings, Scope, now
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.settings import Settings
@@ -58,10 +58,11 @@ def list_keys() -> None:
 
     async def listed(mirror: Mirror) -> list[str]:
         lines = []
-        for key in map(resource, mirror.all(KEYS)):
+        readable, unreadable = readable_keys(mirror)
+        for key in readable:
             expiry = "never" if key.expires_at is None else f"{key.expires_at:%Y-%m-%d}"
             lines.append(f"{key.id}  {','.join(sorted(key.scopes)):16}  {expiry:10}  {key.name}")
-        return lines
+        return lines + [f"{key_id}  unreadable: written by another version" for key_id in unreadable]
 
     for line in _in_store(listed):
         typer.echo(line)

@@ -45,7 +45,8 @@ def report(error: ValidationError) -> None:
         field = ".".join(map(str, problem["loc"])) or "runtime_urls"
         known = Settings.model_fields.get(field)
         is_secret = known is not None and SecretStr in (known.annotation, *get_args(known.annotation))
-        got = "" if is_secret else f" (got {problem['input']!r})"
+        # An address may have a password in it, which is what may be wrong with it.
+        got = "" if is_secret or field.startswith("runtime_urls") else f" (got {problem['input']!r})"
         typer.echo(f"error: {field}: {problem['msg']}{got}", err=True)
 
 

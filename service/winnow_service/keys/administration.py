@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from winnow_service.errors import InvalidField, InvalidPolicy
+from winnow_service.errors import InvalidField, InvalidPolicy, StoreUnavailable
 from winnow_service.keys.records import KEYS, CreatedKey, KeyRecord, KeyResource, KeySettings, Scope, now
 from winnow_service.keys.tokens import digest, new_token
 from winnow_service.policies.registry import PolicyRegistry
@@ -62,6 +62,17 @@ class KeyAdministration:
             self._registry.named(settings.default_policy, "default_policy")
         except InvalidPolicy as error:
             raise InvalidField(error.path, error.problem) from None
+
+
+def readable_keys(mirror: Mirror) -> tuple[list[KeyResource], list[str]]:
+    """Return what operators see of all keys, and the ids of those that this version of the service cannot read."""
+    readable, unreadable = [], []
+    for document in mirror.all(KEYS):
+        try:
+            readable.append(resource(document))
+        except StoreUnavailable:
+            unreadable.append(document.name)
+    return readable, unreadable
 
 
 def resource(document: Document) -> KeyResource:

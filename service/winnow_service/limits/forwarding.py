@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from winnow_service.admission.queue import AdmissionQueue, Place
 from winnow_service.attention.answer import warn_in_body, warn_in_events
 from winnow_service.attention.request import FIELD, Form
-from winnow_service.errors import InvalidField, RateLimited
+from winnow_service.errors import ClientDisconnected, InvalidField, RateLimited
 from winnow_service.forwarding import Forwarder
 from winnow_service.keys.keyring import ANYONE, Caller
 from winnow_service.limits.limiter import Limiter, Ticket
@@ -24,6 +24,7 @@ from winnow_service.policies.choice import Choice, choose
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.request_body import JsonBody, read_json_object
 from winnow_service.request_log import request_facts
+from winnow_service.runtime.failures import RequestTimeout
 from winnow_service.streaming import EventStreamResponse
 
 _WARNING = "winnow-warning"
@@ -72,8 +73,10 @@ class GovernedForwarder(Forwarder):
             raise
         try:
             response = await self._generate_as(choice, place, request, form, body)
-        except BaseException:
-            await self._settle(ticket, 0)
+        except BaseException as error:
+            # What the runtime has begun is not free because its client does not wait for the end.
+            given_up = place.runs and isinstance(error, ClientDisconnected | RequestTimeout)
+            await self._settle(ticket, ticket.tokens if given_up else 0)
             raise
         response.headers.update(ticket.headers)
         return self._settling(response, ticket, counted)

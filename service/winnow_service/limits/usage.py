@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic_core import from_json
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
 
 from winnow_service.attention.request import Form
 
@@ -19,6 +20,8 @@ _COMPLETION_ANSWER: Final = 16
 _CHAT_ANSWER: Final = 1024
 # No context and no budget of tokens is longer.
 _MOST: Final = 1_000_000_000
+# As SGLang reads the numbers of the OpenAI forms: "8" and 8.0 are 8.
+_NUMBER: Final = TypeAdapter(int)
 
 _COUNTED: Final = b'"completion_tokens"'
 _EVENT: Final = b"data: "
@@ -42,11 +45,11 @@ class Estimate:
 
 def estimate(body: Mapping[str, Any], form: Form) -> Estimate:
     """Return what the request with this ``body`` may use."""
-    return _estimate_native(body) if form is Form.NATIVE else _estimate_openai(body)
+    return {Form.NATIVE: _estimate_native, Form.COMPLETION: _estimate_completion, Form.CHAT: _estimate_chat}[form](body)
 
 
 def _estimate_native(body: Mapping[str, Any]) -> Estimate:
-    prompts: Any = next((body[name] for name in ("text", "input_ids", "input_embeds") if body.get(name)), "")
+    prompts: Any = next((body[name] for name in ("text", "input_ids") if body.get(name)), "")
     count = len(prompts) if _is_batch(prompts) else 1
     parameters = body.get("sampling_params")
     each = parameters if isinstance(parameters, list) else [parameters] * count
@@ -55,17 +58,23 @@ def _estimate_native(body: Mapping[str, Any]) -> Estimate:
     return Estimate(_tokens(prompts), longest, count > 1 or any(_count(given.get("n"), 1) > 1 for given in known))
 
 
-def _estimate_openai(body: Mapping[str, Any]) -> Estimate:
-    choices = _count(body.get("n"), 1)
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        longest = _count(body.get("max_completion_tokens"), _count(body.get("max_tokens"), _CHAT_ANSWER))
-        prompt = sum(_TOKENS_PER_MESSAGE + _tokens_of_message(message) for message in messages)
-        return Estimate(prompt, longest * choices, has_many=False)
+def _estimate_completion(body: Mapping[str, Any]) -> Estimate:
     prompts: Any = body.get("prompt", "")
     count = len(prompts) if _is_batch(prompts) else 1
     longest = _count(body.get("max_tokens"), _COMPLETION_ANSWER)
-    return Estimate(_tokens(prompts), longest * choices * count, has_many=False)
+    return Estimate(_tokens(prompts), longest * _count(body.get("n"), 1) * count, has_many=False)
+
+
+def _estimate_chat(body: Mapping[str, Any]) -> Estimate:
+    # To SGLang 0 is as good as nothing.
+    longest = _count(body.get("max_completion_tokens"), 0) or _count(body.get("max_tokens"), 0) or _CHAT_ANSWER
+    messages, token_ids, tools = body.get("messages"), body.get("input_ids"), body.get("tools")
+    if isinstance(token_ids, list):
+        prompt = len(token_ids)
+    else:
+        known = messages if isinstance(messages, list) else []
+        prompt = sum(_TOKENS_PER_MESSAGE + _tokens_of_message(message) for message in known) + _tokens_of_json(tools)
+    return Estimate(prompt, longest * _count(body.get("n"), 1), has_many=False)
 
 
 def used_tokens(answer: bytes) -> int | None:
@@ -131,15 +140,22 @@ def _told(answer: object) -> int | None:
 
 
 def _is_batch(prompts: object) -> bool:
-    # One prompt may be a list of token ids; the list of its vectors is taken for a batch, and its tokens are right.
+    # One prompt may be a list of token ids.
     return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
 
 
 def _tokens_of_message(message: object) -> int:
-    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(message, dict):
+        return 0
+    content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return sum(_tokens(text) for text in texts if isinstance(text, str))
+    texts.append(message.get("reasoning_content"))
+    return sum(_tokens(text) for text in texts if isinstance(text, str)) + _tokens_of_json(message.get("tool_calls"))
+
+
+def _tokens_of_json(value: object) -> int:
+    return 0 if value is None else -(-len(to_json(value, inf_nan_mode="constants")) // _BYTES_PER_TOKEN)
 
 
 def _tokens(prompts: object) -> int:
@@ -147,17 +163,13 @@ def _tokens(prompts: object) -> int:
         return -(-len(prompts.encode(errors="surrogatepass")) // _BYTES_PER_TOKEN)
     if not isinstance(prompts, list):
         return 0
-    return sum(_tokens(prompt) if isinstance(prompt, str) else _vector_or_tokens(prompt) for prompt in prompts)
-
-
-def _vector_or_tokens(prompt: object) -> int:
-    # An embedded prompt has a vector of floats for each token, a tokenized one a number.
-    is_tokens = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], float)
-    return len(prompt) if is_tokens and isinstance(prompt, list) else 1
+    return sum(_tokens(prompt) if isinstance(prompt, str | list) else 1 for prompt in prompts)
 
 
 def _count(value: object, default: int) -> int:
-    # What is no number the runtime refuses.
-    if not isinstance(value, int) or isinstance(value, bool):
+    try:
+        number = _NUMBER.validate_python(value)
+    except ValidationError:
+        # The runtime refuses it, or has the same default.
         return default
-    return min(max(value, 0), _MOST)
+    return min(max(number, 0), _MOST)

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from winnow_service.errors import AlreadyExists, NotFound
-from winnow_service.keys.administration import KeyAdministration, resource
+from winnow_service.keys.administration import KeyAdministration, readable_keys, resource
 from winnow_service.keys.records import KEYS, CreatedKey, KeyResource, KeySettings
 from winnow_service.routers.conditional import IfMatch, IfNoneMatch, answer, expected_by_match
 from winnow_service.routers.dependencies import (
@@ -31,15 +31,21 @@ _NO_STORE = {"cache-control": "no-store"}
 
 
 class KeyList(BaseModel):
-    """By id."""
+    """By id.
+
+    Attributes:
+        unreadable: ids of keys that another version wrote, which let nobody in and can be revoked.
+    """
 
     keys: list[KeyResource]
+    unreadable: list[str]
 
 
 @router.get("", response_model=KeyList, responses=problems(401, 403, 503))
 async def list_keys(_: Administers, mirror: MirrorDependency) -> KeyList:
     """List all keys that have not been revoked, without what clients send."""
-    return KeyList(keys=[resource(document) for document in mirror.all(KEYS)])
+    readable, unreadable = readable_keys(mirror)
+    return KeyList(keys=readable, unreadable=unreadable)
 
 
 @router.post("", status_code=201, response_model=CreatedKey, responses=_WRITTEN, openapi_extra=json_body(KeySettings))

@@ -19,7 +19,7 @@ async def completions(caller: Infers, request: Request, forwarder: ForwarderDepe
 
     ``attention`` is a policy for all prompts, or the name of one.
     """
-    return await forwarder.generate_for(caller, request, Form.OPENAI)
+    return await forwarder.generate_for(caller, request, Form.COMPLETION)
 
 
 @router.post("/chat/completions", responses=generated(), openapi_extra=runtime_body(policies="one"))
@@ -28,7 +28,7 @@ async def chat_completions(caller: Infers, request: Request, forwarder: Forwarde
 
     ``attention`` is a policy, or the name of one.
     """
-    return await forwarder.generate_for(caller, request, Form.OPENAI)
+    return await forwarder.generate_for(caller, request, Form.CHAT)
 
 
 @router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())

@@ -10,7 +10,8 @@ from enum import StrEnum
 class BreakerState(StrEnum):
     """Whether the runtime is asked.
 
-    Closed: it is. Open: it is not, for some time. Half open: one request at a time tries whether it answers again.
+    Closed: it is. Open: it is not, for some time. Half open: one request tries whether it answers again; if that has
+    not told after some time, because its answer comes in one piece, another does.
     """
 
     CLOSED = "closed"
@@ -19,7 +20,7 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """Opens after ``failures`` in a row, and lets the first request try ``open_seconds`` later.
+    """Opens after ``failures`` in a row, and lets a request try ``open_seconds`` later, and each as many after another.
 
     Args:
         clock: seconds that only go forward.
@@ -32,7 +33,8 @@ class CircuitBreaker:
         self._state = BreakerState.CLOSED
         self._failures = 0
         self._opened = 0.0
-        self._probe: Trial | None = None
+        self._probes: set[Trial] = set()
+        self._probed = 0.0
         # Requests that were sent before it was closed last say nothing about the runtime as it is now.
         self._round = 0
 
@@ -51,37 +53,40 @@ class CircuitBreaker:
     def permits(self) -> bool:
         """Whether a request may be sent now."""
         state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe is None)
+        if state is BreakerState.HALF_OPEN:
+            return not self._probes or self._clock() - self._probed >= self._open_seconds
+        return state is BreakerState.CLOSED
 
     def begin(self) -> Trial:
         """Send a request, which must be permitted. Its outcome must be told."""
         assert self.permits
         trial = Trial(self, self._round)
         if self._state is BreakerState.HALF_OPEN:
-            self._probe = trial
+            self._probes.add(trial)
+            self._probed = self._clock()
         return trial
 
     def try_now(self) -> None:
         """Let a request try, if none may: there is reason to think that the runtime answers again."""
         if self._state is not BreakerState.CLOSED:
             self._state = BreakerState.HALF_OPEN
-            self._probe = None
+            self._probes.clear()
 
     def begun(self, trial: Trial) -> None:
-        """``trial`` is being answered. That is enough of the probe: its stream may take long."""
-        if trial is self._probe and self.state is BreakerState.HALF_OPEN:
+        """``trial`` is being answered. That is enough of a probe: its stream may take long."""
+        if trial in self._probes and self.state is BreakerState.HALF_OPEN:
             self._close()
             trial.round = self._round
 
     def judge(self, trial: Trial, *, answered: bool) -> None:
-        """Take the outcome of ``trial``. While the breaker is not closed, that of the probe alone counts."""
+        """Take the outcome of ``trial``. While the breaker is not closed, that of probes alone counts."""
         if self.state is BreakerState.CLOSED:
             if trial.round != self._round:
                 return
             self._failures = 0 if answered else self._failures + 1
             if self._failures >= self._most_failures:
                 self._open()
-        elif trial is self._probe:
+        elif trial in self._probes:
             if answered:
                 self._close()
             else:
@@ -89,15 +94,16 @@ class CircuitBreaker:
 
     def drop(self, trial: Trial) -> None:
         """Forget ``trial``, which has told nothing."""
-        if trial is self._probe:
-            self._probe = None
+        self._probes.discard(trial)
 
     def _close(self) -> None:
-        self._state, self._failures, self._probe = BreakerState.CLOSED, 0, None
+        self._state, self._failures = BreakerState.CLOSED, 0
+        self._probes.clear()
         self._round += 1
 
     def _open(self) -> None:
-        self._state, self._opened, self._probe = BreakerState.OPEN, self._clock(), None
+        self._state, self._opened = BreakerState.OPEN, self._clock()
+        self._probes.clear()
 
 
 class Trial:

@@ -12,14 +12,13 @@ import httpx
 from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
+from winnow_service.headers import RawHeaders
 from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
 from winnow_service.settings import Settings
 
 # A connection that is there already saves half a millisecond. It is used again well before SGLang closes an idle one,
 # after 5 seconds: a request on a connection that is being closed would fail, and the runtime would never have read it.
 _KEPT_SECONDS: Final = 1.0
-# Each is looked at whenever a request is sent.
-_KEPT_CONNECTIONS: Final = 8
 
 # Returns the transport with a span for each request that it sends.
 Traced = Callable[[httpx.AsyncBaseTransport], httpx.AsyncBaseTransport]
@@ -36,7 +35,7 @@ class RuntimeRequest:
     method: str
     path: str
     query: bytes
-    headers: list[tuple[str, str]]
+    headers: RawHeaders
     body: bytes
     streams: bool = False
 
@@ -87,8 +86,8 @@ class RuntimeAnswer:
         self.status = response.status_code
 
     @property
-    def headers(self) -> list[tuple[str, str]]:
-        return list(self._response.headers.multi_items())
+    def headers(self) -> RawHeaders:
+        return self._response.headers.raw
 
     @property
     def is_event_stream(self) -> bool:
@@ -129,7 +128,8 @@ class RuntimeClient:
             # The service has its own queue, so the pool must not.
             limits=httpx.Limits(
                 max_connections=None,
-                max_keepalive_connections=_KEPT_CONNECTIONS,
+                # httpcore counts those in use too: with any number, none would be kept while so many streams run.
+                max_keepalive_connections=None,
                 keepalive_expiry=_KEPT_SECONDS,
             ),
             trust_env=False,

@@ -65,6 +65,10 @@ class RuntimeMonitor:
                     self.starts += 1
                 self.readiness = readiness
                 self._changed()
+            elif readiness.ready and self.model is None:
+                self.model = await self._ask_model()
+                if self.model is not None:
+                    self._changed()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.readiness_interval_seconds):
                     await self._ask_now.wait()
