@@ -72,7 +72,7 @@ def test_no_new_tokens_are_no_blocks() -> None:
 
 
 def test_fields_on_the_device_are_the_blocks_attributes(device: torch.device) -> None:
-    blocks = blocks_of(2, 7, 100, 300, QuokaPrefillParameters(budget=64))
+    blocks = blocks_of(2, 7, 100, 300, QuokaPrefillParameters(budget=64, queries=16))
     table = torch.zeros(3, 32, dtype=torch.int32, device=device)
     fields = PrefillBlocks.of(blocks, table, 16).fields
     assert fields.dtype == torch.int32
