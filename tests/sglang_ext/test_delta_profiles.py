@@ -17,6 +17,7 @@ from sglang_winnow.delta_profiles import (
     shipped_profiles,
 )
 from sglang_winnow.policy import check_against_model, parse_policy
+from sglang_winnow.server_information import _folder
 
 NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
 PAPER = {
@@ -121,3 +122,8 @@ def test_the_model_that_ships_has_a_profile_that_its_policy_takes() -> None:
     assert len(profile.shifts) == profile.layers == config["num_hidden_layers"]
     assert profile.steps is not None
     assert profile.steps > 100
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/model", "nobody/nothing", "a/b/c/d"])
+def test_a_model_that_is_nowhere_on_this_machine_has_no_profile(name: str) -> None:
+    assert delta_profile(_folder(name)) is None

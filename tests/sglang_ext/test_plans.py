@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang_winnow import families
 from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.device.selectors import _stage_of_pages
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.prefill_plan import DENSE_BLOCK, PrefillPlan
@@ -92,6 +93,16 @@ def test_a_prompt_votes_when_its_prefill_ends_and_its_queries_are_gone() -> None
     assert not state.kept.observation._queries
     key_bytes = 200 * KV_HEADS * own.indexes.caches[0].vector_bytes
     assert own.told(Field.DECODE_READ_BYTES) == [LAYERS * key_bytes]
+
+
+def test_pages_are_looked_at_again_after_the_first_step_behind_a_prefill() -> None:
+    """Also when what was decoded before a retraction is part of that prefill."""
+    own = Pass([200], [{"decode": {"policy": "quest"}}])
+    [state] = own.states
+    for chunks in ((120, 200), (150, 200)):
+        state.prompt_length = 150
+        own.prefill(*chunks)
+        assert [_stage_of_pages(state, length) for length in (201, 202, 300)] == [0, 1, 1]
 
 
 @pytest.mark.usefixtures("_every_length_is_sparse")
