@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +18,8 @@ class PeakMemory:
     """Watches while the block runs, from a thread of its own. Use it as a context manager.
 
     Attributes:
-        bytes: most that were in use at once, by all processes, on the fullest GPU; None where there is no GPU.
+        bytes: most that were in use at once, by all processes, on the fullest of the GPUs that this process may use
+            (``CUDA_VISIBLE_DEVICES``); None where there is no GPU.
     """
 
     def __init__(self, used: Callable[[], int | None] | None = None) -> None:
@@ -52,7 +54,7 @@ class PeakMemory:
 
 
 def used_bytes() -> int | None:
-    """Return the bytes in use on the fullest GPU; None if there is none, or no driver of NVIDIA's."""
+    """Return the bytes in use on the fullest of the visible GPUs; None if there is none, or no driver of NVIDIA's."""
     return max((int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) for gpu in _gpus()), default=None)
 
 
@@ -62,4 +64,13 @@ def _gpus() -> list[Any]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
-    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = range(pynvml.nvmlDeviceGetCount()) if visible is None else filter(None, visible.split(","))
+    return [_gpu_named(str(name)) for name in names]
+
+
+def _gpu_named(name: str) -> Any:
+    # The driver goes by numbers of its own, whatever is visible; so does the variable.
+    if name.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    return pynvml.nvmlDeviceGetHandleByUUID(name)

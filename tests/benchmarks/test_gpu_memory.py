@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pynvml  # type: ignore[import-untyped]
 import pytest
@@ -43,3 +44,21 @@ def test_nothing_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     gpu_memory._gpus.cache_clear()
     assert memory.bytes is None
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, 40), ("0,2", 30), ("1", 20), ("GPU-3", 40), ("", None)])
+def test_other_gpus_than_the_visible_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int | None
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 4)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda name: int(name.removeprefix("GPU-")))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda gpu: SimpleNamespace(used=10 * (gpu + 1)))
+    gpu_memory._gpus.cache_clear()
+    assert gpu_memory.used_bytes() == expected
+    gpu_memory._gpus.cache_clear()
