@@ -172,6 +172,23 @@ def ranks_table(path: Path) -> str:
     return markdown_table(headings, rows) + _devices(record)
 
 
+def dram_table(path: Path) -> str:
+    """Return how many bytes attention counts, and how many DRAM delivers."""
+    record = Record.read(path)
+    rows = [
+        (
+            _case_of(row),
+            f"{row.policy}, {row.parameters['share']:g} %",
+            f"{row.parameters['counted_bytes'] / 2**20:.1f}",
+            f"{row.measured / 2**20:.1f}",
+            f"{row.parameters['delivered_to_counted']:.3f}",
+        )
+        for row in record.rows
+    ]
+    headings = ("context", "attended", "MiB counted", "MiB delivered", "delivered ÷ counted")
+    return markdown_table(headings, rows) + _devices(record)
+
+
 def _case_of(row: Row) -> str:
     return f"{_thousands(row.context)} × {row.batch}"
 

@@ -26,6 +26,7 @@ from benchmarks.accuracy_tables import (
 from benchmarks.gpu_rows import REPOSITORY, RESULTS
 from benchmarks.gpu_tables import (
     attention_table,
+    dram_table,
     growth_table,
     prefill_table,
     ranks_table,
@@ -105,6 +106,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "serve": ("serve.json", serve_table),
     "served": ("serve.json", served_table),
     "ranks": ("tp.json", ranks_table),
+    "dram": ("dram.json", dram_table),
     "service": ("service.json", service_table),
 }
 """By name: the record's file, and what makes Markdown of it."""
