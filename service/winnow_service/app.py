@@ -70,7 +70,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolv
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        runtimes = RuntimePool(settings, metrics, None if tracing is None else tracing.transport, resolve)
+        runtimes = RuntimePool(settings, metrics, None if tracing is None else tracing.sending, resolve)
         queue = _queue(settings, runtimes, drain, metrics)
         limiter = _limiter(store, mirror)
         app.state.forwarder = GovernedForwarder(runtimes, metrics, settings, registry, limiter, queue)
@@ -102,9 +102,10 @@ def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolv
         tracing.install(app)
     install_error_handlers(app)
     count_refusals(app, metrics)
-    app.include_router(operations.router)
-    app.include_router(native.router)
+    # Looked through in this order, for each request.
     app.include_router(openai.router)
+    app.include_router(native.router)
+    app.include_router(operations.router)
     app.include_router(policies.router)
     app.include_router(keys.router)
     install_documentation(app)

@@ -162,7 +162,7 @@ class Forwarder:
 
 def _outgoing(request: Request, content: bytes, *, streams: bool = False) -> RuntimeRequest:
     path: str = request.scope["raw_path"].decode("latin-1")
-    # Whoever follows these, and the client library does, comes to what the service does not pass on.
+    # Whoever follows these comes to what the service does not pass on.
     if any(segment in (".", "..") for segment in unquote(path).split("/")):
         raise NotFound(request.url.path)
     return RuntimeRequest(

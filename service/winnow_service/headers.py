@@ -23,7 +23,7 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# The client library writes its own Host and Content-Length. Answers must come uncompressed for their end to be seen.
+# The runtime's client writes its own Host and Content-Length. Answers must come uncompressed for their end to be seen.
 _NOT_TO_RUNTIME = _HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect"}
 # The server writes its own Date, Server and Content-Length.
 _NOT_TO_CLIENT = _HOP_BY_HOP | {b"date", b"server", b"content-length"}

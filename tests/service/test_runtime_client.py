@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from pydantic import AnyUrl
 
+from winnow_service.errors import RuntimeDied
 from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
 from winnow_service.settings import Settings
 
@@ -27,6 +28,7 @@ class Runtime:
     """
 
     closes: bool = False
+    answer: bytes = _ANSWER
     heads: list[list[bytes]] = field(default_factory=list)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -35,8 +37,8 @@ class Runtime:
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
-                await reader.readexactly(len(_REQUEST.body))
-                writer.write(_ANSWER)
+                await reader.readexactly(len(_REQUEST.body) if heads[-1].startswith(b"post") else 0)
+                writer.write(self.answer)
                 await writer.drain()
                 if self.closes:
                     break
@@ -114,3 +116,9 @@ async def test_no_header_is_added_but_what_http_asks_for(runtime: Runtime, clien
     [[head]] = runtime.heads
     names = {line.partition(b":")[0] for line in head.split(b"\r\n")[1:] if line}
     assert names == {b"host", b"content-type", b"content-length"}
+
+
+async def test_an_answer_that_cannot_be_decoded_is_a_failure(runtime: Runtime, client: RuntimeClient) -> None:
+    runtime.answer = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}"
+    with pytest.raises(RuntimeDied):
+        await client.get("/server_info", 5)

@@ -17,6 +17,7 @@ import pytest_asyncio
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from pydantic import AnyUrl
 
 from tests.ports import free_port
 from tests.service.control import ADMIN_KEY, bearer, make_key, processes, runtime
@@ -26,6 +27,8 @@ from tests.service.servers import serving
 from winnow_service.errors import install_error_handlers
 from winnow_service.request_id import RequestIdMiddleware
 from winnow_service.request_log import install_request_log, request_facts
+from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
+from winnow_service.settings import Settings
 from winnow_service.tracing.configuration import TracingRefused, tracing_from_environment
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -42,29 +45,28 @@ class Traced:
     close: Callable[[], Awaitable[None]]
 
 
-def forwarding(to_runtime: httpx.AsyncClient) -> FastAPI:
+def forwarding(to_runtime: RuntimeClient) -> FastAPI:
     app = FastAPI()
     install_error_handlers(app)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         request_facts(request.scope).policy = "quest"
-        headers = {name: value for name, value in request.headers.items() if name.startswith("trace")}
-        outgoing = to_runtime.build_request("POST", "/generate", content=await request.body(), headers=headers)
-        answer = await to_runtime.send(outgoing, stream=True)
+        headers = [(name, value) for name, value in request.headers.raw if name.startswith(b"trace")]
+        answer = await to_runtime.send(RuntimeRequest("POST", "/generate", b"", headers, await request.body()))
 
         async def events() -> AsyncIterator[bytes]:
             try:
-                async for chunk in answer.aiter_raw():
+                async for chunk in answer.chunks():
                     yield chunk
             finally:
-                await answer.aclose()
+                await answer.close()
 
-        return StreamingResponse(events(), answer.status_code, media_type="text/event-stream")
+        return StreamingResponse(events(), answer.status, media_type="text/event-stream")
 
     @app.get("/healthz")
     async def healthz() -> None:
-        await to_runtime.get("/health")
+        await to_runtime.get("/health", 5)
 
     app.add_middleware(RequestIdMiddleware)
     install_request_log(app)
@@ -82,8 +84,8 @@ async def traced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Traced]:
             monkeypatch.setenv(name, value)
         tracing = tracing_from_environment(environment)
         assert tracing is not None
-        transport = tracing.transport(httpx.AsyncHTTPTransport())
-        to_runtime = await stack.enter_async_context(httpx.AsyncClient(base_url=address, transport=transport))
+        to_runtime = RuntimeClient(AnyUrl(address), "runtime", Settings(), tracing.sending)
+        stack.push_async_callback(to_runtime.close)
         app = forwarding(to_runtime)
         tracing.install(app)
         service = await stack.enter_async_context(serving(app, free_port()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from winnow_service.attention.request import Form
-from winnow_service.routers.dependencies import ForwarderDependency, Infers
+from winnow_service.routers.dependencies import Infers, forwarder_of
 from winnow_service.routers.documentation import forwarded, generated, runtime_body
 
 router = APIRouter(tags=["SGLang"])
@@ -16,15 +16,15 @@ router = APIRouter(tags=["SGLang"])
     responses=generated(),
     openapi_extra=runtime_body(policies="each"),
 )
-async def generate(caller: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+async def generate(caller: Infers, request: Request) -> Response:
     """Generate, in SGLang's native form; with ``"stream": true`` as server-sent events.
 
     ``attention`` is a policy or the name of one, or a list of one for each prompt.
     """
-    return await forwarder.generate_for(caller, request, Form.NATIVE)
+    return await forwarder_of(request).generate_for(caller, request, Form.NATIVE)
 
 
 @router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())
-async def tokenize(_: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+async def tokenize(_: Infers, request: Request) -> Response:
     """Tokenize a prompt or messages with the served model's tokenizer."""
-    return await forwarder.forward_json(request)
+    return await forwarder_of(request).forward_json(request)

@@ -7,45 +7,43 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 
 from winnow_service.attention.request import Form
-from winnow_service.routers.dependencies import ForwarderDependency, Infers
+from winnow_service.routers.dependencies import Infers, forwarder_of
 from winnow_service.routers.documentation import forwarded, generated, runtime_body
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/completions", responses=generated(), openapi_extra=runtime_body(policies="one"))
-async def completions(caller: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+async def completions(caller: Infers, request: Request) -> Response:
     """Complete a text; with ``"stream": true`` as server-sent events.
 
     ``attention`` is a policy for all prompts, or the name of one.
     """
-    return await forwarder.generate_for(caller, request, Form.COMPLETION)
+    return await forwarder_of(request).generate_for(caller, request, Form.COMPLETION)
 
 
 @router.post("/chat/completions", responses=generated(), openapi_extra=runtime_body(policies="one"))
-async def chat_completions(caller: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+async def chat_completions(caller: Infers, request: Request) -> Response:
     """Answer a conversation; with ``"stream": true`` as server-sent events.
 
     ``attention`` is a policy, or the name of one.
     """
-    return await forwarder.generate_for(caller, request, Form.CHAT)
+    return await forwarder_of(request).generate_for(caller, request, Form.CHAT)
 
 
 @router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())
-async def tokenize(_: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+async def tokenize(_: Infers, request: Request) -> Response:
     """Tokenize a prompt or messages with the served model's tokenizer."""
-    return await forwarder.forward_json(request)
+    return await forwarder_of(request).forward_json(request)
 
 
 @router.get("/models", responses=forwarded())
-async def models(_: Infers, request: Request, forwarder: ForwarderDependency) -> Response:
+async def models(_: Infers, request: Request) -> Response:
     """List the served models."""
-    return await forwarder.forward(request)
+    return await forwarder_of(request).forward(request)
 
 
 @router.get("/models/{model:path}", responses=forwarded())
-async def model(
-    _: Infers, _model: Annotated[str, Path(alias="model")], request: Request, forwarder: ForwarderDependency
-) -> Response:
+async def model(_: Infers, _model: Annotated[str, Path(alias="model")], request: Request) -> Response:
     """Describe one served model."""
-    return await forwarder.forward(request)
+    return await forwarder_of(request).forward(request)

@@ -1,18 +1,20 @@
-"""HTTP to one runtime. Its failures leave this module as ``RuntimeFailure``, never as httpx's exceptions."""
+"""HTTP to one runtime. Its failures leave this module as ``RuntimeFailure``, never as httpcore's exceptions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+import httpcore
 import httpx
 from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
 from winnow_service.headers import RawHeaders
+from winnow_service.runtime.connections import LoopBackend
 from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
 from winnow_service.settings import Settings
 
@@ -20,8 +22,14 @@ from winnow_service.settings import Settings
 # after 5 seconds: a request on a connection that is being closed would fail, and the runtime would never have read it.
 _KEPT_SECONDS: Final = 1.0
 
-# Returns the transport with a span for each request that it sends.
-Traced = Callable[[httpx.AsyncBaseTransport], httpx.AsyncBaseTransport]
+# Without a body, these say that they have none.
+_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
+_OPERATIONS: Final = ("connect", "read", "write")
+
+# Sends a request, and returns when the head of its answer has come.
+Send = Callable[[httpcore.Request], Awaitable[httpcore.Response]]
+# Returns the same with a span for each request.
+Traced = Callable[[Send], Send]
 
 
 @dataclass(frozen=True)
@@ -79,20 +87,20 @@ class Patience:
 class RuntimeAnswer:
     """An answer whose head has come. Closing it before its end closes the connection, which aborts the generation."""
 
-    def __init__(self, response: httpx.Response, client: RuntimeClient, patience: Patience) -> None:
+    def __init__(self, response: httpcore.Response, client: RuntimeClient, patience: Patience) -> None:
         self._response = response
         self._client = client
         self._patience = patience
-        self.status = response.status_code
+        self.status = response.status
 
     @property
     def headers(self) -> RawHeaders:
-        return self._response.headers.raw
+        return self._response.headers
 
     @property
     def is_event_stream(self) -> bool:
-        content_type: str = self._response.headers.get("content-type", "")
-        return content_type.partition(";")[0].strip().lower() == "text/event-stream"
+        content_type = next((value for name, value in self.headers if name.lower() == b"content-type"), b"")
+        return content_type.partition(b";")[0].strip().lower() == b"text/event-stream"
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body, as it arrives.
@@ -102,7 +110,7 @@ class RuntimeAnswer:
         """
         with self._client.failures(self._patience.exhausted):
             async with self._patience.wait() as limit:
-                async for chunk in self._response.aiter_raw():
+                async for chunk in self._response.aiter_stream():
                     # What the client does meanwhile is not the runtime's.
                     limit.reschedule(None)
                     self._patience.heard()
@@ -124,27 +132,20 @@ class RuntimeClient:
         self._address = str(url).rstrip("/")
         self._settings = settings
         self.name = name
-        transport: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(
+        self._url = httpx.URL(self._address)
+        self._path = self._url.raw_path.rstrip(b"/")
+        self._pool = httpcore.AsyncConnectionPool(
             # The service has its own queue, so the pool must not.
-            limits=httpx.Limits(
-                max_connections=None,
-                # httpcore counts those in use too: with any number, none would be kept while so many streams run.
-                max_keepalive_connections=None,
-                keepalive_expiry=_KEPT_SECONDS,
-            ),
-            trust_env=False,
+            max_connections=None,
+            # httpcore counts those in use too: with any number, none would be kept while so many streams run.
+            max_keepalive_connections=None,
+            keepalive_expiry=_KEPT_SECONDS,
+            network_backend=LoopBackend(),
         )
-        self._transport = transport if traced is None else traced(transport)
+        send = self._pool.handle_async_request
+        self._send = send if traced is None else traced(send)
         # Whoever waits for an answer says how long.
-        timeout = httpx.Timeout(None, connect=settings.runtime_connect_timeout_seconds)
-        self._extensions = {"timeout": timeout.as_dict()}
-        self._http = httpx.AsyncClient(
-            base_url=self._address,
-            timeout=timeout,
-            transport=self._transport,
-            # A proxy of the environment is not between the service and its runtime.
-            trust_env=False,
-        )
+        self._timeouts = {"connect": settings.runtime_connect_timeout_seconds}
 
     async def send(self, request: RuntimeRequest) -> RuntimeAnswer:
         """Send ``request`` and wait for the head of its answer, which the caller closes.
@@ -152,36 +153,52 @@ class RuntimeClient:
         Raises:
             RuntimeFailure: there is no answer.
         """
-        url = httpx.URL(self._address + request.path, query=request.query or None)
-        # Not by the client, whose cookies, redirects and headers of its own are not for what is passed on.
-        outgoing = httpx.Request(
-            request.method, url, headers=request.headers, content=request.body, extensions=self._extensions
-        )
         patience = Patience(self._settings, streams=request.streams)
         with self.failures(patience.exhausted):
             async with patience.wait():
-                return RuntimeAnswer(await self._transport.handle_async_request(outgoing), self, patience)
+                return RuntimeAnswer(await self._send(self._outgoing(request, self._timeouts)), self, patience)
 
     async def get(self, path: str, timeout_seconds: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """The runtime's whole answer to ``GET path``. Raises as ``send`` does."""
+        raw_headers = httpx.Headers({"accept-encoding": "identity", **(headers or {})}).raw
+        request = RuntimeRequest("GET", path, b"", raw_headers, b"")
         with self.failures(lambda: RuntimeTimeout(timeout_seconds)):
-            return await self._http.get(path, headers=headers, timeout=timeout_seconds)
+            answer = await self._send(self._outgoing(request, dict.fromkeys(_OPERATIONS, timeout_seconds)))
+            try:
+                return httpx.Response(answer.status, headers=answer.headers, content=await answer.aread())
+            finally:
+                await answer.aclose()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._pool.aclose()
 
     @contextmanager
     def failures(self, too_late: Callable[[], RuntimeFailure]) -> Iterator[None]:
-        """Turn time-outs and httpx's exceptions into the service's."""
+        """Turn time-outs and httpcore's exceptions into the service's."""
         try:
             yield
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
             raise RuntimeUnavailable(f"{self._address}: {_detail(error)}") from error
-        except (TimeoutError, httpx.TimeoutException) as error:
+        except (TimeoutError, httpcore.TimeoutException) as error:
             raise too_late() from error
-        except httpx.HTTPError as error:
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpx.DecodingError) as error:
             raise RuntimeDied(_detail(error)) from error
 
+    def _outgoing(self, request: RuntimeRequest, timeouts: Mapping[str, float]) -> httpcore.Request:
+        target = self._path + request.path.encode("latin-1")
+        if request.query:
+            target += b"?" + request.query
+        own = [(b"host", self._url.netloc)]
+        if request.body or request.method in _WITH_BODY:
+            own.append((b"content-length", str(len(request.body)).encode()))
+        return httpcore.Request(
+            request.method,
+            httpcore.URL(scheme=self._url.scheme, host=self._url.raw_host, port=self._url.port, target=target),
+            headers=own + request.headers,
+            content=request.body,
+            extensions={"timeout": timeouts},
+        )
 
-def _detail(error: httpx.HTTPError) -> str:
+
+def _detail(error: Exception) -> str:
     return (str(error) or type(error).__name__).rstrip(".")

@@ -10,8 +10,7 @@ Used so::
     if tracing is not None:
         tracing.install(app)  # after install_request_log
     # where the runtime's client is made:
-    transport = httpx.AsyncHTTPTransport(limits=..., trust_env=False)
-    httpx.AsyncClient(transport=transport if tracing is None else tracing.transport(transport), ...)
+    send = pool.handle_async_request if tracing is None else tracing.sending(pool.handle_async_request)
     # when the application ends:
     if tracing is not None:
         await tracing.close()

@@ -7,9 +7,9 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
-import httpx
+import httpcore
 from fastapi import FastAPI
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -22,6 +22,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from winnow_service.request_log import PROBES, RequestFacts, request_facts
+from winnow_service.runtime.client import Send as SendToRuntime
 
 _SERVICE: Final = "winnow"
 _SERVER_ERROR: Final = 500
@@ -59,9 +60,15 @@ class Tracing:
         """Trace every request of ``app``, whose request log must have been installed."""
         app.add_middleware(_TracingMiddleware, tracer=self._tracer)
 
-    def transport(self, transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
-        """Return ``transport`` with a span for each request that it sends for a request of ours."""
-        return _TracedTransport(transport, self._tracer)
+    def sending(self, send: SendToRuntime) -> SendToRuntime:
+        """Return ``send`` with a span for each request that it sends for a request of ours."""
+
+        async def traced_send(request: httpcore.Request) -> httpcore.Response:
+            if not trace.get_current_span().get_span_context().is_valid:
+                return await send(request)
+            return await _send_traced(request, send, self._tracer)
+
+        return traced_send
 
     async def close(self) -> None:
         """Send what has not been sent yet, for some seconds at most."""
@@ -105,44 +112,34 @@ def _describe(span: Span, facts: RequestFacts) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-class _TracedTransport(httpx.AsyncBaseTransport):
-    """Sends requests with the context of their span, which lasts until the answer has been read or closed."""
-
-    def __init__(self, transport: httpx.AsyncBaseTransport, tracer: Tracer) -> None:
-        self._transport = transport
-        self._tracer = tracer
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if not trace.get_current_span().get_span_context().is_valid:
-            return await self._transport.handle_async_request(request)
-        attributes: dict[str, str | int] = {
-            "http.request.method": request.method,
-            "server.address": request.url.host,
-            "server.port": request.url.port or {"http": 80, "https": 443}[request.url.scheme],
-        }
-        span = self._tracer.start_span(f"{request.method} runtime", kind=SpanKind.CLIENT, attributes=attributes)
-        for name in _CONTEXT_HEADERS:
-            request.headers.pop(name, None)
-        _CONTEXT.inject(request.headers, trace.set_span_in_context(span))
-        try:
-            response = await self._transport.handle_async_request(request)
-        except BaseException as error:
-            _fail(span, error)
-            span.end()
-            raise
-        span.set_attribute("http.response.status_code", response.status_code)
-        if response.status_code >= _SERVER_ERROR:
-            span.set_status(StatusCode.ERROR)
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _TracedStream(response.stream, span)
-        return response
-
-    async def aclose(self) -> None:
-        await self._transport.aclose()
+async def _send_traced(request: httpcore.Request, send: SendToRuntime, tracer: Tracer) -> httpcore.Response:
+    """Send ``request`` with the context of its span, which lasts until the answer has been read or closed."""
+    method = request.method.decode()
+    attributes: dict[str, str | int] = {
+        "http.request.method": method,
+        "server.address": request.url.host.decode(),
+        "server.port": request.url.origin.port,
+    }
+    span = tracer.start_span(f"{method} runtime", kind=SpanKind.CLIENT, attributes=attributes)
+    context: dict[str, str] = {}
+    _CONTEXT.inject(context, trace.set_span_in_context(span))
+    others = [(name, value) for name, value in request.headers if name.lower().decode() not in _CONTEXT_HEADERS]
+    request.headers = others + [(name.encode(), value.encode()) for name, value in context.items()]
+    try:
+        response = await send(request)
+    except BaseException as error:
+        _fail(span, error)
+        span.end()
+        raise
+    span.set_attribute("http.response.status_code", response.status)
+    if response.status >= _SERVER_ERROR:
+        span.set_status(StatusCode.ERROR)
+    response.stream = _TracedStream(response.stream, span)
+    return response
 
 
-class _TracedStream(httpx.AsyncByteStream):
-    def __init__(self, stream: httpx.AsyncByteStream, span: Span) -> None:
+class _TracedStream:
+    def __init__(self, stream: Any, span: Span) -> None:
         self._stream = stream
         self._span = span
 
