@@ -6,9 +6,10 @@ All servers start at once and share the GPUs, but are asked one after another. A
 twice: first for tokens and costs, while kernels compile; then for TPOT. Only the first policy computes whole prompts.
 
 Two GPUs add up in another order what one adds up, so that in bfloat16 two tokens that are about equally likely can
-change places, and everything behind them differs. With the needle model, whose answers are certain, the first tokens
-must not; random weights are certain of nothing. Rows say for how many tokens all answers agree, and by how much the
-ratios in their ``attention`` differ at most; numbers in it that are no ratios must be equal.
+change places, and everything behind them differs; less often in ``--dtype float16``. With the needle model, whose
+answers are certain, the first tokens must not; random weights are certain of nothing. Rows say for how many tokens all
+answers agree, and by how much the ratios in their ``attention`` differ at most; numbers in it that are no ratios must
+be equal.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 8192,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 4,
     tokens: Annotated[int, typer.Option(help="Of an answer.")] = TOKENS,
+    dtype: Annotated[str, typer.Option(help="Of weights and KV cache; each model's own if empty.")] = "",
     policies: Annotated[str, typer.Option(help="Names in this file, with semicolons between; all if empty.")] = "",
     log_folder: Annotated[Path | None, typer.Option(help="Where the servers' logs are left.")] = None,
     output: Annotated[Path, typer.Option(help="Where to write JSON.")] = RESULTS / "tp.json",
@@ -77,7 +79,7 @@ def main(
     names = policies.split(";") if policies else list(POLICIES)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        about = header_from_outside() | {"dense_backend": os.environ.get("WINNOW_DENSE_BACKEND")}
+        about = header_from_outside() | {"dense_backend": os.environ.get("WINNOW_DENSE_BACKEND"), "dtype": dtype}
         logs = log_folder or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         folders = {name: folder_of(name, Path(temporary), context + 2 * tokens) for name in models.split(",")}
@@ -85,7 +87,7 @@ def main(
             starting = {
                 (name, size): threads.submit(
                     stack.enter_context,
-                    serving(folder, size, context + 2 * tokens, batch, logs / f"{name}-{size}.log"),
+                    serving(folder, size, dtype, context + 2 * tokens, batch, logs / f"{name}-{size}.log"),
                 )
                 for name, folder in folders.items()
                 for size in numbers(sizes)
@@ -113,11 +115,12 @@ def folder_of(model: str, folder: Path, longest: int) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, size: int, longest: int, batch: int, log: Path) -> Iterator[str]:
+def serving(folder: Path, size: int, dtype: str, longest: int, batch: int, log: Path) -> Iterator[str]:
     """Serve on ``size`` GPUs until the block ends; the server's address."""
     weights = () if (folder / "model.safetensors.index.json").exists() else ("--load-format", "dummy")
     arguments = [
         *("--attention-backend", "winnow", "--tensor-parallel-size", str(size), *weights),
+        *(("--dtype", dtype) if dtype else ()),
         *("--skip-tokenizer-init", "--incremental-streaming-output"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--context-length", str(longest), "--max-running-requests", str(batch + ROOM_FOR_CHUNKED)),
