@@ -97,8 +97,11 @@ def given_fit_kernel(
     page_size: tl.constexpr,
     span: tl.constexpr,
     of_span: tl.constexpr,
+    clusters: tl.constexpr,
+    known_clusters: tl.constexpr,
     block: tl.constexpr,
     known_block: tl.constexpr,
+    fewest: tl.constexpr,
     shares: tl.constexpr,
     steps: tl.constexpr,
 ) -> None:
@@ -112,12 +115,13 @@ def given_fit_kernel(
         clustered_ptr, shares_ptr, caps_ptr, scores_ptr, masses_ptr, known_ptr, tails_ptr, window_masses_ptr,
         ranks_ptr, cuts_ptr, fits_ptr, histogram_ptr, head_shares_ptr, scale_log2, query_stride, slot_stride,
         head_stride, table_stride, entries_stride, capacity, kv_heads, group, head_dim, dim_block, page_size, span,
-        of_span, block, known_block,
+        of_span, clusters, known_clusters, block, known_block, fewest,
     )  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
     length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    if is_idle(share, length, tokens, cap) | (tokens == 0):
+    count = tokens // span * of_span
+    if is_idle(share, length, tokens, cap) | (tokens == 0) | (count <= fewest) | (count > block):
         return
     heads: tl.constexpr = kv_heads * group
     of_head = row.to(tl.int64) * heads + head
@@ -128,11 +132,10 @@ def given_fit_kernel(
         given += tl.where(tl.load(given_shares_ptr + number) == share, tl.load(given_ptr + place), 0)
     wanted = (given.to(tl.int64) * tokens // given_clustered).to(tl.int32)
 
-    count = tokens // span * of_span
     numbers = tl.max_contiguous(tl.arange(0, block), 1)
     present = numbers < count
-    scores = tl.load(scores_ptr + of_head * block + numbers, mask=present, other=0.0)
-    sizes_ptr = cluster_sizes_ptr + (row.to(tl.int64) * kv_heads + head // group) * block
+    scores = tl.load(scores_ptr + of_head * clusters + numbers, mask=present, other=0.0)
+    sizes_ptr = cluster_sizes_ptr + (row.to(tl.int64) * kv_heads + head // group) * clusters
     sizes = tl.load(sizes_ptr + numbers, mask=present, other=0)
     key, last, taken = tokens * 0 + HIGHEST, tokens * 0 - 1, tokens * 0
     if wanted > 0:

@@ -11,6 +11,12 @@ from torch import Tensor
 
 WHOLE: Final = -1
 """In place of a budget: the block attends to everything before it."""
+_MULTIPLE: Final = 16
+
+
+def aligned(length: int) -> int:
+    """Return the length of a table's rows that has room for ``length``; for others kernels are compiled anew."""
+    return -(-length // _MULTIPLE) * _MULTIPLE
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,8 @@ def _run(
             groups += [(begin, min(most_in_group, end - begin), *norms_of[row]) for begin in begins]
             first = end
         longest = max(block.start for _, block in batch)
-        cut.append(Batch(own, _table(groups, GROUP_COLUMNS, device), longest))
+        # Not a view: for one that begins anywhere but at a multiple of 16 bytes kernels are compiled anew.
+        cut.append(Batch(own.clone(), _table(groups, GROUP_COLUMNS, device), longest))
     return Run(speakers, max(block.queries for _, block in blocks), sparse, cut)
 
 

@@ -31,7 +31,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu import quoka_prefill_scores as scoring
 from winnow_kernels.gpu import quoka_prefill_speakers as speaking
 from winnow_kernels.gpu import quoka_prefill_top as top
-from winnow_kernels.gpu.prefill_blocks import WHOLE, PrefillBlocks
+from winnow_kernels.gpu.prefill_blocks import WHOLE, PrefillBlocks, aligned
 from winnow_kernels.gpu.quoka_prefill_plan import Plan, Run, scores_stride
 
 SCORES_BYTES: Final = 256 * 2**20
@@ -112,7 +112,7 @@ class QuokaPrefillPass:
         shapes = [(len(run.sparse), kv_heads, run.speakers, head_dim) for run in plan.runs]
         batches = [batch for run in plan.runs for batch in run.batches]
         marks = max((top.marks_of(len(batch.sparse) * kv_heads, batch.longest) for batch in batches), default=0)
-        width = max((block.budget for block in blocks.blocks if block.budget != WHOLE), default=0)
+        width = aligned(max((block.budget for block in blocks.blocks if block.budget != WHOLE), default=0))
         return cls(
             blocks,
             plan,

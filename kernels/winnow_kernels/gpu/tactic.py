@@ -1,4 +1,4 @@
-"""Tactic's selection (``winnow_kernels.tactic``): from centroids to slots without sorting anything, in six launches.
+"""Tactic's selection (``winnow_kernels.tactic``): from centroids to slots without sorting anything.
 
     1. score   query · centroid for the whole group at once, and the exact weights' sum of the tokens in no cluster
     2. rank    for each query head the clusters of its first 2 % of tokens and of its two windows, by threshold
@@ -28,6 +28,7 @@ longest context.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -52,7 +53,7 @@ from winnow_kernels.gpu.tactic_ranks import rank_kernel
 from winnow_kernels.gpu.tactic_samples import sample_kernel
 from winnow_kernels.gpu.tactic_scores import score_kernel
 from winnow_kernels.gpu.tactic_slots import slot_kernel
-from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace
+from winnow_kernels.gpu.tactic_state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
 from winnow_kernels.gpu.tactic_union import union_kernel
 from winnow_kernels.indexes.cluster_tables import LayerClusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
@@ -62,6 +63,9 @@ MOST_CLUSTERS: Final = 16_384
 """Clusters of a row, at most, and so many that a program holds: those of a context of 256K tokens."""
 
 _LOG2_E: Final = 1.4426950408889634
+# Clusters of 32K tokens; each width is a launch of two kernels, whose programs leave rows of other widths at once.
+_NARROWEST: Final = 2048
+_WIDER: Final = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +119,19 @@ class TacticStatistics:
 def selection_width(longest: int) -> int:
     """Return how wide a selection must be for contexts of ``longest`` tokens."""
     return int(WHOLE_SHARE * longest)
+
+
+def widths_of(block: int) -> list[tuple[int, int]]:
+    """Return by how many clusters rows are told apart, each from more than the first up to the second number.
+
+    A program costs what its block costs, however few of it are there: a server's block is that of its longest context.
+    """
+    widths = [-1]
+    width = _NARROWEST
+    while width < block:
+        widths.append(width)
+        width *= _WIDER
+    return list(pairwise([*widths, block]))
 
 
 def warps_of(block: int, clusters_of_thread: int) -> int:
@@ -188,7 +205,7 @@ def select(
     heads = {"kv_heads": kv_heads, "group": group}
     dims = {"head_dim": head_dim, "dim_block": dim_block}
     layout = {"page_size": batch.page_size, "span": span, "of_span": of_span}
-    group_block, slices = triton.next_power_of_2(group), block // SLICE
+    group_block, slices, widths = triton.next_power_of_2(group), block // SLICE, widths_of(block)
 
     programs = triton.cdiv(rows.entries.shape[1] * of_span, tactic_scores.OF_PROGRAM)
     score_kernel[(TAIL_SPLITS + programs, kv_heads, batch.rows)](
@@ -216,25 +233,27 @@ def select(
         tail_splits=TAIL_SPLITS,
         num_warps=4,
     )
-    rank_kernel[(query_heads, batch.rows)](
-        workspace.scores,
-        workspace.cluster_sizes,
-        *without_entries,
-        batch.counts,
-        workspace.ranks,
-        workspace.known,
-        workspace.windows,
-        workspace.histogram,
-        member_bytes,
-        block,
-        known_block,
-        query_heads,
-        group=group,
-        span=span,
-        of_span=of_span,
-        block=block,
-        num_warps=warps_of(block, tactic_ranks.CLUSTERS_OF_THREAD),
-    )
+    for fewest, most in widths:
+        rank_kernel[(query_heads, batch.rows)](
+            workspace.scores,
+            workspace.cluster_sizes,
+            *without_entries,
+            batch.counts,
+            workspace.ranks,
+            workspace.known,
+            workspace.windows,
+            workspace.histogram,
+            member_bytes,
+            block,
+            known_block,
+            query_heads,
+            group=group,
+            span=span,
+            of_span=of_span,
+            block=most,
+            fewest=fewest,
+            num_warps=warps_of(most, tactic_ranks.CLUSTERS_OF_THREAD),
+        )
     splits = block // tactic_samples.SLICE
     sample_kernel[(splits + 2 * group, kv_heads, batch.rows)](
         queries,
@@ -260,34 +279,38 @@ def select(
         splits=splits,
         num_warps=4,
     )
-    fit_kernel[(query_heads, batch.rows)](
-        queries,
-        keys,
-        workspace.cluster_sizes,
-        clusters.firsts,
-        clusters.offsets,
-        batch.page_table,
-        *of_row,
-        workspace.scores,
-        workspace.masses,
-        workspace.known,
-        workspace.tails,
-        workspace.window_masses,
-        workspace.ranks,
-        workspace.cuts,
-        workspace.fits,
-        workspace.histogram,
-        workspace.shares,
-        scale_log2,
-        *key_strides,
-        *row_strides,
-        **heads,
-        **dims,
-        **layout,
-        block=block,
-        known_block=known_block,
-        num_warps=warps_of(block, tactic_fit.CLUSTERS_OF_THREAD),
-    )
+    for fewest, most in widths:
+        fit_kernel[(query_heads, batch.rows)](
+            queries,
+            keys,
+            workspace.cluster_sizes,
+            clusters.firsts,
+            clusters.offsets,
+            batch.page_table,
+            *of_row,
+            workspace.scores,
+            workspace.masses,
+            workspace.known,
+            workspace.tails,
+            workspace.window_masses,
+            workspace.ranks,
+            workspace.cuts,
+            workspace.fits,
+            workspace.histogram,
+            workspace.shares,
+            scale_log2,
+            *key_strides,
+            *row_strides,
+            **heads,
+            **dims,
+            **layout,
+            clusters=block,
+            known_clusters=known_block,
+            block=most,
+            known_block=known_block_of(most),
+            fewest=fewest,
+            num_warps=warps_of(most, tactic_fit.CLUSTERS_OF_THREAD),
+        )
     union_slices = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
     union_kernel[(slices // union_slices, kv_heads, batch.rows)](
         *by_number,

@@ -111,19 +111,26 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     page_size: tl.constexpr,
     span: tl.constexpr,
     of_span: tl.constexpr,
+    clusters: tl.constexpr,
+    known_clusters: tl.constexpr,
     block: tl.constexpr,
     known_block: tl.constexpr,
+    fewest: tl.constexpr,
 ) -> None:
-    """Find how many tokens one query head takes."""
+    """Find how many tokens one query head takes, in rows of more than ``fewest`` and at most ``block`` clusters."""
     head, row = tl.program_id(0), tl.program_id(1)
     kv_head = head // group
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
     length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    if is_idle(share, length, tokens, cap):
+    count = tokens // span * of_span
+    if is_idle(share, length, tokens, cap) | (count <= fewest) | (count > block):
         return
     of_head = row.to(tl.int64) * (kv_heads * group) + head
     entries_ptr += row * entries_stride
-    cluster_sizes_ptr += (row.to(tl.int64) * kv_heads + kv_head) * block
+    cluster_sizes_ptr += (row.to(tl.int64) * kv_heads + kv_head) * clusters
+    scores_ptr += of_head * clusters
+    masses_ptr += of_head * clusters
+    known_ptr += of_head * known_clusters
     ranks_ptr += of_head * RANKS
     cuts_ptr += of_head * CUTS
     fits_ptr += of_head * FITS
@@ -138,23 +145,22 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         tl.store(head_shares_ptr + of_head, outside / outside)
     else:
         # The last search reads all clusters. What it reads is asked for first, and comes while the curve is found.
-        count = tokens // span * of_span
         numbers_of_all = tl.max_contiguous(tl.arange(0, block), 1)
         present = numbers_of_all < count
-        all_scores = tl.load(scores_ptr + of_head * block + numbers_of_all, mask=present, other=0.0)
+        all_scores = tl.load(scores_ptr + numbers_of_all, mask=present, other=0.0)
         sizes = tl.load(cluster_sizes_ptr + numbers_of_all, mask=present, other=0)
 
-        known, known_clusters = tl.load(ranks_ptr + RANK_KNOWN), tl.load(ranks_ptr + RANK_KNOWN_CLUSTERS)
+        known, exact_clusters = tl.load(ranks_ptr + RANK_KNOWN), tl.load(ranks_ptr + RANK_KNOWN_CLUSTERS)
         near_tokens, far_tokens = tl.load(ranks_ptr + RANK_NEAR_TOKENS), tl.load(ranks_ptr + RANK_FAR_TOKENS)
         near_before, far_before = tl.load(ranks_ptr + RANK_NEAR_BEFORE), tl.load(ranks_ptr + RANK_FAR_BEFORE)
         place = tl.arange(0, known_block)
-        is_known, is_tail, is_window = place < known_clusters, place < _TAIL_SPLITS, place < 2 * _WINDOW
+        is_known, is_tail, is_window = place < exact_clusters, place < _TAIL_SPLITS, place < 2 * _WINDOW
         tails_of_head = tails_ptr + (of_head * _TAIL_SPLITS + place) * 2
         tail_largest = tl.load(tails_of_head, mask=is_tail, other=NOTHING)
         tail_mass = tl.load(tails_of_head + 1, mask=is_tail, other=0.0)
         window_masses = tl.load(window_masses_ptr + of_head * (2 * _WINDOW) + place, mask=is_window, other=NOTHING)
-        numbers = tl.load(known_ptr + of_head * known_block + place, mask=is_known, other=0)
-        masses = tl.load(masses_ptr + of_head * block + numbers, mask=is_known, other=NOTHING)
+        numbers = tl.load(known_ptr + place, mask=is_known, other=0)
+        masses = tl.load(masses_ptr + numbers, mask=is_known, other=NOTHING)
         # One maximum and one sum of all that there is.
         reference = tl.max(tl.maximum(masses, tl.maximum(tail_largest, window_masses)), axis=0)
         outside_weights = tail_mass * tl.exp2(tail_largest - reference)
@@ -180,11 +186,10 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             held = first * 0
         elif target <= first:
             last_key, before = _known_cut(
-                known_ptr + of_head * known_block, scores_ptr + of_head * block, masses_ptr + of_head * block,
-                known_clusters, reference, target, min(known_block, _COMPARED),
-            )  # fmt: skip
+                known_ptr, scores_ptr, masses_ptr, exact_clusters, reference, target, min(known_block, _COMPARED)
+            )
             cut_key, cut_last = score_key_of(last_key), number_of(last_key)
-            scores = tl.load(scores_ptr + of_head * block + numbers, mask=is_known, other=0.0)
+            scores = tl.load(scores_ptr + numbers, mask=is_known, other=0.0)
             is_before = is_known & (unique_keys(scores, numbers) > last_key)
             start = tl.sum(tl.load(cluster_sizes_ptr + numbers, mask=is_before, other=0), axis=0)
             last_address = addresses_of(entries_ptr, cut_last, cut_last >= 0, kv_head, capacity, of_span)

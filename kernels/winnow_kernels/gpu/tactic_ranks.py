@@ -84,14 +84,20 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     span: tl.constexpr,
     of_span: tl.constexpr,
     block: tl.constexpr,
+    fewest: tl.constexpr,
 ) -> None:
-    """Find one query head's clusters with exact weights and those of its windows, and count the keys to be sampled."""
+    """Find one query head's clusters with exact weights and those of its windows, and count the keys to be sampled.
+
+    For rows of more than ``fewest`` and at most ``block`` clusters.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
     length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
     if is_idle(share, length, tokens, cap) | (tokens == 0):
         return
     count = tokens // span * of_span
+    if (count <= fewest) | (count > block):
+        return
     # One at a time in each thread: such that comparisons, running sums and scattered stores have one layout, and no
     # block has to change places. What is read here lies in the L2 cache.
     numbers = tl.max_contiguous(tl.arange(0, block), 1)

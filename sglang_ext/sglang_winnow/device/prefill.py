@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_winnow.prefill_plan import Chunk, PrefillPlan
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.prefill_blocks import Block, PrefillBlocks
+from winnow_kernels.gpu.prefill_blocks import Block, PrefillBlocks, aligned
 from winnow_kernels.gpu.prefill_blocks_cut import blocks_of
 from winnow_kernels.gpu.prefill_blocks_reads import reads_of
 from winnow_kernels.gpu.quoka_prefill_attention import attend_blocks
@@ -67,7 +67,9 @@ class DevicePrefill:
         self._blocks_of = {chunk.number: _blocks_of(chunk, row) for row, chunk in enumerate(sparse)}
         slots = torch.cat([chunk.table_row for chunk in sparse])
         longest = max(chunk.end for chunk in sparse)
-        pages = (table[slots, :longest:page_size] // page_size).contiguous()
+        used = -(-longest // page_size)
+        pages = table.new_zeros(len(slots), aligned(used))
+        torch.div(table[slots, :longest:page_size], page_size, rounding_mode="floor", out=pages[:, :used])
         blocks = [block for of_request in self._blocks_of.values() for block in of_request]
         self._blocks = PrefillBlocks.of(blocks, pages, page_size)
         self._pass = QuokaPrefillPass.of(self._blocks, caches[0], workspace)

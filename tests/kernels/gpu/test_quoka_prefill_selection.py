@@ -198,6 +198,18 @@ def test_neighbours_batches_and_ends_of_chunks_change_nothing(device: torch.devi
         assert torch.equal(chunk, expected[first : first + len(blocks), :, : chunk.shape[2]])
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_how_a_pass_is_cut_compiles_nothing_anew(device: torch.device) -> None:
+    """Triton tells pointers and numbers that are multiples of 16 from others."""
+    own = random_pass([(0, 600, QuokaPrefillParameters(budget=70, block=64))], 1, 2, 64, HALF).launch(device, 8_000)
+    [run] = own.plan.runs
+    assert len(run.batches) > 1
+    for batch in run.batches:
+        assert batch.sparse.data_ptr() % 16 == 0
+        assert batch.groups.data_ptr() % 16 == 0
+    assert own.selection.slots.shape[2] % 16 == 0
+
+
 def test_a_pass_without_sparse_blocks_launches_nothing(device: torch.device) -> None:
     own = random_pass([(0, 200, None), (10, 100, QuokaPrefillParameters(budget=100, block=64))], 1, 2, 64)
     assert own.select(device).shape == (len(own.blocks), 1, 0)

@@ -14,9 +14,9 @@ from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import tactic_fit, tactic_ranks
+from winnow_kernels.gpu import tactic, tactic_fit, tactic_ranks
 from winnow_kernels.gpu.batch import WHOLE, Count, DecodeBatch, DeviceSelection
-from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of
+from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of, widths_of
 from winnow_kernels.gpu.tactic_scores import OF_PROGRAM
 from winnow_kernels.gpu.tactic_state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
 from winnow_kernels.indexes.clusters import ClusterIndex
@@ -187,6 +187,15 @@ def test_more_clusters_than_one_slice_holds(in_order: bool, device: torch.device
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0, seed=2), in_order), in_order)
 
 
+def test_rows_of_all_widths(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tactic, "_NARROWEST", 128)
+    assert widths_of(256) == [(-1, 128), (128, 256)]
+    parameters: list[TacticParameters | None] = [TacticParameters(p) for p in (0.6, 0.5, 0.7, 0.4)]
+    a_case = case(parameters, [2250, 460, 1000, 100], [2176, 384, 896, 0], device, "clustered", seed=3)
+    assert [-(-int(tokens) // CLUSTER_SIZE) for tokens in a_case.clustered] == [136, 24, 56, 0]
+    check(a_case, run(a_case, queries_of(a_case, 2, 2.0, seed=3)))
+
+
 def test_two_layers_add_up(device: torch.device) -> None:
     a_case = case([TacticParameters(0.6, 120)], [400], [320], device, "clustered")
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0), layers=2))
@@ -258,7 +267,8 @@ def variant(kernel: str, clusters: int) -> Variant:
     module, name = kernel.split(":")
     path = f"winnow_kernels.gpu.tactic_{module}"
     values = {"kv_heads": 8, "group": 4, "head_dim": 128, "dim_block": 128, "page_size": 16, "span": 1024}
-    values |= {"of_span": 64, "block": clusters, "clusters": clusters, "known_block": known_block_of(clusters)}
+    values |= {"of_span": 64, "block": clusters, "clusters": clusters, "fewest": -1}
+    values |= {"known_block": known_block_of(clusters), "known_clusters": known_block_of(clusters)}
     values |= {
         "of_program": 4 if name == "union" else OF_PROGRAM,
         "tail_splits": TAIL_SPLITS,

@@ -130,6 +130,7 @@ def test_ranks_and_cuts(kind: str, count: int, device: torch.device) -> None:
         span=SPAN,
         of_span=OF_SPAN,
         block=BLOCK,
+        fewest=-1,
         num_warps=4,
     )
     listed = ceil(count / 4)
