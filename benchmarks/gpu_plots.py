@@ -9,6 +9,7 @@ termination, by role of a layer, and on dense backends, not at all.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -19,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.gpu_rows import REPOSITORY, Record, Row, headers_of
+from benchmarks.markdown_tables import in_thousands
 
 FOLDER: Final = REPOSITORY / "docs" / "benchmarks"
 _TITLES: Final = {
@@ -28,6 +30,8 @@ _TITLES: Final = {
 # Light to dark, the smallest case first; to be told apart without colour vision, too.
 _COLORS: Final = ("#bfd7ea", "#86b6d9", "#4a90c2", "#1f6597", "#0b3c5d", "#06243a")
 _WIDTH: Final = 0.84
+# In a line under a group of bars.
+_LABEL_LETTERS: Final = 18
 
 Case = tuple[int, int]
 """Tokens of context, requests."""
@@ -106,12 +110,12 @@ def _figure(rows: Sequence[Row], title: str) -> Figure:
             [at + (number - (len(cases) - 1) / 2) * width for at, _ in there],
             [speedup for _, speedup in there],
             width,
-            label=f"{case[0] // 1024}K × {case[1]}" if case[0] >= 1024 else f"{case[0]} × {case[1]}",
+            label=f"{in_thousands(case[0])} × {case[1]}",
             color=_COLORS[number % len(_COLORS)],
         )
         axes.bar_label(bars, fmt="{:.1f}", fontsize=7, padding=1)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), [textwrap.fill(group, _LABEL_LETTERS) for group in groups])
     axes.set_ylabel("times as fast as the fastest dense backend")
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

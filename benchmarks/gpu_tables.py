@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_rows import Record, Row, headers_of
-from benchmarks.markdown_tables import commit_of, markdown_table, percent
+from benchmarks.markdown_tables import commit_of, in_thousands, markdown_table, percent
 from benchmarks.ttft_growth import growths_of, name_of
 
 
@@ -28,8 +28,11 @@ def summary_table(path: Path) -> str:
         size = f"union of {told['union_percent']} %" if "union_percent" in told else f"{_tokens_of(told):,} tokens"
         of_policy = speedups.setdefault(f"`{row.policy}`, {size}", {})
         of_policy[_case_of(row)] = row.speedup
-    cases = list(next(iter(speedups.values())))
-    rows = [(policy, *(f"{found[case]:.1f}" for case in cases)) for policy, found in speedups.items()]
+    cases = list(dict.fromkeys(case for found in speedups.values() for case in found))
+    rows = [
+        (policy, *(f"{found[case]:.1f}" if case in found else "" for case in cases))
+        for policy, found in speedups.items()
+    ]
     return markdown_table(("times as fast as dense", *cases), rows) + _devices(record)
 
 
@@ -64,7 +67,7 @@ def prefill_table(path: Path) -> str:
     record = Record.read(path)
     rows = [
         (
-            _thousands(row.context),
+            in_thousands(row.context),
             f"{row.policy}, {row.parameters['backend']}" if row.policy == "dense" else row.policy,
             ", ".join(
                 f"{name} {value}"
@@ -146,11 +149,11 @@ def growth_table(path: Path) -> str:
             growth.name,
             *(f"{growth.seconds[tokens]:.2f}" if tokens in growth.seconds else "" for tokens in lengths),
             f"{growth.fit.exponent:.2f}",
-            f"{_thousands(growth.fit.first)} to {_thousands(growth.fit.last)}",
+            f"{in_thousands(growth.fit.first)} to {in_thousands(growth.fit.last)}",
         )
         for growth in growths
     ]
-    headings = ("model", "policy", *(f"{_thousands(tokens)}, s" for tokens in lengths), "exponent", "fitted to")
+    headings = ("model", "policy", *(f"{in_thousands(tokens)}, s" for tokens in lengths), "exponent", "fitted to")
     return markdown_table(headings, rows) + _devices(record)
 
 
@@ -190,11 +193,7 @@ def dram_table(path: Path) -> str:
 
 
 def _case_of(row: Row) -> str:
-    return f"{_thousands(row.context)} × {row.batch}"
-
-
-def _thousands(tokens: int) -> str:
-    return f"{tokens // (1000 if tokens % 1024 else 1024)}K"
+    return f"{in_thousands(row.context)} × {row.batch}"
 
 
 def _policy_of(row: Row) -> str:

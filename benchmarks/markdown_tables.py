@@ -27,6 +27,13 @@ def percent(ratio: float | None) -> str:
     return "" if ratio is None else f"{100 * ratio:.1f}"
 
 
+def in_thousands(tokens: int) -> str:
+    """Return a number of tokens as it is said: 32K for 32,768, 96K for 96,000."""
+    if tokens < 1000:
+        return str(tokens)
+    return f"{tokens // (1000 if tokens % 1024 else 1024)}K"
+
+
 def commit_of(commit: Mapping[str, Any] | None) -> str:
     """Return which commit a record was made with."""
     if not commit:

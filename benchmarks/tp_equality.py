@@ -33,6 +33,7 @@ from benchmarks.gpu_rows import REPOSITORY, RESULTS, Record, Row, header_from_ou
 from benchmarks.gpu_serve import ROOM_FOR_CHUNKED, Prompts
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import SHAPES, shape_named, write_model
+from sglang_winnow import crossover
 from tests.runtime import runtime_server
 
 BENCH: Final = "tensor parallelism"
@@ -76,6 +77,8 @@ def main(
     output: Annotated[Path, typer.Option(help="Where to write JSON.")] = RESULTS / "tp.json",
 ) -> None:
     """Compare, print, write JSON after each model."""
+    # Policies act at every length.
+    os.environ[crossover.ENVIRONMENT] = "0"
     names = policies.split(";") if policies else list(POLICIES)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
