@@ -11,8 +11,10 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_winnow.served_policies import ENVIRONMENT, served_policies
 from winnow_kernels.gpu.attend import LARGEST_GROUP
 from winnow_kernels.gpu.pages import MOST_PAGES
+from winnow_kernels.gpu.tactic import MOST_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -76,6 +78,8 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
         yield f"pages of {runner.page_size} tokens on CUDA (use --page-size 16, 32 or 64)"
     if runner.model_config.context_len > MOST_PAGES * runner.page_size:
         yield f"contexts of {runner.model_config.context_len} tokens in pages of {runner.page_size} (use larger pages)"
+    if runner.model_config.context_len > MOST_TOKENS and "tactic" in served_policies():
+        yield f"contexts of more than {MOST_TOKENS} tokens with tactic (leave it out of {ENVIRONMENT})"
     for layer in attention_layers(runner):
         if layer.sliding_window_size > -1:
             yield "sliding windows on CUDA"

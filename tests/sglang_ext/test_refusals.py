@@ -101,6 +101,10 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
         (runner(page_size=1), "pages of 1 tokens on CUDA (use --page-size 16, 32 or 64)"),
         (runner(page_size=128), "pages of 128 tokens on CUDA (use --page-size 16, 32 or 64)"),
         (runner(config={"context_len": 2**20}), f"contexts of {2**20} tokens in pages of 16 (use larger pages)"),
+        (
+            runner(config={"context_len": 2**18 + 1}, page_size=64),
+            f"contexts of more than {2**18} tokens with tactic (leave it out of WINNOW_POLICIES)",
+        ),
         (runner(layer(0, sliding_window_size=128), layer(1)), "sliding windows on CUDA"),
         (runner(layer(0, num_heads=34)), "more than 16 query heads for a KV head on CUDA"),
     ],

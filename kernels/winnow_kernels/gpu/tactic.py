@@ -60,7 +60,9 @@ from winnow_kernels.kmeans import CLUSTER_SIZE
 from winnow_kernels.tactic import WHOLE_SHARE
 
 MOST_CLUSTERS: Final = 16_384
-"""Clusters of a row, at most, and so many that a program holds: those of a context of 256K tokens."""
+"""Clusters of a row, at most, and so many that a program holds."""
+MOST_TOKENS: Final = MOST_CLUSTERS * CLUSTER_SIZE
+"""Tokens of a context, at most."""
 
 _LOG2_E: Final = 1.4426950408889634
 # Clusters of 32K tokens; each width is a launch of two kernels, whose programs leave rows of other widths at once.
@@ -181,8 +183,8 @@ def select(
     capacity, of_span = clusters.sizes.shape[1:]
     span = clusters.offsets.shape[2]
     block, known_block = workspace.scores.shape[2], workspace.known.shape[2]
-    if batch.longest > MOST_CLUSTERS * CLUSTER_SIZE:
-        raise ValueError(f"batch: contexts of at most {MOST_CLUSTERS * CLUSTER_SIZE} tokens, not {batch.longest}")
+    if batch.longest > MOST_TOKENS:
+        raise ValueError(f"batch: contexts of at most {MOST_TOKENS} tokens, not {batch.longest}")
     if width < selection_width(batch.longest):
         raise ValueError(f"selection: must have room for {selection_width(batch.longest)} tokens; it has for {width}")
     if group > LARGEST_GROUP:
