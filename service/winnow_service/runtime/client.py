@@ -135,6 +135,8 @@ class RuntimeClient:
         self._url = httpx.URL(self._address)
         self._path = self._url.raw_path.rstrip(b"/")
         self._pool = httpcore.AsyncConnectionPool(
+            # Without one, httpcore reads all certificates for each connection: a tenth of a second each time.
+            ssl_context=httpcore.default_ssl_context() if self._url.scheme == "https" else None,
             # The service has its own queue, so the pool must not.
             max_connections=None,
             # httpcore counts those in use too: with any number, none would be kept while so many streams run.

@@ -9,6 +9,7 @@ socket at each read: a tenth of a millisecond before the first token.
 from __future__ import annotations
 
 import asyncio
+import select
 import ssl
 from collections.abc import Iterable
 from typing import Any, Final, cast
@@ -83,12 +84,19 @@ class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
             raise httpcore.WriteError(str(self._error or "the connection is closed")) from self._error
 
     async def aclose(self) -> None:
+        # To whoever still reads, this must not look like the end of the answer.
+        self._end(ConnectionAbortedError("the connection is closed"))
         self._transport.abort()
 
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.AsyncNetworkStream:
         loop = asyncio.get_running_loop()
+        # A server speaks second. What came in the clear must not be taken for what comes encrypted, and on a connection
+        # that has ended the handshake would be waited for in vain.
+        if self._received or self._transport.is_closing():
+            self._transport.abort()
+            raise httpcore.ConnectError("the runtime does not speak TLS, or has closed the connection")
         try:
             async with asyncio.timeout(timeout):
                 encrypted = await loop.start_tls(self._transport, self, ssl_context, server_hostname=server_hostname)
@@ -98,14 +106,16 @@ class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
         except OSError as error:
             self._transport.abort()
             raise httpcore.ConnectError(str(error)) from error
-        if encrypted is None:
+        # Losing the connection without an error ends the wait for the handshake as if it had succeeded.
+        if encrypted is None or encrypted.is_closing():
+            self._transport.abort()
             raise httpcore.ConnectError("the connection was closed")
         self._transport = encrypted
         return self
 
     def get_extra_info(self, info: str) -> Any:
-        # While no answer is expected, what comes is the end of the connection.
-        return bool(self._received) or self._ended if info == "is_readable" else None
+        # While no answer is expected, what comes is the end of the connection. It may have come before the loop sees it.
+        return self._ended or bool(self._received) or _has_input(self._transport) if info == "is_readable" else None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's is none by inheritance.
@@ -135,6 +145,14 @@ class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
         self._error = self._error or error
         _wake(self._reading)
         _wake(self._writing)
+
+
+def _has_input(transport: asyncio.Transport) -> bool:
+    if transport.is_closing():
+        return True
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket"), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
