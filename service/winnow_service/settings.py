@@ -112,6 +112,8 @@ class Settings(BaseSettings):
     def _name_runtimes(cls, urls: tuple[RuntimeUrl, ...]) -> tuple[RuntimeUrl, ...]:
         if any(url.username or url.password for url in urls):
             raise ValueError("no user or password in an address: use WINNOW_RUNTIME_API_KEY")
+        if any(url.query or url.fragment for url in urls):
+            raise ValueError("nothing behind the path of an address")
         if len({(url.host, url.port) for url in urls}) < len(urls):
             raise ValueError("each runtime once")
         return urls

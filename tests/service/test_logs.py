@@ -231,7 +231,12 @@ async def test_the_service_logs_what_a_generation_was(service: Deployment, confi
         "fake": {"events": [{"choices": []}, {"choices": [], "usage": usage}]},
     }
     await service.client.post("/v1/chat/completions", json=body, headers={"x-request-id": "r-2"})
-    [line] = [line for line in lines(stream) if line.get("request_id") == "r-2"]
+
+    async def logged() -> dict[str, Any] | None:
+        return next((line for line in lines(stream) if line.get("request_id") == "r-2"), None)
+
+    # The client has its answer before the line is written.
+    line = await eventually(logged)
     assert line.pop("ttft_seconds") <= line.pop("duration_seconds")
     del line["time"]
     assert line == {

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from pydantic import AnyUrl
 
-from winnow_service.errors import RuntimeDied
+from winnow_service.errors import RuntimeDied, RuntimeUnavailable
 from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
 from winnow_service.settings import Settings
 
@@ -25,16 +28,20 @@ class Runtime:
 
     Attributes:
         heads: of the requests of each connection.
+        connected: how many connections there are now; ``left`` is set when one has ended.
     """
 
     closes: bool = False
     answer: bytes = _ANSWER
     heads: list[list[bytes]] = field(default_factory=list)
+    connected: int = 0
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads: list[bytes] = []
         self.heads.append(heads)
-        with contextlib.suppress(asyncio.IncompleteReadError):
+        self.connected += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
                 await reader.readexactly(len(_REQUEST.body) if heads[-1].startswith(b"post") else 0)
@@ -42,6 +49,8 @@ class Runtime:
                 await writer.drain()
                 if self.closes:
                     break
+        self.connected -= 1
+        self.left.set()
         writer.close()
 
 
@@ -103,6 +112,21 @@ async def test_an_answer_that_was_not_read_to_its_end_takes_its_connection_with_
     assert [len(heads) for heads in runtime.heads] == [1, 1]
 
 
+async def test_a_request_that_is_cancelled_leaves_nothing_behind(runtime: Runtime, client: RuntimeClient) -> None:
+    for turns in range(50):
+        request = asyncio.create_task(ask(client))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            assert await request == b"{}"
+    async with asyncio.timeout(5):
+        # One is kept for the next request.
+        while runtime.connected > 1:
+            runtime.left.clear()
+            await runtime.left.wait()
+
+
 async def test_cookies_of_one_answer_are_not_sent_with_the_next_request(
     runtime: Runtime, client: RuntimeClient
 ) -> None:
@@ -122,3 +146,35 @@ async def test_an_answer_that_cannot_be_decoded_is_a_failure(runtime: Runtime, c
     runtime.answer = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}"
     with pytest.raises(RuntimeDied):
         await client.get("/server_info", 5)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate for localhost that nobody knows, and its key."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_tls_is_spoken_with_a_runtime_whose_certificate_is_known(
+    runtime: Runtime, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate)
+    server = await asyncio.start_server(runtime.serve, "127.0.0.1", 0, ssl=context)
+    url = AnyUrl(f"https://localhost:{server.sockets[0].getsockname()[1]}")
+    unknowing = RuntimeClient(url, "runtime", Settings(), None)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    knowing = RuntimeClient(url, "runtime", Settings(), None)
+    try:
+        assert [await ask(knowing) for _ in range(2)] == [b"{}"] * 2
+        assert len(runtime.heads) == 1
+        with pytest.raises(RuntimeUnavailable, match="certificate"):
+            await ask(unknowing)
+    finally:
+        await knowing.close()
+        await unknowing.close()
+        server.close()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import struct
-import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import ExitStack, asynccontextmanager
 
 import httpcore
 import pytest
 import uvloop
 
 from tests.ports import free_port
+from winnow_service.runtime import connections
 from winnow_service.runtime.connections import LoopBackend
 
 LONG = b"0123456789abcdef" * 65_536
@@ -28,8 +27,8 @@ def runner(request: pytest.FixtureRequest) -> asyncio.Runner:
 
 
 @asynccontextmanager
-async def connected(serve: Serve, context: ssl.SSLContext | None = None) -> AsyncIterator[httpcore.AsyncNetworkStream]:
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+async def connected(serve: Serve) -> AsyncIterator[httpcore.AsyncNetworkStream]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
     connection = await LoopBackend().connect_tcp("127.0.0.1", server.sockets[0].getsockname()[1], timeout=5)
     try:
         yield connection
@@ -43,6 +42,24 @@ async def read_all(connection: httpcore.AsyncNetworkStream) -> bytes:
     while part := await connection.read(65_536, timeout=5):
         parts.append(part)
     return b"".join(parts)
+
+
+@asynccontextmanager
+async def connected_to_socket() -> AsyncIterator[tuple[httpcore.AsyncNetworkStream, socket.socket]]:
+    """A connection, and its other end, which acts while the loop does not turn."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = await LoopBackend().connect_tcp("127.0.0.1", server.getsockname()[1], timeout=5)
+        other, _ = server.accept()
+    with other:
+        yield connection, other
+    await connection.aclose()
+
+
+def wait_for_input(connection: httpcore.AsyncNetworkStream) -> None:
+    end = time.monotonic() + 5
+    while not connection.get_extra_info("is_readable"):
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,28 +146,53 @@ def test_a_connection_that_is_reset_is_an_error(runner: asyncio.Runner) -> None:
         runner.run(exchange())
 
 
-def test_tls_is_spoken_with_a_runtime_whose_certificate_is_known(runner: asyncio.Runner, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
-        check=True,
-        capture_output=True,
-    )
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server.load_cert_chain(certificate, key)
-    knowing = ssl.create_default_context(cafile=str(certificate))
+def test_the_end_is_known_before_the_loop_has_seen_it(runner: asyncio.Runner) -> None:
+    async def exchange() -> None:
+        async with connected_to_socket() as (connection, other):
+            assert not connection.get_extra_info("is_readable")
+            other.close()
+            wait_for_input(connection)
+
+    with runner:
+        runner.run(exchange())
+
+
+def test_closing_is_not_the_end_of_an_answer(runner: asyncio.Runner) -> None:
+    async def exchange() -> None:
+        async with connected_to_socket() as (connection, _):
+            reading = asyncio.create_task(connection.read(1, timeout=5))
+            await asyncio.sleep(0)
+            await connection.aclose()
+            with pytest.raises(httpcore.ReadError):
+                await reading
+
+    with runner:
+        runner.run(exchange())
+
+
+def test_the_first_address_that_answers_is_taken(runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue of an address is full, so that it neither accepts nor refuses, and a name has another."""
+    monkeypatch.setattr(connections, "_NEXT_ADDRESS_SECONDS", 0.01)
 
     async def exchange() -> None:
-        async with connected(echo, server) as connection:
-            encrypted = await connection.start_tls(knowing, "localhost", timeout=5)
-            await encrypted.write(LONG, timeout=5)
-            assert await read_all(encrypted) == LONG
-            await encrypted.aclose()
-        async with connected(echo, server) as connection:
-            with pytest.raises(httpcore.ConnectError):
-                await connection.start_tls(ssl.create_default_context(), "localhost", timeout=5)
+        with socket.create_server(("127.0.0.1", 0)) as alive, socket.socket() as dead, ExitStack() as waiting:
+            port = alive.getsockname()[1]
+            dead.bind(("127.0.0.9", port))
+            dead.listen(0)
+            for _ in range(3):
+                other = waiting.enter_context(socket.socket())
+                other.setblocking(False)
+                other.connect_ex(("127.0.0.9", port))
+
+            async def look_up(*_: object, **__: object) -> list[object]:
+                kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+                return [(*kind, (host, port)) for host in ("127.0.0.9", "127.0.0.1")]
+
+            monkeypatch.setattr(connections, "_look_up", look_up)
+            connection = await LoopBackend().connect_tcp("runtime", port, timeout=5)
+            accepted, _ = alive.accept()
+            accepted.close()
+            await connection.aclose()
 
     with runner:
         runner.run(exchange())

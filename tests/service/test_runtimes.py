@@ -271,6 +271,7 @@ async def asked(fake: Fake, number: int) -> bool | None:
         ("http://a:1,", "valid URL"),
         ("http://a:1, http://a:1/", "each runtime once"),
         ("http://user:secret@a:1", "WINNOW_RUNTIME_API_KEY"),
+        ("http://a:1/base?x=1", "nothing behind the path"),
         ("ftp://a", "http"),
     ],
 )

@@ -14,7 +14,7 @@ from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
 from winnow_service.headers import RawHeaders
-from winnow_service.runtime.connections import LoopBackend
+from winnow_service.runtime.connections import ConnectionPool, LoopBackend
 from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
 from winnow_service.settings import Settings
 
@@ -118,7 +118,7 @@ class RuntimeAnswer:
                     limit.reschedule(self._patience.until)
 
     async def close(self) -> None:
-        await self._response.aclose()
+        await _close(self._response)
 
 
 class RuntimeClient:
@@ -134,7 +134,7 @@ class RuntimeClient:
         self.name = name
         self._url = httpx.URL(self._address)
         self._path = self._url.raw_path.rstrip(b"/")
-        self._pool = httpcore.AsyncConnectionPool(
+        self._pool = ConnectionPool(
             # Without one, httpcore reads all certificates for each connection: a tenth of a second each time.
             ssl_context=httpcore.default_ssl_context() if self._url.scheme == "https" else None,
             # The service has its own queue, so the pool must not.
@@ -142,7 +142,7 @@ class RuntimeClient:
             # httpcore counts those in use too: with any number, none would be kept while so many streams run.
             max_keepalive_connections=None,
             keepalive_expiry=_KEPT_SECONDS,
-            network_backend=LoopBackend(),
+            network_backend=LoopBackend() if self._url.scheme == "http" else None,
         )
         send = self._pool.handle_async_request
         self._send = send if traced is None else traced(send)
@@ -169,7 +169,7 @@ class RuntimeClient:
             try:
                 return httpx.Response(answer.status, headers=answer.headers, content=await answer.aread())
             finally:
-                await answer.aclose()
+                await _close(answer)
 
     async def close(self) -> None:
         await self._pool.aclose()
@@ -200,6 +200,11 @@ class RuntimeClient:
             content=request.body,
             extensions={"timeout": timeouts},
         )
+
+
+async def _close(response: httpcore.Response) -> None:
+    # httpcore keeps for ever a connection whose closing is cancelled, and its request.
+    await asyncio.shield(response.aclose())
 
 
 def _detail(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Connections to a runtime, for httpcore, made and used by the event loop itself.
+"""Connections to a runtime, for httpcore, made and used by the event loop itself; without TLS.
 
 Those that httpcore has by default wait for a turn of the loop at each write, and ask the kernel to watch and forget the
 socket at each read: a tenth of a millisecond before the first token.
@@ -9,15 +9,43 @@ socket at each read: a tenth of a millisecond before the first token.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import select
-import ssl
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
+import aiohappyeyeballs
 import httpcore
 
+# As long as the standard asks for (RFC 8305, section 5), the next address of a name is not tried.
+_NEXT_ADDRESS_SECONDS: Final = 0.25
 # So much of an answer is held that has not been asked for, about.
 _HELD_BYTES: Final = 65_536
+
+
+class ConnectionPool(httpcore.AsyncConnectionPool):
+    """httpcore's, without its leak: it keeps for ever what was connected for a request that is cancelled just then."""
+
+    def create_connection(self, origin: httpcore.Origin) -> httpcore.AsyncConnectionInterface:
+        return _PooledConnection(
+            origin, self._ssl_context, self._keepalive_expiry, network_backend=self._network_backend
+        )
+
+
+class _PooledConnection(httpcore.AsyncHTTPConnection):
+    _used = False
+
+    async def handle_async_request(self, request: httpcore.Request) -> httpcore.Response:
+        try:
+            return await super().handle_async_request(request)
+        except BaseException:
+            # No other request waits for it before the first has ended.
+            if not self._used:
+                await self.aclose()
+            raise
+        finally:
+            self._used = True
 
 
 class LoopBackend(httpcore.AsyncNetworkBackend):
@@ -31,15 +59,13 @@ class LoopBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
-                _, connection = await loop.create_connection(Connection, host, port)
+                return await _connect(host, port)
         except TimeoutError as error:
             raise httpcore.ConnectTimeout(str(error)) from error
         except OSError as error:
             raise httpcore.ConnectError(str(error)) from error
-        return connection
 
 
 class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
@@ -88,33 +114,8 @@ class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
         self._end(ConnectionAbortedError("the connection is closed"))
         self._transport.abort()
 
-    async def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.AsyncNetworkStream:
-        loop = asyncio.get_running_loop()
-        # A server speaks second. What came in the clear must not be taken for what comes encrypted, and on a connection
-        # that has ended the handshake would be waited for in vain.
-        if self._received or self._transport.is_closing():
-            self._transport.abort()
-            raise httpcore.ConnectError("the runtime does not speak TLS, or has closed the connection")
-        try:
-            async with asyncio.timeout(timeout):
-                encrypted = await loop.start_tls(self._transport, self, ssl_context, server_hostname=server_hostname)
-        except TimeoutError as error:
-            self._transport.abort()
-            raise httpcore.ConnectTimeout(str(error)) from error
-        except OSError as error:
-            self._transport.abort()
-            raise httpcore.ConnectError(str(error)) from error
-        # Losing the connection without an error ends the wait for the handshake as if it had succeeded.
-        if encrypted is None or encrypted.is_closing():
-            self._transport.abort()
-            raise httpcore.ConnectError("the connection was closed")
-        self._transport = encrypted
-        return self
-
     def get_extra_info(self, info: str) -> Any:
-        # While no answer is expected, what comes is the end of the connection. It may have come before the loop sees it.
+        # While no answer is expected, what comes is the end of the connection. The loop may not have seen it yet.
         return self._ended or bool(self._received) or _has_input(self._transport) if info == "is_readable" else None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -145,6 +146,24 @@ class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
         self._error = self._error or error
         _wake(self._reading)
         _wake(self._writing)
+
+
+async def _connect(host: str, port: int) -> Connection:
+    loop = asyncio.get_running_loop()
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        addresses = await _look_up(host, port)
+        # The loop's own way waits for a name's first address until there is no time left.
+        found = await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS)
+        _, connection = await loop.create_connection(Connection, sock=found)
+    else:
+        _, connection = await loop.create_connection(Connection, host, port)
+    return connection
+
+
+async def _look_up(host: str, port: int) -> Sequence[aiohappyeyeballs.AddrInfoType]:
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
 def _has_input(transport: asyncio.Transport) -> bool:
