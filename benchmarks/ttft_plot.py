@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.gpu_plots import FOLDER
 from benchmarks.gpu_rows import Record, headers_of
+from benchmarks.markdown_tables import in_thousands
 from benchmarks.ttft_growth import FEWEST, Growth, growths_of
 
 _MARKERS: Final = "osD^vP*X"
@@ -71,7 +72,7 @@ def _figure(growths: Sequence[Growth], title: str) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({tokens for growth in growths for tokens in growth.seconds})
-    axes.set_xticks(ticks, [f"{tokens // 1024}K" for tokens in ticks], fontsize=8)
+    axes.set_xticks(ticks, [in_thousands(tokens) for tokens in ticks], fontsize=8)
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("seconds")
     axes.set_title(title, fontsize=10)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 WHOLE: Final = -1
 """In place of a budget: the block attends to everything before it."""
-_MULTIPLE: Final = 16
+ALIGNMENT: Final = 16
+"""Lengths of rows in memory are multiples of it: vectors are loaded whole, and for others kernels are compiled anew."""
 
 
 def aligned(length: int) -> int:
-    """Return the length of a table's rows that has room for ``length``; for others kernels are compiled anew."""
-    return -(-length // _MULTIPLE) * _MULTIPLE
+    """Return the length of a row that has room for ``length`` numbers."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

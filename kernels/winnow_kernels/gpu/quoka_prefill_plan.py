@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.gpu import quoka_prefill_top as top
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.quoka_prefill_rows import ALIGNMENT
+from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks, aligned
 from winnow_kernels.gpu.quoka_prefill_tables import GROUP_COLUMNS, REQUEST_COLUMNS, SPARSE_COLUMNS
 
 LEAST_SPEAKERS: Final = 8
@@ -93,8 +92,8 @@ class Plan:
         requests = []
         norms = 0
         for row, tokens in scored.items():
-            requests.append((row, tokens, norms, _aligned(tokens)))
-            norms += kv_heads * _aligned(tokens)
+            requests.append((row, tokens, norms, aligned(tokens)))
+            norms += kv_heads * aligned(tokens)
         norms_of = {row: (offset, stride) for row, _, offset, stride in requests}
         runs = []
         for speakers, of_run in groupby(own, key=lambda each: padded(each[1].speakers)):
@@ -110,11 +109,7 @@ def padded(speakers: int) -> int:
 
 def scores_stride(tokens: int) -> int:
     """Return how many numbers the scores of ``tokens`` tokens take, with what is listed of them behind them."""
-    return _aligned(tokens) + (top.LISTED if tokens > top.LISTED else 0)
-
-
-def _aligned(tokens: int) -> int:
-    return triton.cdiv(tokens, ALIGNMENT.value) * ALIGNMENT.value
+    return aligned(tokens) + (top.LISTED if tokens > top.LISTED else 0)
 
 
 def _batches(blocks: list[tuple[int, Block]], kv_heads: int, most_scores: int) -> Iterator[list[tuple[int, Block]]]:

@@ -7,10 +7,11 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from winnow_kernels.gpu import prefill_blocks
 from winnow_kernels.gpu.quoka_prefill_tables import BLOCK_COLUMNS, NUMBER, SCORES, SCORES_STRIDE, SPARSE_COLUMNS
 from winnow_kernels.gpu.threshold import HIGHEST
 
-ALIGNMENT: Final = tl.constexpr(16)
+ALIGNMENT: Final = tl.constexpr(prefill_blocks.ALIGNMENT)
 """Rows begin at multiples of so many numbers, and are filled up to there with -inf: so they are read four at a time."""
 LEAST_SCORE: Final = tl.constexpr(-3e38)
 """No score is less, and none is nan: whatever queries and keys are, numbers can be compared and as many selected."""

@@ -83,11 +83,7 @@ class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         if not self._received and not self._ended:
             self._reading = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._reading
-            except TimeoutError as error:
-                raise httpcore.ReadTimeout from error
+            await _wait_for(self._reading, timeout, httpcore.ReadTimeout)
         if not self._received and self._error is not None:
             raise httpcore.ReadError(str(self._error)) from self._error
         data = bytes(self._received[:max_bytes])
@@ -101,11 +97,7 @@ class Connection(asyncio.Protocol, httpcore.AsyncNetworkStream):
             self._transport.write(buffer)
         if not self._writable and not self._ended:
             self._writing = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._writing
-            except TimeoutError as error:
-                raise httpcore.WriteTimeout from error
+            await _wait_for(self._writing, timeout, httpcore.WriteTimeout)
         if self._ended:
             raise httpcore.WriteError(str(self._error or "the connection is closed")) from self._error
 
@@ -172,6 +164,16 @@ def _has_input(transport: asyncio.Transport) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket"), select.POLLIN)
     return bool(poll.poll(0))
+
+
+async def _wait_for(
+    waiter: asyncio.Future[None], timeout: float | None, too_late: type[httpcore.TimeoutException]
+) -> None:
+    try:
+        async with asyncio.timeout(timeout):
+            await waiter
+    except TimeoutError as error:
+        raise too_late from error
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
