@@ -17,10 +17,10 @@ request of its batch.
 the same kind of device where a run has none, and says so. A floor is the time in which weights and the bytes read of KV
 cache and index would be read with the bandwidth that dense decode reaches.
 
-The backend ``noop`` is the first other one in the list with attention that does nothing, and prefill without CUDA
-graphs, like Winnow's. Its speed-up is the bound of what any attention can reach; ``part_of_bound`` is a speed-up in
-relation to it. Peaks of memory are of a batch, and comparable if all servers get the same ``--max-total-tokens``; what
-is told as beyond dense leaves the KV cache itself out. Time to first token:
+The backend ``noop`` is the first other one in the list with attention that does nothing. Its speed-up is the bound of
+what any attention can reach; ``part_of_bound`` is a speed-up in relation to it. Peaks of memory are of a batch, and
+comparable if all servers get the same ``--max-total-tokens``; what is told as beyond dense leaves the KV cache itself
+out. Time to first token:
 
     python -m benchmarks.gpu_serve run --model Qwen3-4B --context 51200,131072 --batch 1 --output-tokens 16 \
         --policy 'quoka prefill={"prefill": {"policy": "quoka", "budget": 1024}}' --backends fa3,noop,winnow \
@@ -304,18 +304,16 @@ def arguments_of(plan: Plan, backend: str, backends: Sequence[str]) -> list[str]
     Raises:
         typer.BadParameter: there is no backend whose place ``noop`` could take.
     """
-    name, more = backend, []
+    name = backend
     if backend == NOOP_BACKEND:
         name = next((other for other in backends if other not in _NOT_DENSE), "")
         if not name:
             raise typer.BadParameter("noop needs a backend of SGLang's beside it", param_hint="--backends")
-        more = ["--cuda-graph-backend-prefill", "disabled"]
     batch = plan.largest_batch
     # SGLang counts a prompt that is prefilled in chunks twice: with no room to spare the last one would wait.
     running = batch + ROOM_FOR_CHUNKED
     return [
         *("--attention-backend", name),
-        *more,
         *("--load-format", "dummy", "--skip-tokenizer-init", "--incremental-streaming-output"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--context-length", str(plan.longest + _SPARE_TOKENS)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -26,6 +28,8 @@ PAGE_SIZE: Final = 16
 """On CUDA, unless the command line asks for larger pages."""
 MOST_RUNNING: Final = 256
 """Requests that run at once on CUDA, unless the command line says otherwise: buffers are made for as many."""
+
+logger = logging.getLogger(__name__)
 
 
 def register_backend() -> None:
@@ -60,14 +64,22 @@ def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
     if arguments.attention_backend != NAME:
         return
     graphs = arguments.cuda_graph_config
-    graphs.prefill.backend = Backend.DISABLED
     if not torch.cuda.is_available():
         # As SGLang does for its own backends in torch.
-        graphs.decode.backend = Backend.DISABLED
+        graphs.prefill.backend = graphs.decode.backend = Backend.DISABLED
         return
+    if graphs.prefill.backend not in (Backend.BREAKABLE, Backend.DISABLED):
+        # Others capture attention, too, which for a policy depends on the prompt.
+        logger.warning("Winnow prefills without CUDA graphs: it has none of the kind %r.", graphs.prefill.backend)
+        graphs.prefill.backend = Backend.DISABLED
     arguments.max_running_requests = arguments.max_running_requests or MOST_RUNNING
     if arguments.page_size in (None, 1):
         arguments.page_size = PAGE_SIZE
+
+
+def _sized_before_capture(planned: Callable[[ServerArgs], bool], arguments: ServerArgs) -> bool:
+    # Indexes are as large as the KV cache, and graphs are captured with both: no pool may change its size later.
+    return arguments.attention_backend != NAME and planned(arguments)
 
 
 def _without_triton(supports: Any, backend: str) -> bool:
@@ -79,6 +91,7 @@ HOOKS: Final = (
     Hook(
         "sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", _fill_in_arguments, HookType.AFTER
     ),
+    Hook("sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned", _sized_before_capture, HookType.AROUND),
     Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _note_requests, HookType.AFTER),
     *(
         Hook(f"sglang.srt.{module}.support_triton", _without_triton, HookType.AROUND)

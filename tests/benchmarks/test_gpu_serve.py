@@ -236,6 +236,7 @@ def test_attention_that_does_nothing_takes_the_place_of_the_first_dense_backend(
     plan = Plan("tiny", [Cell(64, 2)], [], 16, 1, fresh=False, seed=0)
     arguments = arguments_of(plan, "noop", ["winnow", "noop", "fa3", "flashinfer"])
     assert arguments[arguments.index("--attention-backend") + 1] == "fa3"
+    assert arguments == arguments_of(plan, "fa3", ["winnow", "noop", "fa3", "flashinfer"])
     chunk = arguments.index("--chunked-prefill-size")
     assert arguments[chunk : chunk + 2] == ["--chunked-prefill-size", "8192"]
     with pytest.raises(typer.BadParameter, match="noop needs a backend"):

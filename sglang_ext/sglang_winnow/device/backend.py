@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.device.construction import build_decode, dense_backend, enabled_families, profiled_layers
-from sglang_winnow.device.prefill import DevicePrefill
+from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
 from sglang_winnow.indexes import Indexes
@@ -68,6 +68,8 @@ class WinnowDeviceBackend(AttentionBackend):
         self._workspace = QuokaPrefillWorkspace.empty(
             self._caches[0].kv_heads, runner.model_config.context_len, self.device
         )
+        if self.device.type == "cuda":
+            compile_defaults(self._caches[0], self._query_heads, runner.page_size, self._workspace)
 
     def __getattr__(self, name: str) -> Any:
         """Return what SGLang asks of its own backends alone."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.prefill_plan import Chunk, PrefillPlan
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu.prefill_blocks import Block, PrefillBlocks, aligned
@@ -17,6 +18,8 @@ from winnow_kernels.gpu.prefill_blocks_cut import blocks_of
 from winnow_kernels.gpu.prefill_blocks_reads import reads_of
 from winnow_kernels.gpu.quoka_prefill_attention import attend_blocks
 from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
+from winnow_kernels.gpu.quoka_prefill_speakers import QUERIES_AT_ONCE
+from winnow_kernels.quoka import QuokaPrefillParameters
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -99,6 +102,29 @@ class DevicePrefill:
             if chunk.quoka is not None and chunk.counted:
                 blocks = self._blocks_of[chunk.number] if _is_sparse(chunk) else _blocks_of(chunk, 0)
                 self.plan.count(chunk, reads_of(blocks, self._caches[0]), len(self._caches))
+
+
+def compile_defaults(cache: LayerCache, query_heads: int, page_size: int, workspace: QuokaPrefillWorkspace) -> None:
+    """Compile what passes of QUOKA with the default block and queries launch; others compile when they first come.
+
+    Args:
+        cache: any layer's KV cache.
+        query_heads: of a layer.
+        page_size: slots in a page.
+        workspace: of the passes.
+    """
+    parameters = QuokaPrefillParameters(budget=1)
+    block, device = parameters.block, cache.keys.device
+    pages = torch.zeros(1, aligned(2 * block // page_size), dtype=torch.int32, device=device)
+    queries = torch.empty(block, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=device)
+    with compiling_ahead():
+        # What ranks queries is compiled for powers of two.
+        tokens = QUERIES_AT_ONCE
+        while tokens <= block:
+            blocks = PrefillBlocks.of(blocks_of(0, 0, block, block + tokens, parameters), pages, page_size)
+            selection = select_blocks(queries, cache, QuokaPrefillPass.of(blocks, cache, workspace))
+            attend_blocks(queries, cache, blocks, selection, 1.0, torch.empty_like(queries))
+            tokens *= 2
 
 
 def _is_sparse(chunk: Chunk) -> bool:

@@ -1,0 +1,69 @@
+"""What the attention backend ``winnow`` changes of a server's arguments."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
+
+from sglang_winnow import attention_registration
+from sglang_winnow.attention_registration import HOOKS, MOST_RUNNING, NAME, PAGE_SIZE
+
+HOOKED = {hook.target.rpartition(".")[2]: hook.function for hook in HOOKS}
+
+
+def server_arguments(backend: str = NAME, prefill: str = Backend.BREAKABLE) -> Any:
+    """Return the arguments that matter, of a server whose prefill has graphs of one kind."""
+    graphs = CudaGraphConfig()
+    graphs.prefill.backend = prefill
+    return SimpleNamespace(
+        attention_backend=backend, cuda_graph_config=graphs, max_running_requests=None, page_size=None
+    )
+
+
+def fill_in(arguments: Any) -> Any:
+    HOOKED["_handle_attention_backend_compatibility"](None, arguments)
+    return arguments
+
+
+@pytest.fixture(params=[True, False])
+def on_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    return bool(request.param)
+
+
+def test_cuda_has_pages_and_graphs(on_cuda: bool) -> None:
+    arguments = fill_in(server_arguments())
+    graphs = arguments.cuda_graph_config
+    if on_cuda:
+        assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.BREAKABLE, Backend.FULL)
+        assert (arguments.max_running_requests, arguments.page_size) == (MOST_RUNNING, PAGE_SIZE)
+    else:
+        assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.DISABLED, Backend.DISABLED)
+        assert (arguments.max_running_requests, arguments.page_size) == (None, None)
+
+
+@pytest.mark.parametrize("on_cuda", [True], indirect=True)
+@pytest.mark.parametrize("prefill", [Backend.FULL, Backend.TC_PIECEWISE, Backend.DISABLED])
+def test_attention_is_never_captured_in_prefill(prefill: str, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_cuda
+    warned: list[object] = []
+    monkeypatch.setattr(attention_registration.logger, "warning", lambda _, kind: warned.append(kind))
+    graphs = fill_in(server_arguments(prefill=prefill)).cuda_graph_config
+    assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.DISABLED, Backend.FULL)
+    assert warned == ([] if prefill == Backend.DISABLED else [prefill])
+
+
+def test_other_backends_are_left_alone() -> None:
+    arguments = fill_in(server_arguments("fa3", Backend.FULL))
+    assert vars(arguments) == vars(server_arguments("fa3", Backend.FULL))
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_kv_cache_is_as_large_at_capture_as_later(planned: bool) -> None:
+    sized_later = HOOKED["post_capture_kv_sizing_planned"]
+    assert not sized_later(lambda _: planned, server_arguments())
+    assert sized_later(lambda _: planned, server_arguments("fa3")) == planned
