@@ -160,19 +160,25 @@ def growth_table(path: Path) -> str:
 def ranks_table(path: Path) -> str:
     """Return how two GPUs answer beside one."""
     record = Record.read(path)
-    rows = [
-        (
-            row.model,
-            row.policy,
-            str(row.parameters["gpus"]),
-            f"{row.measured:.2f}",
-            f"{min(row.parameters['equal_tokens'])} of {row.parameters['output_tokens']}",
-            "yes" if row.parameters["numbers_equal"] else "no",
+    runs = headers_of(record)
+    rows = []
+    for row in record.rows:
+        told = row.parameters
+        dtype = runs[told.get("run", 0)].get("dtype")
+        rows.append(
+            (
+                f"{row.model}, {dtype}" if dtype else row.model,
+                _case_of(row),
+                row.policy,
+                str(told["gpus"]),
+                f"{row.measured:.2f}",
+                f"{min(told['equal_tokens'])} of {told['output_tokens']}",
+                "yes" if told["numbers_equal"] else "no",
+                f"{told['largest_difference_of_ratios']:.4f}",
+            )
         )
-        for row in record.rows
-    ]
-    headings = ("model", "policy", "GPUs", "ms a token", "equal tokens, fewest", "counts equal")
-    return markdown_table(headings, rows) + _devices(record)
+    headings = ("model", "context", "policy", "GPUs", "ms a token", "equal tokens, fewest", "counts equal")
+    return markdown_table((*headings, "ratios differ by"), rows) + _devices(record)
 
 
 def dram_table(path: Path) -> str:

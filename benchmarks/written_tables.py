@@ -89,6 +89,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tasks-prefill": ("accuracy-prefill.json", tasks_table),
     "accuracy-blocks": ("accuracy-blocks.json", accuracy_table),
     "tasks-blocks": ("accuracy-blocks.json", tasks_table),
+    "accuracy-blocks-2048": ("accuracy-blocks-2048.json", accuracy_table),
     "accuracy-termination": ("accuracy-termination.json", accuracy_table),
     "termination-thresholds": ("accuracy-termination-cpu.json", cells_table),
     "divergence": ("divergence.json", divergence_table),

@@ -87,11 +87,16 @@ class PrefillPlan:
             if quoka is not None and with_norms:
                 built = indexes.key_norms.ensure(indexes.generations.complete_pages(context, i, start))
                 statistics.add(table_rows[i : i + 1], Field.INDEX_BUILT_TOKENS, built * indexes.page_size)
+        self._observed: list[tuple[Chunk, RequestState]] = []
         for chunk in self.chunks:
-            if chunk.state is not None:
+            if (state := chunk.state) is not None:
                 statistics.add(chunk.table_row, Field.PREFILL_TOKENS, len(chunk.counted))
-                chunk.state.last_prefill = chunk.end
-                chunk.state.prefilled = max(chunk.state.prefilled, chunk.counted.stop)
+                state.last_prefill = chunk.end
+                state.prefilled = max(state.prefilled, chunk.counted.stop)
+                if state.kept is None and self._sparse_from(state) <= ALWAYS:
+                    state.kept = kept_by(state, len(indexes.caches))
+                if state.kept is not None:
+                    self._observed.append((chunk, state))
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         """Return the attention output of a layer: [tokens, query heads, head dim], as ``queries``.
@@ -128,9 +133,8 @@ class PrefillPlan:
         The layer's keys and values must be in the cache.
         """
         self._dense_layers += 1
-        for chunk in self.chunks:
-            if chunk.state is not None:
-                self._observe(chunk, chunk.state, layer, queries[chunk.rows], scale)
+        for chunk, state in self._observed:
+            self._observe(chunk, state, layer, queries[chunk.rows], scale)
 
     def finish(self) -> None:
         """Count what dense requests have read; call after the last layer."""
@@ -153,18 +157,18 @@ class PrefillPlan:
 
     def _observe(self, chunk: Chunk, state: RequestState, layer: int, queries: Tensor, scale: float) -> None:
         """Keep the queries that vote, until they have voted."""
-        caches = self._indexes.caches
-        sparse_from = dense_until(state, self._indexes.page_size) + 1
-        if state.kept is None and sparse_from <= ALWAYS:
-            state.kept = kept_by(state, len(caches))
         if state.kept is None or layer in state.kept.kept:
             return
         state.kept.observation.record(layer, queries, chunk.start)
         # Requests that wait for their first step would otherwise hold the queries of all layers.
-        if chunk.end >= state.prompt_length and state.prompt_length + 1 >= sparse_from:
+        if chunk.end >= state.prompt_length and state.prompt_length + 1 >= self._sparse_from(state):
             read = Meter(1, queries.device)
-            state.kept.vote(layer, caches[layer], chunk.slots[: state.prompt_length], scale, read)
+            state.kept.vote(layer, self._indexes.caches[layer], chunk.slots[: state.prompt_length], scale, read)
             self._statistics.add(chunk.table_row, Field.DECODE_READ_BYTES, read.read_bytes)
+
+    def _sparse_from(self, state: RequestState) -> int:
+        """Return from which length on the request's steps are sparse."""
+        return dense_until(state, self._indexes.page_size) + 1
 
 
 def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:

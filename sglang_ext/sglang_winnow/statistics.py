@@ -72,8 +72,8 @@ class Statistics:
         """Add ``amounts``, one for each of ``slots``, int64 [requests], distinct."""
         self.rows[slots, field] += amounts
 
-    def set(self, slots: Tensor, field: Field, values: Tensor | float) -> None:
-        """Set a column of ``slots``, int64 [requests]."""
+    def set(self, slots: Tensor | int, field: Field, values: Tensor | float) -> None:
+        """Set a column of ``slots``, int64 [requests], or of a single slot."""
         self.rows[slots, field] = values if isinstance(values, float) else values.to(self.rows.dtype)
 
     def add_decode(self, slots: Tensor, meter: Meter) -> None:
