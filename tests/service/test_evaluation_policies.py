@@ -19,7 +19,7 @@ from winnow_service.cli import evaluate
 from winnow_service.evaluation.client import OpenAIClient, RequestError
 from winnow_service.evaluation.generation import SampleGenerator
 from winnow_service.evaluation.options import OptionError
-from winnow_service.evaluation.policies import NO_POLICY, AskedPolicy, parse_policies, readable_label
+from winnow_service.evaluation.policies import NO_POLICY, AskedPolicy, not_followed, parse_policies, readable_label
 from winnow_service.evaluation.report import CellRow, Report, SampleRecord
 from winnow_service.evaluation.runner import CellResult, Plan, run_plan
 from winnow_service.evaluation.scoring import PAIRED_INTERVAL
@@ -237,6 +237,42 @@ async def test_a_refused_policy_ends_the_run_before_its_first_cell() -> None:
     with pytest.raises(RequestError, match="policy unknown: HTTP 422: attention: no policy is called unknown"):
         await compare(server, "exact", "unknown")
     assert server.streamed == []
+
+
+async def test_a_policy_that_the_server_does_not_follow_ends_the_run() -> None:
+    """As the runtime itself, asked without the service: it ignores ``attention``, and tells what it did."""
+
+    async def runtime(request: httpx.Request) -> httpx.Response:
+        told = {"decode": {"policy": "dense"}, "prefill": {"policy": "dense"}}
+        found = request.url.path.endswith("completions")
+        return httpx.Response(200 if found else 404, json={"usage": {"prompt_tokens": 3}, "attention": told})
+
+    policies = (AskedPolicy("dense", {}), AskedPolicy("t", TACTIC))
+    plan = Plan(("tiny_one",), (256,), samples=1, seed=3, concurrency=1, policies=policies)
+    with SampleGenerator(tiny_tasks, workers=1) as generator:
+        async with OpenAIClient("http://x", model="m", transport=httpx.MockTransport(runtime)) as client:
+            with pytest.raises(RequestError, match=r"policy t: decode was .* 'tactic', and done with 'dense'.*service"):
+                [cell async for cell in run_plan(plan, client, generator, Quiet())]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "other"),
+    [
+        ({}, {"decode": {"policy": "dense"}, "prefill": {"policy": "dense"}}, None),
+        (TACTIC, {"decode": {"policy": "tactic"}, "prefill": {"policy": "dense"}}, None),
+        (TACTIC, {"decode": {"steps": 3}}, None),
+        ("thrifty", {"decode": {"policy": "dense"}}, None),
+        ({"decode": None, "prefill": {"policy": "quoka"}}, {"decode": {"policy": "dense"}}, None),
+        (
+            {"prefill": {"policy": "quoka"}},
+            {"decode": {"policy": "dense"}, "prefill": {"policy": "dense"}},
+            "prefill was asked for with 'quoka', and done with 'dense'",
+        ),
+        ({}, {"decode": {"policy": "delta"}}, "decode was asked for with 'dense', and done with 'delta'"),
+    ],
+)
+def test_what_a_server_did_is_compared_with_what_was_asked(asked: Any, told: Any, other: str | None) -> None:
+    assert not_followed(asked, told) == other
 
 
 async def test_a_cell_that_does_not_fit_has_a_row_for_each_policy() -> None:

@@ -251,12 +251,23 @@ class OpenAIClient:
         Raises:
             RequestError: it was refused or failed, or the server does not tell the usage.
         """
-        prepared = await self.prepared(prompt)
-        answer = await self._json("POST", self._path, self._body(prepared, max_tokens=1))
+        answer = await self._one_token(prompt)
         tokens = _count(answer.get("usage") or {}, "prompt_tokens")
         if tokens is None:
             raise RequestError("the server's answers have no usage.prompt_tokens: lengths cannot be measured")
         return tokens
+
+    async def told_attention(self, prompt: str) -> Mapping[str, Any] | None:
+        """What the server tells of the attention of a request with this prompt; None if it tells nothing.
+
+        Raises:
+            RequestError: it was refused or failed.
+        """
+        answer = await self._one_token(prompt)
+        return _attention(answer) or _attention((answer.get("choices") or [{}])[0])
+
+    async def _one_token(self, prompt: str) -> dict[str, Any]:
+        return await self._json("POST", self._path, self._body(await self.prepared(prompt), max_tokens=1))
 
     async def prepared(self, prompt: str) -> Prompt:
         """What ``ask`` sends for a prompt: do this once for a prompt that is asked several times.

@@ -55,6 +55,20 @@ def parse_policies(texts: Sequence[str], file: Path | None = None) -> tuple[Aske
     return tuple(asked) or (NO_POLICY,)
 
 
+def not_followed(asked: Attention, told: Mapping[str, Any]) -> str | None:
+    """Return what a server did that was not asked of it, by the ``attention`` object of its answer; None if nothing.
+
+    Of a policy that is asked for by its name only the server knows what it is.
+    """
+    if isinstance(asked, str):
+        return None
+    for phase in ("decode", "prefill"):
+        wanted, got = _policy_of(asked, phase, "dense"), _policy_of(told, phase)
+        if None not in (wanted, got) and wanted != got:
+            return f"{phase} was asked for with {wanted!r}, and done with {got!r}"
+    return None
+
+
 def readable_label(attention: Attention) -> str:
     """A label for a policy that was given none, such as ``tactic p=0.9``; a policy's name is its label.
 
@@ -78,6 +92,12 @@ def readable_label(attention: Attention) -> str:
         settings = [f"{field}={_compact(value)}" for field, value in fields.items() if field != "policy"]
         parts.append(" ".join([name, *settings]))
     return " + ".join(parts) or "dense"
+
+
+def _policy_of(attention: Mapping[str, Any], phase: str, default: str | None = None) -> str | None:
+    fields = attention.get(phase)
+    name = fields.get("policy", default) if isinstance(fields, Mapping) else default
+    return name if isinstance(name, str) else None
 
 
 def _labelled(text: str) -> AskedPolicy:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from winnow_service.evaluation.client import Answer, OpenAIClient, Prompt, RequestError
 from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey
-from winnow_service.evaluation.policies import NO_POLICY, AskedPolicy
+from winnow_service.evaluation.policies import NO_POLICY, AskedPolicy, not_followed
 from winnow_service.evaluation.report import CellRow, SampleRecord, measured_row, unfitting_row
 from winnow_service.evaluation.scoring import found_fraction
 from winnow_service.evaluation.sizing import CellSizes, TaskSizer, TokenCounter, smaller_size, token_counter
@@ -100,14 +100,20 @@ async def _check_policies(policies: Iterable[AskedPolicy], client: OpenAIClient)
     """Ask each policy a short prompt: what the server refuses is better known before the first cell than in the last.
 
     Raises:
-        RequestError: a policy's request failed.
+        RequestError: a policy's request failed, or the server tells that it did something else.
     """
     for policy in policies:
-        if policy.attention is not None:
-            try:
-                await client.with_attention(policy.attention).prompt_tokens(_PROBE)
-            except RequestError as error:
-                raise RequestError(f"policy {policy.label}: {error}", error.status) from error
+        if policy.attention is None:
+            continue
+        try:
+            told = await client.with_attention(policy.attention).told_attention(_PROBE)
+        except RequestError as error:
+            raise RequestError(f"policy {policy.label}: {error}", error.status) from error
+        if told is not None and (other := not_followed(policy.attention, told)) is not None:
+            raise RequestError(
+                f"policy {policy.label}: {other}. SGLang does not read a request's 'attention': "
+                "is --url that of the service in front of it?"
+            )
 
 
 @dataclass(frozen=True)
