@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.gpu_dense import FlashInferDecode
 from benchmarks.gpu_rows import Record, Row, header
-from benchmarks.gpu_timing import Timing, calls_beyond_cache, time_calls
+from benchmarks.gpu_timing import Timing, calls_beyond_cache, gpu, time_calls
 from benchmarks.machine import numbers
 from winnow_kernels.attend import attend as reference_attend
 from winnow_kernels.cache import LayerCache
@@ -160,7 +160,7 @@ def main(
         if layers == 0:
             console.print(f"left out: {case} does not fit")
             continue
-        inputs = Inputs(case, layers, torch.device("cuda"))
+        inputs = Inputs(case, layers, gpu())
         shares_of_case = [*map(float, numbers(shares)), *(100 * n / case.context for n in numbers(tokens))]
         measured = list(measurements(shares_of_case, policies.split(","), terminations.split(",")))
         errors |= check(inputs, chosen, measured)

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from benchmarks.gpu_attend import DTYPE, HEAD_DIM, MODEL, Case, Contestant, Inputs, parse_cases
 from benchmarks.gpu_rows import REPOSITORY, RESULTS, Record, Row, header_from_outside
+from benchmarks.gpu_timing import gpu
 from winnow_kernels.gpu.attend import Launch
 from winnow_kernels.gpu.batch import Count
 
@@ -77,7 +78,7 @@ def read(
 ) -> None:
     """Attend once to random selections, the only launch that a profiler is told of."""
     torch.manual_seed(0)
-    inputs = Inputs(Case(context, batch), 1, torch.device("cuda"))
+    inputs = Inputs(Case(context, batch), 1, gpu())
     attend = Contestant(inputs, Launch.of(HEAD_DIM, DTYPE.itemsize)).call(0, inputs.select(unit, share), None)
     # Compiles.
     attend()

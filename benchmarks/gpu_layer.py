@@ -42,7 +42,7 @@ from torch import Tensor
 from benchmarks.gpu_dense import DenseDecode, dense_decodes
 from benchmarks.gpu_requests import Contexts, Heads, Requests, measured_length, reference
 from benchmarks.gpu_rows import RESULTS, Record, Row, header, merged
-from benchmarks.gpu_timing import Timing, calls_beyond_cache, time_calls
+from benchmarks.gpu_timing import Timing, calls_beyond_cache, gpu, time_calls
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
 from sglang_winnow import crossover
@@ -130,12 +130,12 @@ def run(
     memory: Annotated[float, typer.Option(help="Share of free device memory for keys and values.")] = 0.6,
 ) -> None:
     """Check, measure, print a table, write JSON after each case. Exit with 1 if a policy differs from its reference."""
+    device = gpu()
     # Policies act at every length.
     os.environ[crossover.ENVIRONMENT] = "0"
     shape = shape_named(model)
     refreshing = numbers(delta_layers) or list(shape.delta_layers)
     contestants = _chosen(contestants_of(numbers(unions), refreshing), policies)
-    device = torch.device("cuda")
     torch.manual_seed(0)
     console = Console(width=150)
     errors = check(heads_of(shape), contestants, measured_length(CHECKED_CONTEXT), device, DTYPE)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from benchmarks.gpu_dense_prefill import BACKENDS, Chunk, DenseInputs, available
 from benchmarks.gpu_rows import RESULTS, Record, Row, header, merged
-from benchmarks.gpu_timing import Timing, summary
+from benchmarks.gpu_timing import Timing, gpu, summary
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
 from winnow_kernels.attend import attend as reference_attend
@@ -207,7 +207,7 @@ def run(
     replays: Annotated[int, typer.Option(min=2, help="Times that each prompt is prefilled.")] = 10,
 ) -> None:
     """Check, measure, print a table, write JSON after each context. Exit with 1 if something differs from torch."""
-    device = torch.device("cuda")
+    device = gpu()
     console = Console(width=150)
     contestants = contestants_of(numbers(budgets), numbers(percents), block, numbers(speakers))
     shape = shape_named(model)
@@ -252,7 +252,7 @@ def launches(
 ) -> None:
     """Time the last chunk's attention with several ways to launch it, to a selection and to whole contexts."""
     shape = shape_named(model)
-    prompt = Prompt(shape, context, chunk, torch.device("cuda"), DTYPE)
+    prompt = Prompt(shape, context, chunk, gpu(), DTYPE)
     last = len(prompt.inputs.chunks) - 1
     console = Console(width=150)
     for contestant in contestants_of([budget], [], 128, [32]):

@@ -99,7 +99,7 @@ def serve_table(path: Path) -> str:
 
 
 def served_table(path: Path) -> str:
-    """Return how many times as fast as dense each policy's tokens come over HTTP."""
+    """Return how many times as fast as dense tokens follow each other with each policy over HTTP."""
     record = Record.read(path)
     speedups: dict[str, dict[str, str]] = {}
     for row in record.rows:
@@ -109,7 +109,7 @@ def served_table(path: Path) -> str:
             speedups.setdefault(row.policy, {})[_case_of(row)] = told
     cases = list(dict.fromkeys(case for of_policy in speedups.values() for case in of_policy))
     rows = [(policy, *(of_policy.get(case, "") for case in cases)) for policy, of_policy in speedups.items()]
-    return markdown_table(("tokens a second, times dense", *cases), rows) + _devices(record)
+    return markdown_table(("time per token, times as fast as dense", *cases), rows) + _devices(record)
 
 
 def ttft_table(path: Path) -> str:

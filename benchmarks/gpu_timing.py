@@ -29,6 +29,17 @@ class Timing:
     spread: float
 
 
+def gpu() -> torch.device:
+    """Return the GPU.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a GPU: torch finds none.")
+    return torch.device("cuda")
+
+
 def calls_beyond_cache(bytes_per_call: int, cache_bytes: int) -> int:
     """Return how many calls, each reading other bytes, a graph needs so that none finds what it reads in L2."""
     needed = -(-_CACHES_BETWEEN_READS * cache_bytes // max(1, bytes_per_call))

@@ -446,13 +446,17 @@ def _policy_error(error: ValidationError) -> PolicyError:
         location = (location[0], *location[2:])
     elif len(location) > 1:
         model = EarlyTermination
+    if first["type"] == "extra_forbidden" and len(location) > 1 and location[-1] in AttentionPolicy.model_fields:
+        return PolicyError(_path(location), f"unknown field; it belongs beside '{location[0]}', not into it")
     return PolicyError(_path(location), _problem(first["type"], first["msg"], model))
 
 
 def _problem(kind: str, message: str, model: type[_Contract]) -> str:
     match kind:
         case "extra_forbidden":
-            return f"unknown field; there are {', '.join(model.model_fields)}"
+            # What tells the kind comes first, wherever it is inherited from.
+            names = sorted(model.model_fields, key=lambda name: name != "policy")
+            return f"unknown field; there are {', '.join(names)}"
         case "model_type" | "model_attributes_type":
             return "must be an object"
         case "tuple_type":

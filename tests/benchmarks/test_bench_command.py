@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from benchmarks import gpu_layer
 from winnow_service.cli import bench
 from winnow_service.cli.main import app
 
@@ -56,3 +58,10 @@ def test_the_benchmarks_answer(capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(app, ["bench", "plots", "--help"])
     assert done.exit_code == 0
     assert "Draw the plots" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        gpu_layer.run(output=tmp_path / "attention.json")
+    assert list(tmp_path.iterdir()) == []

@@ -108,7 +108,12 @@ async def test_a_request_without_a_policy_is_passed_on_byte_by_byte(
             "attention.prefill.dense_prefix",
             "at most 32768, the model's context length",
         ),
-        ("quest", "attention", "there is no policy 'quest'"),
+        (
+            "quest",
+            "attention",
+            """there is no policy 'quest'; GET /v1/policies lists them, and {"decode": {"policy": """,
+        ),
+        ("quests", "attention", "there is no policy 'quests'; GET /v1/policies lists them"),
         ('{"decode": {"policy": "quest"}}', "attention", "must be an object"),
         (5, "attention", "must be an object"),
     ],

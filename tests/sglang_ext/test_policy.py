@@ -224,6 +224,11 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         ),
         ({"early_termination": {"patience": 0}}, "attention.early_termination.patience: must be greater than or equal"),
         ({"early_termination": {"tiles": 1}}, "tiles: unknown field; there are scale, direction, patience"),
+        (
+            decode(policy="tactic", early_termination={}),
+            "attention.decode.early_termination: unknown field; it belongs beside 'decode', not into it",
+        ),
+        (decode(policy="snapkv", p=1), "attention.decode.p: unknown field; there are policy, budget_ratio, budget, "),
         ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination"),
         ([], "attention: must be an object"),
         (None, "attention: must be an object"),

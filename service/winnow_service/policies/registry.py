@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang_winnow.policy import AttentionPolicy, PolicyError, parse_policy
+from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, PolicyError, parse_policy
 from winnow_service.errors import InvalidPolicy
 from winnow_service.policies.names import ANY_MODEL, POLICY_NAME_IN_WORDS, is_policy_name
 from winnow_service.policies.presets import PRESETS
@@ -72,7 +72,8 @@ class PolicyRegistry:
             raise InvalidPolicy(path, f"must be an object, or the name of a policy: {POLICY_NAME_IN_WORDS}")
         found = self.get(name)
         if found is None:
-            raise InvalidPolicy(path, f"there is no policy {name!r}; GET /v1/policies lists them")
+            kind = f', and {{"decode": {{"policy": "{name}"}}}} asks for that kind' if name in DECODE_POLICIES else ""
+            raise InvalidPolicy(path, f"there is no policy {name!r}; GET /v1/policies lists them{kind}")
         return found.attention
 
     def all(self) -> Iterator[NamedPolicy]:
