@@ -59,9 +59,14 @@ def _note_requests(
         model_runner.attn_backend.note(batch.reqs, forward_batch)
 
 
+def _is_chosen(arguments: ServerArgs) -> bool:
+    # SGLang fills in the platform's default before this is asked, but not what is named for both phases by itself.
+    of_phases = (arguments.prefill_attention_backend, arguments.decode_attention_backend)
+    return arguments.attention_backend == NAME or of_phases == (NAME, NAME)
+
+
 def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
-    # SGLang fills in the platform's default before this runs.
-    if arguments.attention_backend != NAME:
+    if not _is_chosen(arguments):
         return
     graphs = arguments.cuda_graph_config
     if not torch.cuda.is_available():
@@ -79,7 +84,7 @@ def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
 
 def _sized_before_capture(planned: Callable[[ServerArgs], bool], arguments: ServerArgs) -> bool:
     # Indexes are as large as the KV cache, and graphs are captured with both: no pool may change its size later.
-    return arguments.attention_backend != NAME and planned(arguments)
+    return not _is_chosen(arguments) and planned(arguments)
 
 
 def _without_triton(supports: Any, backend: str) -> bool:

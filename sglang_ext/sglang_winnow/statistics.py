@@ -72,9 +72,13 @@ class Statistics:
         """Add ``amounts``, one for each of ``slots``, int64 [requests], distinct."""
         self.rows[slots, field] += amounts
 
-    def set(self, slots: Tensor | int, field: Field, values: Tensor | float) -> None:
-        """Set a column of ``slots``, int64 [requests], or of a single slot."""
-        self.rows[slots, field] = values if isinstance(values, float) else values.to(self.rows.dtype)
+    def set(self, slots: Tensor, field: Field, values: Tensor) -> None:
+        """Set a column of ``slots``, int64 [requests]."""
+        self.rows[slots, field] = values.to(self.rows.dtype)
+
+    def set_one(self, slot: int, field: Field, value: float) -> None:
+        """Set a number of one slot. On a GPU this waits for nothing; to assign to a single element would."""
+        self.rows[slot, field].fill_(value)
 
     def add_decode(self, slots: Tensor, meter: Meter) -> None:
         """Add what a decode step read."""

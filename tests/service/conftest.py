@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import pytest
 import pytest_asyncio
 from pydantic import AnyHttpUrl, SecretStr
 
@@ -30,8 +31,14 @@ class Deployment:
     stop_runtime: Callable[[], Awaitable[None]]
 
 
+@pytest.fixture
+def silence_seconds() -> float:
+    """How long the service waits for a runtime's first token, and for the next."""
+    return SILENCE_SECONDS
+
+
 @pytest_asyncio.fixture
-async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
+async def deployment(tmp_path: Path, silence_seconds: float) -> AsyncIterator[Deployment]:
     """A service whose runtime has not been started."""
     runtime = FakeRuntime()
     runtime_port = free_port()
@@ -51,8 +58,8 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
     settings = Settings(
         runtime_urls=(AnyHttpUrl(f"http://127.0.0.1:{runtime_port}"),),
         max_body_bytes=BODY_LIMIT_BYTES,
-        first_token_timeout_seconds=SILENCE_SECONDS,
-        runtime_silence_timeout_seconds=SILENCE_SECONDS,
+        first_token_timeout_seconds=silence_seconds,
+        runtime_silence_timeout_seconds=silence_seconds,
         readiness_interval_seconds=0.02,
         store_url=SecretStr(f"sqlite:///{tmp_path}/control.db"),
     )

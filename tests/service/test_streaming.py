@@ -90,6 +90,7 @@ async def test_a_client_that_leaves_a_stream_aborts_its_request(service: Deploym
     assert not any(name == "winnow_runtime_errors_total" for name, _ in found)
 
 
+@pytest.mark.parametrize("silence_seconds", [15.0])
 async def test_two_hundred_streams_at_once(service: Deployment) -> None:
     async def stream() -> list[Any]:
         answer = await service.client.post("/generate", json={"stream": True, "fake": {"chunks": 5}})

@@ -20,8 +20,21 @@ def server_arguments(backend: str = NAME, prefill: str = Backend.BREAKABLE) -> A
     graphs = CudaGraphConfig()
     graphs.prefill.backend = prefill
     return SimpleNamespace(
-        attention_backend=backend, cuda_graph_config=graphs, max_running_requests=None, page_size=None
+        attention_backend=backend,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        cuda_graph_config=graphs,
+        max_running_requests=None,
+        page_size=None,
     )
+
+
+def server_arguments_by_phase() -> Any:
+    """Return them where the backend was named for prefill and for decode: SGLang joins these later."""
+    arguments = server_arguments(prefill=Backend.FULL)
+    arguments.attention_backend = None
+    arguments.prefill_attention_backend = arguments.decode_attention_backend = NAME
+    return arguments
 
 
 def fill_in(arguments: Any) -> Any:
@@ -55,6 +68,15 @@ def test_attention_is_never_captured_in_prefill(prefill: str, on_cuda: bool, mon
     graphs = fill_in(server_arguments(prefill=prefill)).cuda_graph_config
     assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.DISABLED, Backend.FULL)
     assert warned == ([] if prefill == Backend.DISABLED else [prefill])
+
+
+@pytest.mark.parametrize("on_cuda", [True], indirect=True)
+def test_a_backend_named_for_both_phases_is_the_same(on_cuda: bool) -> None:
+    assert on_cuda
+    arguments = fill_in(server_arguments_by_phase())
+    assert arguments.cuda_graph_config.prefill.backend == Backend.DISABLED
+    assert arguments.page_size == PAGE_SIZE
+    assert not HOOKED["post_capture_kv_sizing_planned"](lambda _: True, server_arguments_by_phase())
 
 
 def test_other_backends_are_left_alone() -> None:

@@ -38,6 +38,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "quoka": {"decode": {"policy": "quoka", "budget": 96}},
     "quoka prefill": {"prefill": {"policy": "quoka", "budget": 128, "block": 64}},
 }
+REPLAYED = ("dense", "snapkv", "delta", "quoka prefill")
+REPLAYING = Path(__file__).parent / "replayed_prefill"
 
 
 @contextmanager
@@ -56,6 +58,15 @@ def ask(http: httpx.Client, name: str, length: int) -> Any:
     custom = {"custom_params": {"attention": json.dumps(POLICIES[name])}}
     body = {"input_ids": prompt_of(length, length, SHAPE.vocab_size), "sampling_params": parameters | custom}
     return http.post("/generate", json=body | LOGPROBS).raise_for_status().json()
+
+
+def answers_of_padded_passes(http: httpx.Client) -> list[Any]:
+    """Each policy alone, then prompts that share passes: dense ones, QUOKA's, and both."""
+    names = [name for name in POLICIES if name in REPLAYED]
+    alone = [ask(http, name, 700) for name in names]
+    with ThreadPoolExecutor(2 * len(names)) as pool:
+        numbered = [(names[number % len(names)], 130 + 57 * number) for number in range(2 * len(names))]
+        return alone + list(pool.map(lambda asked: ask(http, *asked), numbered))
 
 
 def answers(http: httpx.Client) -> list[Any]:
@@ -80,4 +91,21 @@ def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
             # Prompts share chunks: how far an index of a prompt is built beforehand depends on who came first. And on
             # the device QUOKA's prefill needs no index.
             del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
+        assert cost == wanted_cost
+
+
+def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
+    """As CUDA graphs replay them, with SGLang's own runner (``replayed_prefill``)."""
+    model = write_model(tmp_path / "model", SHAPE)
+    write_weights(model)
+    log = tmp_path / "replayed.log"
+    with serve(model, tmp_path / "eager.log", TRITON_INTERPRET="1") as http:
+        expected = answers_of_padded_passes(http)
+    with serve(model, log, TRITON_INTERPRET="1", PYTHONPATH=str(REPLAYING)) as http:
+        got = answers_of_padded_passes(http)
+    assert "prefill passes are padded as graphs are" in log.read_text()
+    for own, wanted in zip(got, expected, strict=True):
+        assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == TOKENS
+        cost, wanted_cost = (answer["meta_info"]["attention"] for answer in (own, wanted))
+        del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
         assert cost == wanted_cost

@@ -207,7 +207,7 @@ class DeviceDecode:
         page_size = self._step.batch.page_size
         self._parameters.write(slot, parameters_of(state, page_size))
         budget = effective_budget(state, state.prompt_length, page_size) or 0
-        self._statistics.set(slot, Field.BUDGET, float(budget))
+        self._statistics.set_one(slot, Field.BUDGET, float(budget))
 
     def _enter(self, state: RequestState, slot: int, length: int) -> None:
         """Prepare a request for its first sparse step in ``slot``, or for another stage."""
