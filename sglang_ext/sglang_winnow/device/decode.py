@@ -220,14 +220,15 @@ class DeviceDecode:
             return
         state.stage = stage
         own = self._table[slot, :length].long()[None]
-        context = Context(own, torch.tensor([length], device=own.device))
+        # Filled on the device: what is copied there waits for the passes before.
+        context = Context(own, torch.full((1,), length, device=own.device))
         try:
             entry = selector.enter(state, slot, context)
         except OutOfPositionsError as error:
             logger.warning("A request runs dense: %s.", error)
             self._parameters.write(slot, parameters_of(state, self._step.batch.page_size) | _NEVER_SPARSE)
             return
-        index = torch.tensor([slot], device=own.device)
+        index = torch.full((1,), slot, device=own.device)
         self._statistics.add(index, Field.INDEX_BUILT_TOKENS, float(entry.built_tokens))
         self._statistics.add(index, Field.DECODE_READ_BYTES, entry.read_bytes)
 

@@ -186,7 +186,8 @@ class DeltaSelector(Selector):
         policy = state.policy.decode
         assert isinstance(policy, Delta)
         layers = self._roles.shape[1]
-        self._roles[slot] = torch.tensor(roles_of(policy, layers), dtype=torch.int8).to(self._roles.device)
+        roles = torch.tensor(roles_of(policy, layers), dtype=torch.int8)
+        self._roles[slot].copy_(roles.pin_memory() if self._roles.is_cuda else roles, non_blocking=True)
         return Entry()
 
     def begin(self, step: Step, *, ordered: bool) -> None:
