@@ -131,6 +131,15 @@ async def test_no_update_is_lost(opened: OpenStore) -> None:
     assert (document.value, document.revision) == ({"n": 40}, 41)
 
 
+async def test_a_new_file_may_be_opened_by_several_at_once(tmp_path: Path) -> None:
+    for number in range(80):
+        url = parse_store_url(f"sqlite:///{tmp_path}/{number}.db")
+        stores = [open_store(url, "test") for _ in range(6)]
+        for changes in await asyncio.gather(*(store.changes(0) for store in stores)):
+            assert changes.documents == []
+        await asyncio.gather(*(store.close() for store in stores))
+
+
 async def test_a_mirror_sees_what_another_process_writes_within_a_second(opened: OpenStore) -> None:
     store = opened()
     mirror = Mirror(opened())

@@ -40,6 +40,7 @@ CREATE TABLE revisions (
 _COLUMNS = "collection, name, revision, version, value, updated, author"
 # How long a write waits for another process that writes the same file.
 _BUSY_SECONDS = 5.0
+_BUSY_PAUSE_SECONDS = 0.01
 
 Result = TypeVar("Result")
 
@@ -114,7 +115,7 @@ class SqliteStore(Store):
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(connection)
         connection.execute("PRAGMA synchronous = FULL")
         with _transaction(connection):
             _create_schema(connection, path)
@@ -122,6 +123,20 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Have changes written to a log first. SQLite waits for no other connection that does the same: this does."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(_BUSY_PAUSE_SECONDS)
+        else:
+            return
 
 
 def _create_schema(connection: sqlite3.Connection, path: Path) -> None:
