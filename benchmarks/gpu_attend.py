@@ -150,6 +150,7 @@ def main(
     ] = "",
 ) -> None:
     """Check and measure, print a table, write JSON."""
+    device = gpu()
     torch.manual_seed(0)
     chosen = parse_launches(launches)
     rows: list[Row] = []
@@ -160,7 +161,7 @@ def main(
         if layers == 0:
             console.print(f"left out: {case} does not fit")
             continue
-        inputs = Inputs(case, layers, gpu())
+        inputs = Inputs(case, layers, device)
         shares_of_case = [*map(float, numbers(shares)), *(100 * n / case.context for n in numbers(tokens))]
         measured = list(measurements(shares_of_case, policies.split(","), terminations.split(",")))
         errors |= check(inputs, chosen, measured)

@@ -18,6 +18,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.dense import prefill
 from winnow_kernels.gather import Meter
 from winnow_kernels.quoka import PrefillReads, QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.snapkv import SnapKVState
 
 # Queries that are taken to share a read of keys and values in dense prefill: as many as share one by QUOKA's default.
 DENSE_BLOCK: Final = 128
@@ -49,6 +50,23 @@ class Chunk:
     @property
     def rows(self) -> slice:
         return slice(self.first_row, self.first_row + self.end - self.start)
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """A chunk with queries that may be kept, to vote for what is kept of the prompt.
+
+    Attributes:
+        kept: by the request.
+        prompt_length: tokens of the prompt.
+        votes: whether the queries that are kept vote in this pass: requests that wait for their first step would
+            otherwise hold those of all layers.
+    """
+
+    chunk: Chunk
+    kept: SnapKVState
+    prompt_length: int
+    votes: bool
 
 
 class PrefillPlan:
@@ -87,16 +105,18 @@ class PrefillPlan:
             if quoka is not None and with_norms:
                 built = indexes.key_norms.ensure(indexes.generations.complete_pages(context, i, start))
                 statistics.add(table_rows[i : i + 1], Field.INDEX_BUILT_TOKENS, built * indexes.page_size)
-        self._observed: list[tuple[Chunk, RequestState]] = []
+        self._observed: list[_Observed] = []
         for chunk in self.chunks:
             if (state := chunk.state) is not None:
                 statistics.add(chunk.table_row, Field.PREFILL_TOKENS, len(chunk.counted))
                 state.last_prefill = chunk.end
                 state.prefilled = max(state.prefilled, chunk.counted.stop)
-                if state.kept is None and self._sparse_from(state) <= ALWAYS:
+                sparse_from = dense_until(state, indexes.page_size) + 1
+                if state.kept is None and sparse_from <= ALWAYS:
                     state.kept = kept_by(state, len(indexes.caches))
                 if state.kept is not None:
-                    self._observed.append((chunk, state))
+                    votes = chunk.end >= state.prompt_length and state.prompt_length + 1 >= sparse_from
+                    self._observed.append(_Observed(chunk, state.kept, state.prompt_length, votes))
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         """Return the attention output of a layer: [tokens, query heads, head dim], as ``queries``.
@@ -133,8 +153,8 @@ class PrefillPlan:
         The layer's keys and values must be in the cache.
         """
         self._dense_layers += 1
-        for chunk, state in self._observed:
-            self._observe(chunk, state, layer, queries[chunk.rows], scale)
+        for observed in self._observed:
+            self._observe(observed, layer, queries[observed.chunk.rows], scale)
 
     def finish(self) -> None:
         """Count what dense requests have read; call after the last layer."""
@@ -155,20 +175,16 @@ class PrefillPlan:
         for field, amount in amounts.items():
             self._statistics.add(chunk.table_row, field, amount * layers)
 
-    def _observe(self, chunk: Chunk, state: RequestState, layer: int, queries: Tensor, scale: float) -> None:
+    def _observe(self, observed: _Observed, layer: int, queries: Tensor, scale: float) -> None:
         """Keep the queries that vote, until they have voted."""
-        if state.kept is None or layer in state.kept.kept:
+        chunk, kept = observed.chunk, observed.kept
+        if layer in kept.kept:
             return
-        state.kept.observation.record(layer, queries, chunk.start)
-        # Requests that wait for their first step would otherwise hold the queries of all layers.
-        if chunk.end >= state.prompt_length and state.prompt_length + 1 >= self._sparse_from(state):
+        kept.observation.record(layer, queries, chunk.start)
+        if observed.votes:
             read = Meter(1, queries.device)
-            state.kept.vote(layer, self._indexes.caches[layer], chunk.slots[: state.prompt_length], scale, read)
+            kept.vote(layer, self._indexes.caches[layer], chunk.slots[: observed.prompt_length], scale, read)
             self._statistics.add(chunk.table_row, Field.DECODE_READ_BYTES, read.read_bytes)
-
-    def _sparse_from(self, state: RequestState) -> int:
-        """Return from which length on the request's steps are sparse."""
-        return dense_until(state, self._indexes.page_size) + 1
 
 
 def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:

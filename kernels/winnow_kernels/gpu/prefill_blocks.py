@@ -9,6 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from winnow_kernels.gpu.host_tensors import to_device
+
 WHOLE: Final = -1
 """In place of a budget: the block attends to everything before it."""
 ALIGNMENT: Final = 16
@@ -69,6 +71,4 @@ class PrefillBlocks:
         """Copy ``blocks`` to the device of ``page_table``."""
         rows = [(b.row, b.start, b.begin, b.end, b.first_query, b.budget, b.speakers) for b in blocks]
         fields = torch.tensor(rows, dtype=torch.int32).view(-1, 7)
-        if page_table.is_cuda:
-            fields = fields.pin_memory()
-        return cls(blocks, fields.to(page_table.device, non_blocking=True), page_table, page_size)
+        return cls(blocks, to_device(fields, page_table.device), page_table, page_size)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.gpu import quoka_prefill_top as top
+from winnow_kernels.gpu.host_tensors import to_device
 from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks, aligned
 from winnow_kernels.gpu.quoka_prefill_tables import GROUP_COLUMNS, REQUEST_COLUMNS, SPARSE_COLUMNS
 
@@ -163,5 +164,4 @@ def _run(
 
 def _table(rows: Sequence[tuple[int, ...]], columns: tl.constexpr, device: torch.device) -> Tensor:
     """Copy a table to the device, int32 [rows, columns]."""
-    table = torch.tensor(rows, dtype=torch.int32).view(-1, columns.value)
-    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+    return to_device(torch.tensor(rows, dtype=torch.int32).view(-1, columns.value), device)

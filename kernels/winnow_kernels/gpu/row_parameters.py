@@ -17,6 +17,7 @@ from torch import Tensor
 
 from winnow_kernels.gpu.batch import DecodeBatch
 from winnow_kernels.gpu.delta import DeltaRows
+from winnow_kernels.gpu.host_tensors import to_device
 from winnow_kernels.gpu.quest import QuestRows
 from winnow_kernels.gpu.quoka import QuokaRows
 from winnow_kernels.gpu.stored_selection import StoredRows
@@ -103,9 +104,7 @@ class ParameterTable:
         row[Parameter.PATIENCE] = float_bits(torch.inf)
         for parameter, value in parameters.items():
             row[parameter] = value
-        if self.values.is_cuda:
-            row = row.pin_memory()
-        self.values[slot].copy_(row, non_blocking=True)
+        self.values[slot] = to_device(row, self.values.device)
 
     def gather(self, request_slots: Tensor, batch: DecodeBatch, rows: RowParameters) -> None:
         """Write the parameters of a step's rows.

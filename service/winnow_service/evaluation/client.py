@@ -121,7 +121,7 @@ class _StreamState:
             self.first_token = self.first_token or now
             self.last_token = now
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.attention = _attention(chunk) or _attention(choice) or self.attention
+        self.attention = _attention(chunk) or self.attention
 
     def answer(self, started: float, ended: float) -> Answer:
         if self.finish_reason is None:
@@ -263,8 +263,7 @@ class OpenAIClient:
         Raises:
             RequestError: it was refused or failed.
         """
-        answer = await self._one_token(prompt)
-        return _attention(answer) or _attention((answer.get("choices") or [{}])[0])
+        return _attention(await self._one_token(prompt))
 
     async def _one_token(self, prompt: str) -> dict[str, Any]:
         return await self._json("POST", self._path, self._body(await self.prepared(prompt), max_tokens=1))
@@ -354,12 +353,15 @@ def _texts(choice: Mapping[str, Any]) -> tuple[str, str]:
     return choice.get("text") or delta.get("content") or "", delta.get("reasoning_content") or ""
 
 
-def _attention(holder: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``attention`` object of a response or a choice; of a list with one for each choice, the first."""
-    attention = holder.get("attention")
-    if isinstance(attention, list) and attention:
-        attention = attention[0]
-    return attention if isinstance(attention, Mapping) else None
+def _attention(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``attention`` object of an answer or a chunk of one, or of its first choice; of a list of them the first."""
+    for holder in (answer, *(answer.get("choices") or ())[:1]):
+        attention = holder.get("attention")
+        if isinstance(attention, list) and attention:
+            attention = attention[0]
+        if isinstance(attention, Mapping) and attention:
+            return attention
+    return None
 
 
 def _count(holder: Mapping[str, Any], field_name: str) -> int | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from winnow_service.attention.told import section
 from winnow_service.evaluation.options import OptionError, parse_policy
 
 Attention = Mapping[str, Any] | str
@@ -95,8 +96,7 @@ def readable_label(attention: Attention) -> str:
 
 
 def _policy_of(attention: Mapping[str, Any], phase: str, default: str | None = None) -> str | None:
-    fields = attention.get(phase)
-    name = fields.get("policy", default) if isinstance(fields, Mapping) else default
+    name = section(attention, phase).get("policy", default)
     return name if isinstance(name, str) else None
 
 

@@ -23,6 +23,7 @@ from winnow_kernels.gpu import delta, quest, quoka, stored_selection, streaming_
 from winnow_kernels.gpu.attend import AttendBuffers
 from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
 from winnow_kernels.gpu.delta import DeltaBuffers, DeltaRows
+from winnow_kernels.gpu.host_tensors import to_device
 from winnow_kernels.gpu.pages import PageBuffers
 from winnow_kernels.gpu.quoka import QuokaBuffers
 from winnow_kernels.gpu.row_parameters import Parameter
@@ -187,7 +188,7 @@ class DeltaSelector(Selector):
         assert isinstance(policy, Delta)
         layers = self._roles.shape[1]
         roles = torch.tensor(roles_of(policy, layers), dtype=torch.int8)
-        self._roles[slot].copy_(roles.pin_memory() if self._roles.is_cuda else roles, non_blocking=True)
+        self._roles[slot] = to_device(roles, self._roles.device)
         return Entry()
 
     def begin(self, step: Step, *, ordered: bool) -> None:
