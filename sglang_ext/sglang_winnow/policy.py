@@ -31,6 +31,7 @@ MAX_KERNEL_SIZE: Final = 63
 MAX_PATIENCE: Final = 16_384
 
 DEFAULT_BUDGET: Final = 1024
+DEFAULT_SINKS: Final = 16
 DEFAULT_TERMINATION_SCALE: Final = 0.03
 DEFAULT_TERMINATION_DIRECTION: Final = 0.01
 DEFAULT_TERMINATION_PATIENCE: Final = 4
@@ -97,7 +98,25 @@ LayerCount = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
-class _Budgeted(_Contract):
+class _Sparse(_Contract):
+    """What every sparse policy has.
+
+    Attributes:
+        sinks: first tokens of the context, always attended to, inside the budget. A real model's first token may hold
+            most of a head's attention (an attention sink); the papers, with 0, leave it to the selection.
+    """
+
+    sinks: Annotated[int, Field(ge=0, le=MAX_WINDOW)] = DEFAULT_SINKS
+
+
+def _beside_sinks(budget: int | None, info: ValidationInfo) -> int | None:
+    sinks = info.data.get("sinks")
+    if budget is not None and sinks is not None and budget < sinks + PAGE_TOKENS:
+        _refuse(f"must be at least {sinks + PAGE_TOKENS}: it holds {sinks} sinks and the newest page; it is {budget}")
+    return budget
+
+
+class _Budgeted(_Sparse):
     """Either ``budget`` tokens or a ``budget_ratio`` of those cached; a ratio takes the place of the default budget."""
 
     budget_ratio: Ratio | None = None
@@ -111,7 +130,7 @@ class _Budgeted(_Contract):
             _refuse("must not be given together with budget_ratio")
         if budget is None and ratio is None and "budget_ratio" in info.data:
             _refuse("must be given when budget_ratio is not")
-        return budget
+        return _beside_sinks(budget, info)
 
 
 class _Voted(_Budgeted):
@@ -128,9 +147,9 @@ class _Voted(_Budgeted):
 
 
 def _below_budget(window: int, info: ValidationInfo) -> int:
-    budget = info.data.get("budget")
-    if budget is not None and window >= budget:
-        _refuse(f"must be less than the budget ({budget}); it is {window}")
+    budget, sinks = info.data.get("budget"), info.data.get("sinks", 0)
+    if budget is not None and window + sinks >= budget:
+        _refuse(f"must be less than {budget - sinks}: the budget ({budget}) also holds {sinks} sinks; it is {window}")
     return window
 
 
@@ -140,7 +159,7 @@ class Dense(_Contract):
     policy: Literal["dense"] = "dense"
 
 
-class StreamingLLM(_Contract):
+class StreamingLLM(_Sparse):
     """Attend to the first ``sinks`` tokens and the ``window`` newest."""
 
     policy: Literal["streaming_llm"] = "streaming_llm"
@@ -148,12 +167,14 @@ class StreamingLLM(_Contract):
     window: Tokens = 1024
 
 
-class Quest(_Contract):
+class Quest(_Sparse):
     """Attend to the pages whose key bounds promise the highest scores; the first ``full_layers`` layers are dense."""
 
     policy: Literal["quest"] = "quest"
     budget: Tokens = 2048
     full_layers: LayerCount = 2
+
+    _holds_sinks = field_validator("budget")(_beside_sinks)
 
 
 class SnapKV(_Voted):
@@ -174,7 +195,7 @@ class PyramidKV(_Voted):
     _fits = field_validator("observation_window")(_below_budget)
 
 
-class Delta(_Contract):
+class Delta(_Sparse):
     """Attend in full at the Δ-layers, and in the layers after each to the pages it found salient.
 
     Attributes:
@@ -195,9 +216,10 @@ class Delta(_Contract):
     @field_validator("recency")
     @classmethod
     def _within_budget(cls, recency: int, info: ValidationInfo) -> int:
-        budget = info.data.get("budget")
-        if budget is not None and recency > budget:
-            _refuse(f"must be at most the budget ({budget}); it is {recency}")
+        budget, sinks = info.data.get("budget"), info.data.get("sinks", 0)
+        if budget is not None and recency + sinks > budget:
+            most = budget - sinks
+            _refuse(f"must be at most {most}: the budget ({budget}) also holds {sinks} sinks; it is {recency}")
         return recency
 
     @field_validator("delta_layers")
@@ -213,7 +235,7 @@ class Delta(_Contract):
         return layers
 
 
-class Tactic(_Contract):
+class Tactic(_Sparse):
     """Attend to the clusters of tokens that together hold the share ``p`` of each query head's attention.
 
     Attributes:
@@ -226,6 +248,8 @@ class Tactic(_Contract):
     p: Ratio = 0.9
     max_tokens: Tokens | None = None
     full_layers: LayerCount = 2
+
+    _holds_sinks = field_validator("max_tokens")(_beside_sinks)
 
 
 class QuokaDecode(_Budgeted):

@@ -41,8 +41,8 @@ class Parameter(IntEnum):
 
     FAMILY = 0
     BY_SCORE = 1  # 1 where the order of a selection matters
-    SINKS = 2  # StreamingLLM; one more than there are
-    WINDOW = 3
+    SINKS = 2  # first tokens, always attended to
+    WINDOW = 3  # StreamingLLM
     QUEST_PAGES = 4
     QUEST_FULL_LAYERS = 5
     PROMPT_LENGTH = 6  # SnapKV and PyramidKV
@@ -61,7 +61,6 @@ class Parameter(IntEnum):
 
 OF_ROWS: Final = int(Parameter.SPARSE_FROM)
 _FAMILIES: Final = {
-    Parameter.SINKS: Family.STREAMING_LLM,
     Parameter.WINDOW: Family.STREAMING_LLM,
     Parameter.QUEST_PAGES: Family.QUEST,
     Parameter.QUEST_FULL_LAYERS: Family.QUEST,

@@ -24,9 +24,8 @@ class StreamingLLMRows:
     """The parameters of a batch's rows.
 
     Attributes:
-        sinks: int32 [rows]; one more than the leading tokens that are always attended to, 0 for a row of another
-            family.
-        window: int32 [rows]; newest tokens that are attended to, at least 1.
+        sinks: int32 [rows]; leading tokens that are always attended to.
+        window: int32 [rows]; newest tokens that are attended to, at least 1; 0 for a row of another family.
     """
 
     sinks: Tensor
@@ -78,12 +77,12 @@ def _select_kernel(
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    sinks = tl.load(sinks_ptr + row) - 1
-    if sinks < 0:
+    window = tl.load(window_ptr + row)
+    if window == 0:
         return
     length = tl.load(lengths_ptr + row)
-    sinks = tl.minimum(sinks, length)
-    count = sinks + tl.minimum(tl.load(window_ptr + row), length - sinks)
+    sinks = tl.minimum(tl.load(sinks_ptr + row), length)
+    count = sinks + tl.minimum(window, length - sinks)
     if tl.program_id(1) == 0:
         for head in range(kv_heads):
             tl.store(counts_ptr + row * kv_heads + head, tl.where(count <= width, count, whole))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang_winnow.families import dense_until
-from sglang_winnow.policy import Delta, PyramidKV, Quest, QuokaDecode, SnapKV, StreamingLLM, Tactic
+from sglang_winnow.policy import Delta, Dense, PyramidKV, Quest, QuokaDecode, SnapKV, StreamingLLM, Tactic
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.gpu.delta import FULL, REFRESH, REUSE
 from winnow_kernels.gpu.row_parameters import Family, Parameter, double_bits, float_bits
@@ -33,6 +33,8 @@ def parameters_of(state: RequestState, page_size: int) -> dict[Parameter, int]:
         Parameter.FAMILY: int(FAMILIES[policy.decode.policy]),
         Parameter.SPARSE_FROM: dense_until(state, page_size),
     }
+    if not isinstance(policy.decode, Dense):
+        parameters[Parameter.SINKS] = policy.decode.sinks
     if (stop := policy.early_termination) is not None:
         parameters[Parameter.BY_SCORE] = 1
         parameters[Parameter.SCALE] = float_bits(stop.scale)
@@ -57,7 +59,7 @@ def _of_family(state: RequestState, page_size: int) -> dict[Parameter, int]:
     parameters: dict[Parameter, int] = {}
     match policy := state.policy.decode:
         case StreamingLLM():
-            parameters = {Parameter.SINKS: policy.sinks + 1, Parameter.WINDOW: policy.window}
+            parameters = {Parameter.WINDOW: policy.window}
         case Quest():
             parameters = {
                 Parameter.QUEST_PAGES: pages_of(policy.budget, page_size),

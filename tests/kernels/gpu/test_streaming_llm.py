@@ -18,7 +18,7 @@ def _rows(parameters: list[tuple[int, int] | None], device: torch.device) -> Str
     rows = StreamingLLMRows.empty(len(parameters), device)
     for row, own in enumerate(parameters):
         if own is not None:
-            rows.sinks[row], rows.window[row] = own[0] + 1, own[1]
+            rows.sinks[row], rows.window[row] = own
     return rows
 
 
