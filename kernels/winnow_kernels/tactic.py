@@ -20,14 +20,17 @@ What the paper leaves open:
 - A KV head that would read more than three quarters of the context (after the cap) attends to all of it, as ``dense``
   does, newest first: to read everything in a row costs less than to look most of it up. Where the tokens in no cluster
   are so many by themselves, nothing is scored and no index is read.
-- Order: the newest tile of 64 tokens; then clusters by the best place that a query head of the group that needs them
-  gives them, then by their number; then the other tokens in no cluster, newest first. There may be thousands of those:
-  were they read first, the output would settle on them, and early termination would stop before the best clusters.
-- A place, for the order, is not counted but estimated from the score, in quarters of an octave: as if, from the last
-  token taken upwards, weights fell as 1 / place, as the curve does where it is steep. So what is in one step differs by
-  a fifth in weight, and query heads that need few tokens, each of which weighs more, come first with theirs. No cluster
-  has to be compared with any other: a counting sort over ``PLACE_STEPS`` steps does.
-- A cap keeps the front of that order. Of a query head's own list it leaves what comes before the first token lost.
+- Order, where early termination needs one: by the share of a query head's mass that a token has on average, of the
+  head to which it matters most. It is exact for the tokens in no cluster, of which there may be thousands that hold
+  most of the mass or next to none: they are put in order by sixteens. It is exact for the clusters with exact weights;
+  of the others a token is taken to weigh what the centroid would, times what makes that true of the near window.
+  Shares are told apart in quarters of an octave: what is in one step differs by a fifth. Within a step tokens in no
+  cluster come first, newest first, then clusters by number. Nothing has to be compared with anything else: a counting
+  sort over ``SHARE_STEPS`` steps does.
+- A cap keeps what is in no cluster, newest first, then clusters in that order. Of a query head's own list it leaves
+  what comes before the first token lost.
+- The share that is told is of what was read, and its mass is exact: attention itself yields it. Only the mass of what
+  was not read is estimated.
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ from math import ceil, e, log2
 import torch
 from torch import Tensor
 
-from winnow_kernels.attend import group
+from winnow_kernels.attend import Attended, group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.distribution_fit import Curve, RankedMass
-from winnow_kernels.early_termination import TILE, Termination
+from winnow_kernels.early_termination import Termination
 from winnow_kernels.full_layers import FullLayersStep, check_full_layers
 from winnow_kernels.gather import Meter, peek_keys
 from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
@@ -60,15 +63,16 @@ LISTED_SHARE = 0.25
 """Share of the clusters that are ranked at first; all of them where a query head needs more."""
 WHOLE_SHARE = 0.75
 """A KV head that would attend to more than this share of the context attends to all of it."""
-OCTAVE_BITS = 2
-"""2 to the power of this is into how many steps places are divided from one to its double."""
+LEAST_WEIGHT = 1e-290
+"""A token on the curve is taken to weigh no less when its logarithm is asked for."""
+STEPS_OF_OCTAVE = 4
+"""Into how many steps shares of the mass are divided from one to its half."""
 FIRST_OCTAVE = 2
-"""Places before 2 to the power of this are one step."""
-PLACE_STEPS = 64
-"""Steps of places: as many as lead to 2^18, a context of 256K; what is beyond is in the last."""
+"""Shares above 2 to the power of minus this are one step."""
+SHARE_STEPS = 64
+"""Steps of shares: as many as lead to 2^-18, a token's in an even context of 256K; what is below is in the last."""
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-_FRACTION_BITS, _EXPONENT_OF_ONE = 23, 127
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,33 @@ class Estimate:
         ranking: of the clusters, at least as many as are taken.
         mass: what is known of the attention mass.
         tokens: how many of the clustered tokens are taken, from the front of the list.
+        reference: natural logarithm of the unit of all masses.
+        above_centroids: natural logarithm of how many times what their centroids would weigh tokens do on average.
     """
 
     ranking: Ranking
     mass: RankedMass
     tokens: Tensor
+    reference: Tensor
+    above_centroids: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Natural logarithm of the mass of all tokens."""
+        return self.reference + self.mass.total.log()
+
+
+@dataclass(frozen=True)
+class _Beliefs:
+    """What is believed of a selection's mass. Natural logarithms, float64 [requests, KV heads, group].
+
+    Attributes:
+        selected: of what is selected.
+        rest: of all else; no mass where everything is read.
+    """
+
+    selected: Tensor
+    rest: Tensor
 
 
 @dataclass(frozen=True)
@@ -137,11 +163,13 @@ class _Needs:
 
     Attributes:
         clusters: int64 [requests, KV heads, most]; numbers of clusters.
+        steps: int64, same shape; the best steps of the shares of their tokens.
         sizes: int64, same shape; tokens needed of the cluster.
         ends: int64, same shape; tokens needed up to and with the cluster.
     """
 
     clusters: Tensor
+    steps: Tensor
     sizes: Tensor
     ends: Tensor
 
@@ -216,9 +244,10 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     @property
     def estimated_share(self) -> Tensor:
-        """The share of attention mass that the fit believes to be attended: float64 [requests].
+        """The share of attention mass that is believed to have been attended: float64 [requests].
 
-        A mean over query heads, summed over the layers so far; 1 where everything is attended to.
+        A mean over query heads, summed over the layers so far; 1 where everything was attended to. The mass of what was
+        read is exact, that of the rest is the fit's.
         """
         share = self._estimated_share.clone()
         for rows, step in self.steps_of_rows.items():
@@ -248,6 +277,15 @@ class TacticStep(FullLayersStep["TacticStep"]):
             [self._parameters[row] for row in rows],
             self._clustered[rows],
         )
+
+    def note(self, selection: Selection, attended: Attended) -> None:
+        """Add up what is believed to have been attended: nobody but attention knows what was read of a selection."""
+        read = attended.log_sum_exp.double().unflatten(1, self._beliefs.rest.shape[1:])
+        is_cut = (attended.read < selection.counts)[..., None]
+        # What is selected weighs at least as much as what was read of it.
+        selected = self._beliefs.selected.maximum(read).where(is_cut, read)
+        unread = (selected - read).exp() - 1 + (self._beliefs.rest - read).exp()
+        self._estimated_share += (1 / (1 + unread)).mean((1, 2))
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
@@ -285,11 +323,11 @@ class TacticStep(FullLayersStep["TacticStep"]):
         scores = _cluster_scores(grouped, clusters)
         cluster_keys = _cluster_keys(scores)
         ranking = self._rank(cluster_keys, scores, sizes, self._listed)
-        mass = self._weigh(layer, grouped, cache, meter, cluster_keys, sizes, ranking, kept_scores)
+        mass, *scales = self._weigh(layer, grouped, cache, meter, cluster_keys, sizes, ranking, kept_scores)
         tokens = mass.tokens_for(self._share)
         if bool((tokens > ranking.ends[..., -1]).any()):
             ranking = self._rank(cluster_keys, scores, sizes, sizes.shape[-1])
-        return Estimate(ranking, mass, tokens)
+        return Estimate(ranking, mass, tokens, *scales)
 
     def _keep_unclustered(self) -> None:
         """Find the tokens in no usable span, newest first."""
@@ -345,8 +383,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
         sizes: Tensor,
         ranking: Ranking,
         kept_scores: Tensor,
-    ) -> RankedMass:
-        """Compute the weights that are exact, and fit the curve."""
+    ) -> tuple[RankedMass, Tensor, Tensor]:
+        """Compute the weights that are exact, and fit the curve. Return ``mass`` and what follows it in Estimate."""
         shape = ranking.ends.shape[:3]
         last_listed = (self._listed_of_each - 1).view(-1, 1, 1, 1).expand(*shape, 1)
         known = torch.minimum(self._known, ranking.ends.gather(-1, last_listed)[..., 0].double())
@@ -376,13 +414,19 @@ class TacticStep(FullLayersStep["TacticStep"]):
         means = means.where(tokens > 0, means.flip(-1))
         # Places count from 1: a window of t tokens after s others is centred at s + (t + 1) / 2.
         centres = window_starts + (tokens + 1) / 2
-        return RankedMass(
+        curve = Curve.through(centres[..., 0], means[..., 0], centres[..., 1], means[..., 1])
+        mass = RankedMass(
             outside=(kept_scores - reference).exp_().sum(-1, dtype=torch.float64),
             first=first.cumsum(-1, dtype=torch.float64),
             known=known,
             tokens=self._tokens.expand(shape),
-            curve=Curve.through(centres[..., 0], means[..., 0], centres[..., 1], means[..., 1]),
+            curve=curve,
         )
+        near = (self._near_start[:, None] + torch.arange(self._window, device=known.device))[:, None, None]
+        of_centroids = ranking.scores.gather(-1, near.expand(*shape, -1)).double().mean(-1) * self.scale
+        weight = (curve.a / centres[..., 0] + curve.b).clamp_min(LEAST_WEIGHT).log()
+        reference = reference[..., 0].double()
+        return mass, reference, reference + weight - of_centroids
 
     def _windows(self, cluster_keys: Tensor, sizes: Tensor, ranking: Ranking) -> tuple[Tensor, Tensor]:
         """Return the clusters of both windows, [..., 2 × window], and the tokens before each window, [..., 2]."""
@@ -427,8 +471,14 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     def _select_kept(self, kept: Selection, kept_scores: Tensor) -> Selection:
         counts = kept.counts if self._cap is None else self._capped_kept(kept)
-        self._estimated_share += _share_of_first(kept_scores, counts).mean((1, 2))
-        return Selection(kept.slots, counts)
+        total = kept_scores.logsumexp(-1).double()
+        share = _share_of_first(kept_scores, counts)
+        rest = (1 - share).clamp_min(0).masked_fill(counts[..., None] == kept.counts[..., None], 0)
+        self._beliefs = _Beliefs(total + share.log(), total + rest.log())
+        slots = kept.slots
+        if self.termination is not None:
+            slots = _in_order(slots, _kept_steps(kept_scores, total), counts)
+        return Selection(slots, counts, self._whole[:, None].expand_as(counts))
 
     def _capped_kept(self, kept: Selection) -> Tensor:
         assert self._cap is not None
@@ -438,7 +488,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
     def _select(self, layer: int, kept: Selection, estimate: Estimate, kept_scores: Tensor, meter: Meter) -> Selection:
         mass, tokens = estimate.mass, estimate.tokens
         clusters = self.spans.most * self.index.clusters
-        needs = _union(estimate.ranking, tokens.long(), clusters, self.scale)
+        needs = _union(estimate, tokens.long(), clusters, self.scale)
         taken = needs.ends[..., -1]
         kept_counts = kept.counts
         outside = mass.outside
@@ -452,24 +502,31 @@ class TacticStep(FullLayersStep["TacticStep"]):
             outside = mass.outside * _share_of_first(kept_scores, kept_counts)
         whole = self._exceeds(kept_counts + taken)
         taken = taken.masked_fill(whole, 0)
-        share = (outside + mass.held_by(tokens)) / mass.total
-        self._estimated_share += share.masked_fill_(whole[..., None], 1.0).mean((1, 2))
+        held = outside + mass.held_by(tokens)
+        rest = (mass.total - held).clamp_min(0).masked_fill_(whole[..., None], 0)
+        self._beliefs = _Beliefs(estimate.reference + held.log(), estimate.reference + rest.log())
 
         places = torch.arange(int(taken.max()), device=taken.device).expand(*taken.shape, -1).contiguous()
         at = torch.searchsorted(needs.ends, places, right=True).clamp_max_(needs.ends.shape[-1] - 1)
         before = torch.nn.functional.pad(needs.ends, (1, 0)).gather(-1, at)
         positions = self.index.members(layer, self.spans, needs.clusters.gather(-1, at), places - before)
         meter.count_bytes(taken.sum(1) * self.index.member_bytes(layer))
-        selected = _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
-        return self._with_whole(selected, whole) if bool(whole.any()) else selected
+        slots = _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
+        if self.termination is not None:
+            of_kept = _kept_steps(kept_scores, estimate.total)
+            steps = _joined(of_kept, kept_counts, needs.steps.gather(-1, at), taken)
+            slots = _in_order(slots, steps, kept_counts + taken)
+        selected = Selection(slots, kept_counts + taken, whole)
+        return self._with_whole(selected) if bool(whole.any()) else selected
 
-    def _with_whole(self, selected: Selection, whole: Tensor) -> Selection:
-        """Return ``selected``, but the whole context, newest first, for the KV heads that ``whole`` marks."""
-        lengths = self.context.lengths[:, None]
+    def _with_whole(self, selected: Selection) -> Selection:
+        """Return ``selected``, but the whole context, newest first, for the KV heads that read to the end."""
+        lengths, whole = self.context.lengths[:, None], selected.to_the_end
+        assert whole is not None
         newest_first = self.context.slots_at((lengths - 1 - self.context.positions).clamp_min(0))
         slots = torch.nn.functional.pad(selected.slots, (0, self.context.longest - selected.width))
         return Selection(
-            torch.where(whole[..., None], newest_first[:, None], slots), selected.counts.where(~whole, lengths)
+            torch.where(whole[..., None], newest_first[:, None], slots), selected.counts.where(~whole, lengths), whole
         )
 
 
@@ -503,38 +560,52 @@ def _of_group(of_clusters: Tensor, clusters: Tensor) -> Tensor:
     return of_clusters.gather(-1, clusters.flatten(2)).view_as(clusters)
 
 
-def _union(ranking: Ranking, tokens: Tensor, clusters: int, scale: float) -> _Needs:
+def _union(estimate: Estimate, tokens: Tensor, clusters: int, scale: float) -> _Needs:
     """Return what any query head of a group needs that takes ``tokens``, int64 [..., group], of its list."""
+    ranking = estimate.ranking
     needed = (tokens[..., None] - ranking.starts).clamp_min(0).minimum(ranking.sizes)
     last = int((ranking.starts < tokens[..., None]).sum(-1).max())
     numbers = ranking.clusters[..., :last].flatten(2)
     needed = needed[..., :last].flatten(2)
-    steps = _place_steps(ranking, tokens, scale)[..., :last].flatten(2)
+    weights = _cluster_weights(estimate, last, scale)
+    steps = _share_steps(weights, estimate.total).flatten(2)
     shape = (*tokens.shape[:2], clusters)
-    best = steps.new_full(shape, PLACE_STEPS)
-    best.scatter_reduce_(2, numbers, steps.where(needed > 0, PLACE_STEPS), "amin")
+    best = steps.new_full(shape, SHARE_STEPS)
+    best.scatter_reduce_(2, numbers, steps.where(needed > 0, SHARE_STEPS), "amin")
     most = ranking.ends.new_zeros(shape).scatter_reduce_(2, numbers, needed, "amax")
     width = max(1, int((most > 0).sum(-1).max()))
     key = best * clusters + torch.arange(clusters, device=best.device)
     order = key.topk(width, dim=-1, largest=False, sorted=True).indices
     sizes = most.gather(-1, order)
-    return _Needs(order, sizes, sizes.cumsum(-1))
+    return _Needs(order, best.gather(-1, order), sizes, sizes.cumsum(-1))
 
 
-def _place_steps(ranking: Ranking, tokens: Tensor, scale: float) -> Tensor:
-    """Return in which step a query head's place of each cluster is: int64 [..., group, listed], below ``PLACE_STEPS``.
+def _cluster_weights(estimate: Estimate, count: int, scale: float) -> Tensor:
+    """Return the mean weight of the tokens of each list's first ``count`` clusters: float32 [..., count], to base 2.
 
-    Of clusters of which something is taken; for others it means nothing. All of it is the same in float32 everywhere:
-    a difference, a product and whole numbers.
+    Of those that are partly or all among the exact weights it is these weights' mean, of the others the centroid's.
     """
-    last = ((ranking.starts < tokens[..., None]).sum(-1, keepdim=True) - 1).clamp_min(0)
-    above = (ranking.scores - ranking.scores.gather(-1, last)).clamp_min(0)
-    steps_of_score = torch.tensor(scale * log2(e), dtype=torch.float32, device=above.device) * 2**OCTAVE_BITS
-    higher = (above * steps_of_score).clamp_max(2 * PLACE_STEPS).long()
-    # A float's leading bits are its logarithm: a straight line between powers of two.
-    of_last = tokens.float().view(torch.int32).long() >> (_FRACTION_BITS - OCTAVE_BITS)
-    first = (_EXPONENT_OF_ONE + FIRST_OCTAVE) << OCTAVE_BITS
-    return (of_last[..., None] - first - higher).clamp(0, PLACE_STEPS - 1)
+    ranking, mass = estimate.ranking, estimate.mass
+    starts, ends = ranking.starts[..., :count], ranking.ends[..., :count]
+    exact = ends.minimum(mass.known[..., None].long())
+    sums = torch.nn.functional.pad(mass.first, (1, 0))
+    held = sums.gather(-1, exact) - sums.gather(-1, starts.minimum(exact))
+    mean = held / (exact - starts).clamp_min(1)
+    of_members = (estimate.reference[..., None] * log2(e) + mean.log2()).float()
+    of_centroid = ranking.scores[..., :count] * torch.tensor(scale * log2(e), dtype=torch.float32)
+    of_centroid = of_centroid + (estimate.above_centroids[..., None] * log2(e)).float()
+    return of_members.where(exact > starts, of_centroid)
+
+
+def _share_steps(weights: Tensor, total: Tensor) -> Tensor:
+    """Return in which step of shares ``weights`` are, logarithms to base 2: int64, below ``SHARE_STEPS``.
+
+    Args:
+        weights: float32 [..., n].
+        total: float64 [...]; natural logarithm of all mass.
+    """
+    octaves = (total * log2(e)).float()[..., None] - weights - FIRST_OCTAVE
+    return (octaves * STEPS_OF_OCTAVE).clamp(0, SHARE_STEPS - 1).long()
 
 
 def _before_first_lost(ranking: Ranking, tokens: Tensor, kept: Tensor) -> Tensor:
@@ -548,13 +619,37 @@ def _before_first_lost(ranking: Ranking, tokens: Tensor, kept: Tensor) -> Tensor
     return before.amin(-1)
 
 
-def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Selection:
-    """Return a selection of the first ``kept_counts`` of ``kept`` and the first ``taken_counts`` of ``taken``."""
+def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Tensor:
+    """Return the first ``kept_counts`` of ``kept``, and behind them the first ``taken_counts`` of ``taken``."""
     counts = kept_counts + taken_counts
     places = torch.arange(int(counts.max()), device=counts.device)
-    front = kept_counts.clamp_max(TILE)[..., None]
-    behind = front + taken_counts[..., None]
-    at = torch.where(places < behind, places - front + kept.shape[2], places - taken_counts[..., None])
-    at = torch.where(places < front, places, at)
+    at = places.where(places < kept_counts[..., None], places - kept_counts[..., None] + kept.shape[2])
     both = torch.cat([kept, taken], -1)
-    return Selection(both.gather(-1, at.clamp_max(both.shape[2] - 1)), counts)
+    return both.gather(-1, at.clamp_max(both.shape[2] - 1))
+
+
+def _kept_steps(kept_scores: Tensor, total: Tensor) -> Tensor:
+    """Return the steps of the tokens in no cluster, for the query head to which they matter most.
+
+    They have them by sixteens: the step of their mean weight.
+
+    Args:
+        kept_scores: float32 [requests, KV heads, group, n]; -inf where there is none.
+        total: float64 [requests, KV heads, group]; natural logarithm of all mass.
+
+    Returns:
+        int64 [requests, KV heads, n].
+    """
+    count = kept_scores.shape[-1]
+    padded = torch.nn.functional.pad(kept_scores, (0, -count % CLUSTER_SIZE), value=-torch.inf)
+    of_sixteens = padded.unflatten(-1, (-1, CLUSTER_SIZE))
+    sizes = of_sixteens.isfinite().sum(-1).clamp_min(1)
+    means = of_sixteens.logsumexp(-1) * log2(e) - sizes.log2()
+    return _share_steps(means, total).amin(2).repeat_interleave(CLUSTER_SIZE, dim=-1)[..., :count]
+
+
+def _in_order(slots: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
+    """Return ``slots``, of which the first ``counts`` count, by ascending ``steps``; all of one step as they stand."""
+    beyond = torch.arange(slots.shape[-1], device=slots.device) >= counts[..., None]
+    order = steps.masked_fill(beyond, SHARE_STEPS).sort(dim=-1, stable=True).indices
+    return slots.gather(-1, order)

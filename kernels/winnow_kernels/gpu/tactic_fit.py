@@ -172,7 +172,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         all_sums = tl.sum(all_weights.to(tl.float64), axis=1)
         outside, first = _one_of(all_sums, 0), _one_of(all_sums, 1)
         near_mean, far_mean = _means(_one_of(all_sums, 2), near_tokens, _one_of(all_sums, 3), far_tokens)
-        near_centre, far_centre = _centre(near_before, near_tokens), _centre(far_before, far_tokens)
+        near_centre, far_centre = window_centre(near_before, near_tokens), window_centre(far_before, far_tokens)
         a, b = _curve(near_centre, near_mean, far_centre, far_mean)
         end = _last_positive(a, b, known, tokens)
         total = outside + first + curve_mass(a, b, known, end.to(tl.float64))
@@ -260,7 +260,7 @@ def _means(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _centre(before: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+def window_centre(before: tl.tensor, tokens: tl.tensor) -> tl.tensor:
     """Return a window's centre in places, which count from 1: float64."""
     return before.to(tl.float64) + (tokens.to(tl.float64) + 1) * 0.5
 

@@ -38,10 +38,10 @@ from winnow_kernels.gpu.tactic_state import (
     united,
 )
 from winnow_kernels.gpu.threshold import LOWEST, counted, counted_threshold, ordered
-from winnow_kernels.tactic import PLACE_STEPS
+from winnow_kernels.tactic import SHARE_STEPS
 
 _SLICE = tl.constexpr(SLICE)
-_STEPS = tl.constexpr(PLACE_STEPS)
+_STEPS = tl.constexpr(SHARE_STEPS)
 _TOKEN_TILE = tl.constexpr(64)
 # Listed clusters that are looked at together.
 _LISTED = tl.constexpr(1024)

@@ -10,6 +10,7 @@ import triton.language as tl
 from winnow_kernels.gpu.tactic_search import coarse
 from winnow_kernels.gpu.tactic_state import (
     GROUP_BLOCK,
+    KEPT_BLOCK,
     NOTHING,
     addresses_of,
     count_read,
@@ -24,6 +25,7 @@ OF_PROGRAM: Final = 256
 
 _TOKENS = tl.constexpr(128)
 _CENTROIDS = tl.constexpr(64)
+_OF_BLOCK = tl.constexpr(KEPT_BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -44,6 +46,7 @@ def score_kernel(
     cluster_sizes_ptr: tl.tensor,
     cluster_firsts_ptr: tl.tensor,
     tails_ptr: tl.tensor,
+    kept_weights_ptr: tl.tensor,
     scale_log2: tl.tensor,
     query_stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -54,6 +57,7 @@ def score_kernel(
     entry_bytes: tl.tensor,
     key_bytes: tl.tensor,
     clusters: tl.tensor,
+    kept_blocks: tl.tensor,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -63,6 +67,7 @@ def score_kernel(
     of_span: tl.constexpr,
     of_program: tl.constexpr,
     tail_splits: tl.constexpr,
+    in_order: tl.constexpr,
 ) -> None:
     """Score one split of the centroids, or of the tokens in no cluster, for all query heads of a group.
 
@@ -85,10 +90,11 @@ def score_kernel(
             )
         largest = tl.full((GROUP_BLOCK,), NOTHING, tl.float32)
         mass = tl.zeros((GROUP_BLOCK,), tl.float32)
-        for begin in range(clustered + part * _TOKENS, length, tail_splits * _TOKENS):
-            positions = begin + tl.arange(0, _TOKENS)
-            is_token = positions < length
-            slots = slots_at(table_ptr + row * table_stride, positions, is_token, page_size)
+        kept = length - clustered
+        for begin in range(part * _TOKENS, kept, tail_splits * _TOKENS):
+            newest = begin + tl.arange(0, _TOKENS)
+            is_token = newest < kept
+            slots = slots_at(table_ptr + row * table_stride, length - 1 - newest, is_token, page_size)
             keys = keys_at(keys_ptr + kv_head * head_stride, slots, is_token, slot_stride, head_dim, dim_block)
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
             scores = tl.where(is_token[None, :], scores, NOTHING)
@@ -96,6 +102,13 @@ def score_kernel(
             weights = tl.where(is_token[None, :], tl.exp2(scores - above[:, None]), 0.0)
             mass = mass * tl.exp2(largest - above) + tl.sum(weights, axis=1)
             largest = above
+            if in_order:
+                blocks = begin // _OF_BLOCK + tl.arange(0, _TOKENS // _OF_BLOCK)
+                tl.store(
+                    kept_weights_ptr + of_heads[:, None] * kept_blocks + blocks[None, :],
+                    _mean_weights(scores, is_token),
+                    mask=(heads < group)[:, None] & (blocks * _OF_BLOCK < kept)[None, :],
+                )
         tail_ptr = tails_ptr + (of_heads * tail_splits + part) * 2
         tl.store(tail_ptr, largest, mask=heads < group)
         tl.store(tail_ptr + 1, mass, mask=heads < group)
@@ -126,3 +139,19 @@ def score_kernel(
             )
         tl.store(cluster_sizes_ptr + of_kv_head * clusters + of_all, sizes, mask=of_all < count)
         tl.store(cluster_firsts_ptr + of_kv_head * clusters + of_all, firsts, mask=of_all < count)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_weights(scores: tl.tensor, is_token: tl.tensor) -> tl.tensor:
+    """Return the mean weights of blocks of ``KEPT_BLOCK`` tokens: logarithms, base 2, [heads, blocks].
+
+    Args:
+        scores: float32 [heads, tokens], to base 2; ``NOTHING`` where there is no token.
+        is_token: bool [tokens].
+    """
+    blocks: tl.constexpr = scores.shape[1] // _OF_BLOCK
+    of_blocks = tl.reshape(scores, (scores.shape[0], blocks, _OF_BLOCK))
+    sizes = tl.sum(tl.reshape(is_token.to(tl.float32), (blocks, _OF_BLOCK)), axis=1)
+    largest = tl.max(of_blocks, axis=2)
+    masses = tl.sum(tl.exp2(of_blocks - largest[:, :, None]), axis=2)
+    return largest + tl.log2(masses) - tl.log2(tl.maximum(sizes, 1.0))[None, :]

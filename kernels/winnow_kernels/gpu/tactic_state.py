@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.gpu.batch import COUNTS, Count
+from winnow_kernels.gpu.batch import COUNTS, NO_MASS, Count
 from winnow_kernels.gpu.threshold import HIGHEST, weight_of
 from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.tactic import LISTED_SHARE, PLACE_STEPS, WHOLE_SHARE, WINDOW_CLUSTERS
+from winnow_kernels.tactic import LISTED_SHARE, SHARE_STEPS, WHOLE_SHARE, WINDOW_CLUSTERS
 
 LARGEST_GROUP: Final = 16
 """Query heads of a KV head: the rows of a tensor core's tile, which smaller groups are padded to."""
@@ -29,8 +29,10 @@ SLICE: Final = 128
 RUN: Final = 64
 """Listed clusters of a row and KV head that are put in order among themselves, and then among the others."""
 
-NOTHING: Final = tl.constexpr(-1e30)
-"""Logarithm of no mass; finite, so that differences stay numbers."""
+KEPT_BLOCK: Final = CLUSTER_SIZE
+"""Tokens in no cluster that are put in order together."""
+
+NOTHING: Final = tl.constexpr(NO_MASS)
 GROUP_BLOCK: Final = tl.constexpr(LARGEST_GROUP)
 _WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
 _SLICE_TOKENS = tl.constexpr(SLICE * CLUSTER_SIZE)
@@ -107,7 +109,7 @@ FIT_END = tl.constexpr(int(Fit.END))
 class TacticWorkspace:
     """What is handed on from launch to launch, for one layer at a time.
 
-    For a row, 9 bytes a cluster and query head, 36 a cluster and KV head, and 8 KiB a query head: 152 MiB for 32 rows
+    For a row, 13 bytes a cluster and query head, 48 a cluster and KV head, and 8 KiB a query head: 209 MiB for 32 rows
     of 128K tokens with 32 query and 8 KV heads. What else there is is less than a hundredth of that.
 
     Attributes:
@@ -118,6 +120,8 @@ class TacticWorkspace:
         known: int32 [rows, query heads, clusters / 4]; the clusters with exact weights.
         tails: float32 [rows, query heads, TAIL_SPLITS, 2]; of the tokens in no cluster: the largest score, and the sum
             of the weights relative to it.
+        kept_weights: float32 [rows, query heads, blocks]; of each KEPT_BLOCK tokens in no cluster, from the newest
+            back, the logarithm (base 2) of the mean weight. Where the order matters.
         windows: int32 [rows, query heads, WINDOWS]; clusters of both windows.
         window_masses: float32, same shape; logarithms of their masses, as the sample has them.
         histogram: int32 [rows, query heads, HISTOGRAM]; scratch of the searches.
@@ -133,10 +137,16 @@ class TacticWorkspace:
         needed: int32, same shape; how many members are taken.
         places: int32, same shape; how many tokens come before them (at first: of their run), where the order matters.
         placed: int32 [rows, KV heads]; how many clusters are listed, 0 where the order does not matter.
-        steps: int32 [rows, KV heads, clusters]; of these, without gaps between slices, the step of the best place in a
-            list of the group, and PLACE_STEPS times where they lie in the lists.
-        step_sums: int32 [rows, KV heads, clusters / RUN, PLACE_STEPS]; how many tokens are taken of the clusters of
+        steps: int32 [rows, KV heads, clusters]; of these, without gaps between slices, the step of the best share that
+            a token has for a query head of the group, and SHARE_STEPS times where they lie in the lists.
+        step_sums: int32 [rows, KV heads, clusters / RUN, SHARE_STEPS]; how many tokens are taken of the clusters of
             each run that are in a step or an earlier one.
+        targets: int32 [rows, KV heads, clusters]; as ``places``, with the tokens in no cluster that come before.
+        kept_placed: int32 [rows, KV heads, 2]; how many tokens in no cluster are put in order, 0 where the order does
+            not matter, and how many tokens of clusters are.
+        kept_steps: int32 [rows, KV heads, blocks]; the step of the best share that a token of a block has on average.
+        kept_sums: int32 [rows, KV heads, SHARE_STEPS]; tokens of blocks in a step or an earlier one.
+        kept_targets: int32 [rows, KV heads, blocks]; how many tokens come before a block, those of clusters included.
     """
 
     scores: Tensor
@@ -145,6 +155,7 @@ class TacticWorkspace:
     masses: Tensor
     known: Tensor
     tails: Tensor
+    kept_weights: Tensor
     windows: Tensor
     window_masses: Tensor
     histogram: Tensor
@@ -161,6 +172,11 @@ class TacticWorkspace:
     placed: Tensor
     steps: Tensor
     step_sums: Tensor
+    targets: Tensor
+    kept_placed: Tensor
+    kept_steps: Tensor
+    kept_sums: Tensor
+    kept_targets: Tensor
 
     @classmethod
     def empty(
@@ -168,6 +184,8 @@ class TacticWorkspace:
     ) -> TacticWorkspace:
         """Return space for ``rows`` rows with at most ``spans`` spans of ``span`` tokens each."""
         clusters = block_of(spans * span // CLUSTER_SIZE)
+        # A context may end within the span behind the last.
+        kept_blocks = (spans + 1) * span // KEPT_BLOCK
         heads, kv = (rows, query_heads), (rows, kv_heads)
 
         def space(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -180,6 +198,7 @@ class TacticWorkspace:
             masses=space(*heads, clusters, dtype=torch.float32),
             known=space(*heads, known_block_of(clusters)),
             tails=space(*heads, TAIL_SPLITS, 2, dtype=torch.float32),
+            kept_weights=space(*heads, kept_blocks, dtype=torch.float32),
             windows=space(*heads, WINDOWS),
             window_masses=space(*heads, WINDOWS, dtype=torch.float32),
             histogram=space(*heads, HISTOGRAM),
@@ -195,7 +214,12 @@ class TacticWorkspace:
             places=space(*kv, clusters),
             placed=space(*kv),
             steps=space(*kv, clusters),
-            step_sums=space(*kv, clusters // RUN, PLACE_STEPS),
+            step_sums=space(*kv, clusters // RUN, SHARE_STEPS),
+            targets=space(*kv, clusters),
+            kept_placed=space(*kv, 2),
+            kept_steps=space(*kv, kept_blocks),
+            kept_sums=space(*kv, SHARE_STEPS),
+            kept_targets=space(*kv, kept_blocks),
         )
 
 
@@ -249,7 +273,7 @@ def united(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def needs_order(taken: tl.tensor, wanted: tl.tensor, is_ordered: tl.tensor) -> tl.tensor:
-    """Return whether clusters of which so much is ``taken`` and ``wanted`` must be read in order."""
+    """Return whether clusters of which so much is ``taken`` and ``wanted`` must be put in order."""
     return (taken > 0) & ((is_ordered != 0) | (wanted > taken))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.parameters import FAMILIES, parameters_of
-from sglang_winnow.device.selectors import DeltaSelector, Selector
+from sglang_winnow.device.selectors import DeltaSelector, Selector, TacticSelector
 from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.stored_positions import OutOfPositionsError
 from sglang_winnow.families import dense_until, effective_budget
@@ -23,7 +23,7 @@ from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.gpu.attend import AttendBuffers, attend
-from winnow_kernels.gpu.batch import WHOLE
+from winnow_kernels.gpu.batch import WHOLE, ToldShares
 from winnow_kernels.gpu.page_table import copy_page_table
 from winnow_kernels.gpu.row_parameters import Family, Parameter, ParameterTable
 
@@ -163,11 +163,20 @@ class DeviceDecode:
             thresholds,
             self._attend_buffers,
             output,
+            self._told,
         )
         if layer in variant.delta_layers:
             selector = self._selectors[Family.DELTA]
             assert isinstance(selector, DeltaSelector)
             selector.attend_at(layer, queries, cache, step, output)
+
+    @property
+    def _told(self) -> ToldShares | None:
+        if Family.TACTIC not in self.variant.families:
+            return None
+        selector = self._selectors[Family.TACTIC]
+        assert isinstance(selector, TacticSelector)
+        return selector.told(self._step)
 
     def finish(self) -> None:
         """Add what was read to the statistics, after the last layer."""

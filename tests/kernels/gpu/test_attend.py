@@ -349,8 +349,10 @@ def _merge_variant(head_dim: int) -> Variant:
             **dict.fromkeys(sizes, "i32"),
             "output_ptr": "*bf16",
             "counts_ptr": "*i64",
+            "beliefs_ptr": "*fp32",
+            "shares_ptr": "*fp64",
         },
-        {**_shape(head_dim, 4), "termination": True},
+        {**_shape(head_dim, 4), "termination": True, "told": True},
         divisible=sizes,
     )
 

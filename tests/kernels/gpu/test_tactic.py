@@ -12,10 +12,14 @@ from torch import Tensor
 
 from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
+from winnow_kernels.attend import attend
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.gpu import tactic, tactic_fit, tactic_ranks
-from winnow_kernels.gpu.batch import WHOLE, Count, DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.attend import AttendBuffers
+from winnow_kernels.gpu.attend import attend as attend_on_device
+from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of, widths_of
 from winnow_kernels.gpu.tactic_scores import OF_PROGRAM
 from winnow_kernels.gpu.tactic_state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
@@ -117,7 +121,9 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     workspace = TacticWorkspace.empty(count, heads, kv_heads, longest // SPAN, SPAN, device)
     statistics = TacticStatistics.empty(count, heads, device)
 
-    step = TacticStep(context.rows(rows), SCALE, None, a_case.index, family, a_case.clustered[rows])
+    order = Termination.of([EarlyTermination(0.0, 0.0, 1)] * len(rows), device) if in_order else None
+    step = TacticStep(context.rows(rows), SCALE, order, a_case.index, family, a_case.clustered[rows])
+    buffers = AttendBuffers.empty(count, heads, a_case.cache)
     meter = Meter(len(rows), device)
     for _ in range(layers):
         select(
@@ -133,7 +139,16 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
             in_order=in_order,
             capped=any(caps),
         )
+        bytes_of_selecting = batch.counts[:, Count.READ_BYTES].clone()
         reference = step.select(0, queries[rows], a_case.cache, meter)
+        step.note(reference, attend(queries[rows], a_case.cache, reference, SCALE, Meter(len(rows), device)))
+        counts = torch.where(selection.counts == UNTOUCHED, ELSEWHERE, selection.counts)
+        attended = DeviceSelection(selection.slots, counts)
+        attend_on_device(
+            queries, a_case.cache, batch, attended, SCALE, None, buffers, torch.empty_like(queries), statistics.told
+        )
+        batch.counts.zero_()
+        batch.counts[:, Count.READ_BYTES] = bytes_of_selecting
     return Selected(batch, selection, statistics, reference, step, meter)
 
 
@@ -142,16 +157,16 @@ def check(a_case: Case, selected: Selected, in_order: bool = True) -> None:
     for row in set(range(len(counts))) - set(a_case.rows):
         assert set(counts[row]) == {UNTOUCHED}
         assert not selected.batch.counts[row].any()
-        assert not selected.statistics.shares[row].any()
+        assert not selected.statistics.told.shares[row].any()
     for request, row in enumerate(a_case.rows):
         length = int(a_case.context.lengths[row])
         for head, count in enumerate(counts[row]):
             expected = selected.reference.slots[request, head, : selected.reference.counts[request, head]].tolist()
-            assert count == (WHOLE if len(expected) == length else len(expected))
-            if count != WHOLE:
+            assert count == (WHOLE_TO_THE_END if len(expected) == length else len(expected))
+            if count > 0:
                 slots = selected.selection.slots[row, head, :count].tolist()
                 assert slots == expected if in_order else sorted(slots) == sorted(expected)
-    shares = selected.statistics.shares.mean(1)[a_case.rows]
+    shares = selected.statistics.told.shares.mean(1)[a_case.rows]
     torch.testing.assert_close(shares, selected.step.estimated_share, rtol=1e-5, atol=1e-6)
     assert selected.statistics.capped[a_case.rows].bool().tolist() == selected.step.capped.tolist()
     assert selected.batch.counts[a_case.rows, Count.READ_BYTES].tolist() == selected.meter.read_bytes.tolist()
@@ -165,7 +180,7 @@ def test_rows_of_all_kinds(device: torch.device) -> None:
     selected = run(a_case, queries_of(a_case, 2, 2.0))
     check(a_case, selected)
     counts = selected.selection.counts[:, 0].tolist()
-    assert (counts[4], counts[7]) == (WHOLE, WHOLE)
+    assert (counts[4], counts[7]) == (WHOLE_TO_THE_END, WHOLE_TO_THE_END)
     assert selected.statistics.capped.tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
 
 
@@ -218,7 +233,7 @@ def test_what_a_row_gets_does_not_depend_on_its_neighbours(device: torch.device)
     count = int(alone.selection.counts[0, 0])
     assert count == int(together.selection.counts[0, 0])
     assert torch.equal(alone.selection.slots[0, 0, :count], together.selection.slots[0, 0, :count])
-    assert torch.equal(alone.statistics.shares[0], together.statistics.shares[0])
+    assert torch.equal(alone.statistics.told.shares[0], together.statistics.told.shares[0])
 
 
 def test_refusals(device: torch.device) -> None:
@@ -245,7 +260,8 @@ POINTERS = {
     **dict.fromkeys(["queries_ptr", "keys_ptr", "centroids_ptr"], "*bf16"),
     **dict.fromkeys(["sizes_ptr", "offsets_ptr"], "*i16"),
     **dict.fromkeys(["scores_ptr", "tails_ptr", "masses_ptr", "window_masses_ptr"], "*fp32"),
-    **dict.fromkeys(["shares_ptr", "fits_ptr", "head_shares_ptr", "shares_sum_ptr"], "*fp64"),
+    **dict.fromkeys(["kept_weights_ptr", "beliefs_ptr"], "*fp32"),
+    **dict.fromkeys(["shares_ptr", "fits_ptr", "head_shares_ptr"], "*fp64"),
     "counts_ptr": "*i64",
 }
 WIDE_KERNELS = {"ranks:rank": tactic_ranks.CLUSTERS_OF_THREAD, "fit:fit": tactic_fit.CLUSTERS_OF_THREAD}
