@@ -2,11 +2,13 @@
 
 Each query head ranks the clusters of keys by query · centroid and takes tokens from the front of that list until they
 hold a share p of its attention mass; the mass of the tail is read off a fitted curve. A KV head attends to the union
-over its group. Tokens in no usable cluster (the newest, the end of the prompt) are always attended, and their mass is
-exact.
+over its group. Tokens in no usable cluster (the first ones, the newest, the end of the prompt) are always attended, and
+their mass is exact.
 
 What the paper leaves open:
 
+- Sinks: the first tokens are in no cluster. A real model's first token may hold most of a head's attention (an
+  attention sink), and the centroid of a cluster that it is in does not show that. The paper has none.
 - Rank: by the first 18 bits of query · centroid as a float32, that is in steps of at most 1/512 of it, then by number.
   Centroids, in bf16, are rounded four times as coarsely. Where no two clusters tie there is only one order, and score
   and number together fit 32 bits: a search for a place in the list compares single integers and ends at one cluster.
@@ -20,14 +22,16 @@ What the paper leaves open:
 - A KV head that would read more than three quarters of the context (after the cap) attends to all of it, as ``dense``
   does, newest first: to read everything in a row costs less than to look most of it up. Where the tokens in no cluster
   are so many by themselves, nothing is scored and no index is read.
-- Order: the newest tile of 64 tokens; then clusters by the best place that a query head of the group that needs them
-  gives them, then by their number; then the other tokens in no cluster, newest first. There may be thousands of those:
-  were they read first, the output would settle on them, and early termination would stop before the best clusters.
+- Order: the sinks and the newest tile of 64 tokens; then clusters by the best place that a query head of the group that
+  needs them gives them, then by their number; then the other tokens in no cluster, newest first. There may be thousands
+  of those: were they read first, the output would settle on them, and early termination would stop before the best
+  clusters.
 - A place, for the order, is not counted but estimated from the score, in quarters of an octave: as if, from the last
   token taken upwards, weights fell as 1 / place, as the curve does where it is steep. So what is in one step differs by
   a fifth in weight, and query heads that need few tokens, each of which weighs more, come first with theirs. No cluster
   has to be compared with any other: a counting sort over ``PLACE_STEPS`` steps does.
-- A cap keeps the front of that order. Of a query head's own list it leaves what comes before the first token lost.
+- A cap keeps sinks, then what else is in no cluster, newest first, then the front of that order. Of a query head's own
+  list it leaves what comes before the first token lost.
 """
 
 from __future__ import annotations
@@ -81,11 +85,13 @@ class TacticParameters:
             ``WHOLE_SHARE`` of the context becomes the whole context.
         full_layers: how many of the first layers attend to everything, 0 or more. Heads there may look for single
             tokens, which no centroid shows (docs/measurements.md).
+        sinks: how many of the first tokens are always attended to and in no cluster, 0 or more.
     """
 
     p: float
     max_tokens: int | None = None
     full_layers: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
@@ -93,6 +99,8 @@ class TacticParameters:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens: must be at least 1; it is {self.max_tokens}")
         check_full_layers(self.full_layers)
+        if self.sinks < 0:
+            raise ValueError(f"sinks: must be at least 0; it is {self.sinks}")
 
 
 @dataclass(frozen=True)
@@ -203,12 +211,15 @@ class TacticStep(FullLayersStep["TacticStep"]):
         self._cap = (
             torch.tensor([longest if c is None else c for c in caps], device=device).view(-1, 1) if any(caps) else None
         )
-        self.spans = index.lookup(context, clustered)
-        kept = (context.lengths - self.spans.counts * index.span)[:, None]
+        sinks = torch.tensor([p.sinks for p in parameters], device=device)
+        self.spans = index.lookup(context, clustered, sinks)
+        kept = (context.lengths - self.spans.tokens)[:, None]
         whole = self._exceeds(kept if self._cap is None else torch.minimum(kept, self._cap))
         self._whole = whole[:, 0]
+        # Where all is attended to, none comes first.
+        self._sinks = torch.minimum(sinks, context.lengths).masked_fill(self._whole, 0)
         if bool(whole.any()):
-            self.spans = index.lookup(context, clustered.masked_fill(self._whole, 0))
+            self.spans = index.lookup(context, clustered.masked_fill(self._whole, 0), sinks)
             if self._cap is not None:
                 self._cap.masked_fill_(whole, longest)
         self._keep_unclustered()
@@ -292,17 +303,20 @@ class TacticStep(FullLayersStep["TacticStep"]):
         return Estimate(ranking, mass, tokens)
 
     def _keep_unclustered(self) -> None:
-        """Find the tokens in no usable span, newest first."""
+        """Find the tokens in no cluster: the sinks, then the others, newest first."""
         context, spans = self.context, self.spans
         clustered = torch.zeros(context.requests, context.longest // self.index.span + 1, device=context.device)
         used = torch.arange(spans.most, device=context.device) < spans.counts[:, None]
         clustered.scatter_add_(1, spans.starts // self.index.span, used.to(clustered.dtype))
         in_span = clustered.bool().repeat_interleave(self.index.span, dim=1)[:, : context.longest]
-        rows, positions = (context.inside & ~in_span).flip(1).nonzero(as_tuple=True)
-        counts = context.lengths - spans.counts * self.index.span
-        before = counts.cumsum(0) - counts
-        kept = torch.zeros(context.requests, int(counts.max()), dtype=torch.int64, device=context.device)
-        kept[rows, torch.arange(len(rows), device=context.device) - before[rows]] = context.longest - 1 - positions
+        is_sink = context.positions < self._sinks[:, None]
+        rows, positions = (context.inside & ~in_span & ~is_sink).flip(1).nonzero(as_tuple=True)
+        counts = context.lengths - spans.tokens
+        others = counts - self._sinks
+        before = others.cumsum(0) - others
+        kept = context.positions.where(is_sink, 0)[:, : int(counts.max())]
+        places = self._sinks[rows] + torch.arange(len(rows), device=context.device) - before[rows]
+        kept[rows, places] = context.longest - 1 - positions
         self._kept_slots = context.slots_at(kept)
         self._kept_counts = counts
 
@@ -311,7 +325,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         device = self.context.device
         counts = self.spans.counts * self.index.clusters
         most = self.spans.most * self.index.clusters
-        self._tokens = (self.spans.counts * self.index.span).double().view(-1, 1, 1)
+        self._tokens = self.spans.tokens.double().view(-1, 1, 1)
         self._known = (self._tokens * EXACT_SHARE).ceil()
         self._window = min(WINDOW_CLUSTERS, most)
         self._listed = min(most, max(self._window, ceil(LISTED_SHARE * most)))
@@ -460,7 +474,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
         before = torch.nn.functional.pad(needs.ends, (1, 0)).gather(-1, at)
         positions = self.index.members(layer, self.spans, needs.clusters.gather(-1, at), places - before)
         meter.count_bytes(taken.sum(1) * self.index.member_bytes(layer))
-        selected = _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
+        front = kept_counts.minimum(self._sinks[:, None] + TILE)
+        selected = _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken, front)
         return self._with_whole(selected, whole) if bool(whole.any()) else selected
 
     def _with_whole(self, selected: Selection, whole: Tensor) -> Selection:
@@ -548,11 +563,14 @@ def _before_first_lost(ranking: Ranking, tokens: Tensor, kept: Tensor) -> Tensor
     return before.amin(-1)
 
 
-def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Selection:
-    """Return a selection of the first ``kept_counts`` of ``kept`` and the first ``taken_counts`` of ``taken``."""
+def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor, front: Tensor) -> Selection:
+    """Return a selection of the first ``kept_counts`` of ``kept`` and the first ``taken_counts`` of ``taken``.
+
+    The first ``front`` of the former come before the latter. Counts are int64 [requests, KV heads].
+    """
     counts = kept_counts + taken_counts
     places = torch.arange(int(counts.max()), device=counts.device)
-    front = kept_counts.clamp_max(TILE)[..., None]
+    front = front[..., None]
     behind = front + taken_counts[..., None]
     at = torch.where(places < behind, places - front + kept.shape[2], places - taken_counts[..., None])
     at = torch.where(places < front, places, at)

@@ -64,11 +64,13 @@ def select(
     scale: float,
     p: float,
     max_tokens: int | None,
+    sinks: int = 0,
 ) -> Expected:
     """``queries`` [group, head dim]; ``keys`` [length, head dim]; ``clusters`` in the order of their numbers."""
     newest_first = list(reversed(range(length)))
     clustered = {position for _, members in clusters for position in members}
-    kept = [position for position in newest_first if position not in clustered]
+    first = list(range(min(sinks, length)))
+    kept = first + [position for position in newest_first if position not in clustered and position >= sinks]
     total = len(clustered)
     best: dict[int, int] = {}
     needed: dict[int, int] = {}
@@ -120,7 +122,7 @@ def select(
         before_lost = next((place for place in range(count) if unwrapped[place] not in attended), count)
         held = sum(kept_weights[:limit]) + fitted[:before_lost].sum()
         shares.append(held / (outside + fitted.sum()))
-    front = min(64, limit, len(kept))
+    front = min(len(first) + 64, limit, len(kept))
     ordered = positions[:front] + positions[len(kept) : limit] + positions[front : min(len(kept), limit)]
     return Expected(ordered, [count for count, *_ in per_head], float(np.mean(shares)), capped)
 

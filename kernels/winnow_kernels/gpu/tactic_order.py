@@ -27,6 +27,7 @@ from winnow_kernels.gpu.tactic_state import (
     SLICE,
     is_idle,
     needs_order,
+    shape_of,
     through,
     united,
 )
@@ -52,6 +53,7 @@ _PLACED, _OTHERS = tl.constexpr(128), tl.constexpr(8)
 def step_kernel(
     lengths_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     ordered_ptr: tl.tensor,
@@ -69,11 +71,13 @@ def step_kernel(
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     group_block: tl.constexpr,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
 ) -> None:
     """Find the steps of the listed clusters' best places, and put the clusters of each run in order."""
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, _, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     is_ordered = tl.load(ordered_ptr + row)
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     if is_idle(share, length, clustered, cap):
@@ -86,7 +90,7 @@ def step_kernel(
     cut_tokens = tl.load(cuts_ptr + of_heads * CUTS + CUT_TOKENS, mask=heads < group, other=0)
     slices: tl.constexpr = clusters // _SLICE
     totals_ptr += of_kv_head * slices
-    totals, _, taken, wanted = united(totals_ptr, length, clustered, cap, slices)
+    totals, _, taken, wanted = united(totals_ptr, length, clustered, count, cap, slices)
     counts = count_of(totals)
     listed = tl.where(needs_order(taken, wanted, is_ordered), tl.sum(counts, axis=0), 0)
     tl.store(placed_ptr + of_kv_head, listed)

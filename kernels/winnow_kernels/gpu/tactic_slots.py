@@ -13,9 +13,12 @@ from winnow_kernels.gpu.tactic_state import (
     GROUP_BLOCK,
     SLICE,
     count_read,
+    kept_positions,
     needs_order,
     places_of,
+    shape_of,
     slots_at,
+    span_table,
     united,
 )
 from winnow_kernels.gpu.threshold import count_of, weight_of
@@ -35,6 +38,7 @@ def slot_kernel(
     table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     ordered_ptr: tl.tensor,
@@ -62,23 +66,23 @@ def slot_kernel(
     kept_splits: tl.constexpr,
     in_order: tl.constexpr,
 ) -> None:
-    """Write one split's slots: the newest tile, then members of clusters, then the other tokens in no cluster.
+    """Write one split's slots: sinks and the newest tile, then members of clusters, then what else is in no cluster.
 
     The first ``kept_splits`` programs of a row and KV head have the tokens in no cluster, and the very first of them
     what is said of the selection as a whole; the others have each a slice of the clusters.
     """
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, sinks, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if share == 0:
         return
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     slices: tl.constexpr = clusters // _SLICE
     # Of an idle row the tokens in no cluster alone are too many, whatever its totals say.
-    totals, kept, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, cap, slices)
+    totals, kept, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, count, cap, slices)
     table_ptr += row * table_stride
     slots_ptr += of_kv_head * width
-    front = tl.minimum(kept, _TILE)
+    front = tl.minimum(kept, sinks + _TILE)
     if part < kept_splits:
         if part == 0:
             heads = tl.arange(0, GROUP_BLOCK)
@@ -92,9 +96,10 @@ def slot_kernel(
                 if length - clustered + wanted > kept + taken:
                     tl.store(capped_ptr + row, 1)
         for begin in range(part * _TOKENS, tl.where(taken < 0, 0, kept), kept_splits * _TOKENS):
-            newest = begin + tl.arange(0, _TOKENS)
-            slots = slots_at(table_ptr, length - 1 - newest, newest < kept, page_size)
-            tl.store(slots_ptr + tl.where(newest < front, newest, newest + taken), slots, mask=newest < kept)
+            places = begin + tl.arange(0, _TOKENS)
+            positions = kept_positions(places, length, sinks)
+            slots = slots_at(table_ptr, positions, places < kept, page_size)
+            tl.store(slots_ptr + tl.where(places < front, places, places + taken), slots, mask=places < kept)
         return
 
     slice_number = part - kept_splits
@@ -105,6 +110,7 @@ def slot_kernel(
     of_slice = of_kv_head * clusters + slice_number * _SLICE
     is_ordered = needs_order(taken, wanted, tl.load(ordered_ptr + row))
     offsets_ptr += kv_head.to(tl.int64) * capacity * span
+    table_ptr = span_table(table_ptr, sinks, span, page_size)
     for begin in range(0, tl.where(taken > 0, weight_of(total), 0), _TOKENS):
         tokens = begin + tl.arange(0, _TOKENS)
         is_token = tokens < weight_of(total)

@@ -153,15 +153,16 @@ def test_order(kind: str, device: torch.device) -> None:
             store(of_kv_head, workspace, row, kv_head)
     clustered = torch.tensor(counts, dtype=torch.int32, device=device) * CLUSTER_SIZE
     lengths = clustered * 8 // 5
-    caps = torch.zeros_like(clustered)
+    caps, sinks = torch.zeros(2, rows, dtype=torch.int32, device=device)
     caps[[1, 3]] = (lengths - clustered)[[1, 3]] + 7
     priority = torch.tensor([1, 0, 0, 1, 1], dtype=torch.int32, device=device)
     shares = torch.tensor([0.9, 0.9, 0.9, 0.0, 0.9], dtype=torch.float64, device=device)
     clusters = workspace.scores.shape[2]
     step_kernel[(SPLITS, kv_heads, rows)](
-        lengths, clustered, shares, caps, priority, workspace.scores, workspace.cuts, workspace.totals,
+        lengths, clustered, sinks, shares, caps, priority, workspace.scores, workspace.cuts, workspace.totals,
         workspace.listed, workspace.needed, workspace.placed, workspace.steps, workspace.step_sums, workspace.places,
-        SCALE * LOG2_E, clusters=clusters, kv_heads=kv_heads, group=GROUP, group_block=4, num_warps=4,
+        SCALE * LOG2_E, clusters=clusters, kv_heads=kv_heads, group=GROUP, group_block=4, span=SPAN, of_span=OF_SPAN,
+        num_warps=4,
     )  # fmt: skip
     place_kernel[(SPLITS, kv_heads, rows)](
         workspace.placed, workspace.steps, workspace.step_sums, workspace.places, clusters=clusters, num_warps=4

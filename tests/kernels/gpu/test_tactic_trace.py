@@ -163,7 +163,7 @@ def test_a_server_with_the_plugin(device: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setenv(crossover.ENVIRONMENT, "0")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     contexts = Contexts(Heads(query=4, kv=2, dim=64), SPAN + 40, 1, 4, device, dtype)
-    asked = {"policy": "tactic", "p": 0.75, "full_layers": 1}
+    asked = {"policy": "tactic", "p": 0.75, "full_layers": 1, "sinks": 0}
     requests = Requests(contexts, parse_policy({"decode": asked}))
     for layer in range(contexts.layers):
         requests.select(layer)
