@@ -2,11 +2,13 @@
 
 Each query head ranks the clusters of keys by query · centroid and takes tokens from the front of that list until they
 hold a share p of its attention mass; the mass of the tail is read off a fitted curve. A KV head attends to the union
-over its group. Tokens in no usable cluster (the newest, the end of the prompt) are always attended, and their mass is
-exact.
+over its group. Tokens in no usable cluster (the first ones, the newest, the end of the prompt) are always attended, and
+their mass is exact.
 
 What the paper leaves open:
 
+- Sinks: the first tokens are in no cluster. A real model's first token may hold most of a head's attention (an
+  attention sink), and the centroid of a cluster that it is in does not show that. The paper has none.
 - Rank: by the first 18 bits of query · centroid as a float32, that is in steps of at most 1/512 of it, then by number.
   Centroids, in bf16, are rounded four times as coarsely. Where no two clusters tie there is only one order, and score
   and number together fit 32 bits: a search for a place in the list compares single integers and ends at one cluster.
@@ -27,8 +29,8 @@ What the paper leaves open:
   Shares are told apart in quarters of an octave: what is in one step differs by a fifth. Within a step tokens in no
   cluster come first, newest first, then clusters by number. Nothing has to be compared with anything else: a counting
   sort over ``SHARE_STEPS`` steps does.
-- A cap keeps what is in no cluster, newest first, then clusters in that order. Of a query head's own list it leaves
-  what comes before the first token lost.
+- A cap keeps sinks, then what else is in no cluster, newest first, then clusters in that order. Of a query head's own
+  list it leaves what comes before the first token lost.
 - The share that is told is of what was read, and its mass is exact: attention itself yields it. Only the mass of what
   was not read is estimated.
 """
@@ -85,11 +87,13 @@ class TacticParameters:
             ``WHOLE_SHARE`` of the context becomes the whole context.
         full_layers: how many of the first layers attend to everything, 0 or more. Heads there may look for single
             tokens, which no centroid shows (docs/measurements.md).
+        sinks: how many of the first tokens are always attended to and in no cluster, 0 or more.
     """
 
     p: float
     max_tokens: int | None = None
     full_layers: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
@@ -97,6 +101,8 @@ class TacticParameters:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens: must be at least 1; it is {self.max_tokens}")
         check_full_layers(self.full_layers)
+        if self.sinks < 0:
+            raise ValueError(f"sinks: must be at least 0; it is {self.sinks}")
 
 
 @dataclass(frozen=True)
@@ -231,12 +237,15 @@ class TacticStep(FullLayersStep["TacticStep"]):
         self._cap = (
             torch.tensor([longest if c is None else c for c in caps], device=device).view(-1, 1) if any(caps) else None
         )
-        self.spans = index.lookup(context, clustered)
-        kept = (context.lengths - self.spans.counts * index.span)[:, None]
+        sinks = torch.tensor([p.sinks for p in parameters], device=device)
+        self.spans = index.lookup(context, clustered, sinks)
+        kept = (context.lengths - self.spans.tokens)[:, None]
         whole = self._exceeds(kept if self._cap is None else torch.minimum(kept, self._cap))
         self._whole = whole[:, 0]
+        # Where all is attended to, none comes first.
+        self._sinks = torch.minimum(sinks, context.lengths).masked_fill(self._whole, 0)
         if bool(whole.any()):
-            self.spans = index.lookup(context, clustered.masked_fill(self._whole, 0))
+            self.spans = index.lookup(context, clustered.masked_fill(self._whole, 0), sinks)
             if self._cap is not None:
                 self._cap.masked_fill_(whole, longest)
         self._keep_unclustered()
@@ -330,17 +339,20 @@ class TacticStep(FullLayersStep["TacticStep"]):
         return Estimate(ranking, mass, tokens, *scales)
 
     def _keep_unclustered(self) -> None:
-        """Find the tokens in no usable span, newest first."""
+        """Find the tokens in no cluster: the sinks, then the others, newest first."""
         context, spans = self.context, self.spans
         clustered = torch.zeros(context.requests, context.longest // self.index.span + 1, device=context.device)
         used = torch.arange(spans.most, device=context.device) < spans.counts[:, None]
         clustered.scatter_add_(1, spans.starts // self.index.span, used.to(clustered.dtype))
         in_span = clustered.bool().repeat_interleave(self.index.span, dim=1)[:, : context.longest]
-        rows, positions = (context.inside & ~in_span).flip(1).nonzero(as_tuple=True)
-        counts = context.lengths - spans.counts * self.index.span
-        before = counts.cumsum(0) - counts
-        kept = torch.zeros(context.requests, int(counts.max()), dtype=torch.int64, device=context.device)
-        kept[rows, torch.arange(len(rows), device=context.device) - before[rows]] = context.longest - 1 - positions
+        is_sink = context.positions < self._sinks[:, None]
+        rows, positions = (context.inside & ~in_span & ~is_sink).flip(1).nonzero(as_tuple=True)
+        counts = context.lengths - spans.tokens
+        others = counts - self._sinks
+        before = others.cumsum(0) - others
+        kept = context.positions.where(is_sink, 0)[:, : int(counts.max())]
+        places = self._sinks[rows] + torch.arange(len(rows), device=context.device) - before[rows]
+        kept[rows, places] = context.longest - 1 - positions
         self._kept_slots = context.slots_at(kept)
         self._kept_counts = counts
 
@@ -349,7 +361,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         device = self.context.device
         counts = self.spans.counts * self.index.clusters
         most = self.spans.most * self.index.clusters
-        self._tokens = (self.spans.counts * self.index.span).double().view(-1, 1, 1)
+        self._tokens = self.spans.tokens.double().view(-1, 1, 1)
         self._known = (self._tokens * EXACT_SHARE).ceil()
         self._window = min(WINDOW_CLUSTERS, most)
         self._listed = min(most, max(self._window, ceil(LISTED_SHARE * most)))
@@ -567,8 +579,7 @@ def _union(estimate: Estimate, tokens: Tensor, clusters: int, scale: float) -> _
     last = int((ranking.starts < tokens[..., None]).sum(-1).max())
     numbers = ranking.clusters[..., :last].flatten(2)
     needed = needed[..., :last].flatten(2)
-    weights = _cluster_weights(estimate, last, scale)
-    steps = _share_steps(weights, estimate.total).flatten(2)
+    steps = _cluster_steps(estimate, last, scale).flatten(2)
     shape = (*tokens.shape[:2], clusters)
     best = steps.new_full(shape, SHARE_STEPS)
     best.scatter_reduce_(2, numbers, steps.where(needed > 0, SHARE_STEPS), "amin")
@@ -580,10 +591,11 @@ def _union(estimate: Estimate, tokens: Tensor, clusters: int, scale: float) -> _
     return _Needs(order, best.gather(-1, order), sizes, sizes.cumsum(-1))
 
 
-def _cluster_weights(estimate: Estimate, count: int, scale: float) -> Tensor:
-    """Return the mean weight of the tokens of each list's first ``count`` clusters: float32 [..., count], to base 2.
+def _cluster_steps(estimate: Estimate, count: int, scale: float) -> Tensor:
+    """Return the steps of the first ``count`` clusters of each list: int64 [..., count].
 
-    Of those that are partly or all among the exact weights it is these weights' mean, of the others the centroid's.
+    Of clusters that are partly or all among the exact weights it is the step of these weights' mean, of the others that
+    of the centroid's weight. In float32 that is a difference and a product, and so the same everywhere.
     """
     ranking, mass = estimate.ranking, estimate.mass
     starts, ends = ranking.starts[..., :count], ranking.ends[..., :count]
@@ -591,9 +603,11 @@ def _cluster_weights(estimate: Estimate, count: int, scale: float) -> Tensor:
     sums = torch.nn.functional.pad(mass.first, (1, 0))
     held = sums.gather(-1, exact) - sums.gather(-1, starts.minimum(exact))
     mean = held / (exact - starts).clamp_min(1)
-    of_members = (estimate.reference[..., None] * log2(e) + mean.log2()).float()
-    of_centroid = ranking.scores[..., :count] * torch.tensor(scale * log2(e), dtype=torch.float32)
-    of_centroid = of_centroid + (estimate.above_centroids[..., None] * log2(e)).float()
+    of_members = _share_steps((estimate.reference[..., None] * log2(e) + mean.log2()).float(), estimate.total)
+    octaves_of_score = scale * log2(e)
+    best_score = ((estimate.total - estimate.above_centroids) * log2(e) - FIRST_OCTAVE) / octaves_of_score
+    steps_of_score = torch.tensor(octaves_of_score, dtype=torch.float32, device=mean.device) * STEPS_OF_OCTAVE
+    of_centroid = _in_steps((best_score.float()[..., None] - ranking.scores[..., :count]) * steps_of_score)
     return of_members.where(exact > starts, of_centroid)
 
 
@@ -604,8 +618,12 @@ def _share_steps(weights: Tensor, total: Tensor) -> Tensor:
         weights: float32 [..., n].
         total: float64 [...]; natural logarithm of all mass.
     """
-    octaves = (total * log2(e)).float()[..., None] - weights - FIRST_OCTAVE
-    return (octaves * STEPS_OF_OCTAVE).clamp(0, SHARE_STEPS - 1).long()
+    best = (total * log2(e) - FIRST_OCTAVE).float()[..., None]
+    return _in_steps((best - weights) * STEPS_OF_OCTAVE)
+
+
+def _in_steps(steps: Tensor) -> Tensor:
+    return steps.clamp(0, SHARE_STEPS - 1).long()
 
 
 def _before_first_lost(ranking: Ranking, tokens: Tensor, kept: Tensor) -> Tensor:

@@ -181,8 +181,13 @@ def _tactic(rows: Rows, indexes: Indexes) -> DecodeStep:
         clustered_until(state.prompt_length, length, clusters.span)
         for state, length in zip(rows.states, rows.lengths, strict=True)
     ]
-    rows.count_built([clusters.ensure(rows.context, row, end) for row, end in enumerate(ends)])
-    parameters = [TacticParameters(p.p, p.max_tokens, p.full_layers) for p in rows.policies(Tactic)]
+    parameters = [TacticParameters(p.p, p.max_tokens, p.full_layers, p.sinks) for p in rows.policies(Tactic)]
+    rows.count_built(
+        [
+            clusters.ensure(rows.context, row, end, of_row.sinks)
+            for row, (end, of_row) in enumerate(zip(ends, parameters, strict=True))
+        ]
+    )
     clustered = torch.tensor(ends, device=rows.context.device)
     return TacticStep(rows.context, rows.scale, rows.termination, clusters, parameters, clustered)
 

@@ -63,12 +63,14 @@ def select(
     scale: float,
     p: float,
     max_tokens: int | None,
+    sinks: int = 0,
     in_order: bool = False,
 ) -> Expected:
     """``queries`` [group, head dim]; ``keys`` [length, head dim]; ``clusters`` in the order of their numbers."""
     newest_first = list(reversed(range(length)))
     clustered = {position for _, members in clusters for position in members}
-    kept = [position for position in newest_first if position not in clustered]
+    first = list(range(min(sinks, length)))
+    kept = first + [position for position in newest_first if position not in clustered and position >= sinks]
     total = len(clustered)
     best: dict[int, int] = {}
     best_of_kept = [63] * len(kept)

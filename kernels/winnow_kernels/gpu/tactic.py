@@ -15,6 +15,8 @@ counts: a sampled key for each query head. Beside that each query head writes an
 through a row's spans once, in step 1. All but 2 and 4 deal a row's clusters out to many programs, so that a single
 request keeps the GPU busy; what they take is their chain of dependent loads.
 
+Sinks are tokens in no cluster like those behind all spans: the same programs score and write them.
+
 Where the order matters (``in_order``: early termination, or a cap that cuts), two launches more after the union for a
 counting sort (``winnow_kernels.gpu.tactic_order``), and where there may be a cap a third, for what is left
 of the share (``winnow_kernels.gpu.tactic_order_capped``). Rows that do not need them leave them at once.
@@ -75,9 +77,11 @@ class TacticBatch:
     """The parameters of a batch's rows.
 
     Attributes:
-        entries: int32 [rows, spans]; index entries of the row's leading usable spans, span 0 first. Beyond them any.
-        clustered: int32 [rows]; tokens in these spans, less than the row's length. What comes behind them is always
-            attended to.
+        entries: int32 [rows, spans]; index entries of the row's usable spans, first that in which its sinks end.
+            Beyond them any.
+        clustered: int32 [rows]; where the last of these spans ends, less than the row's length; without spans, 0 up to
+            ``sinks``. What comes behind it is always attended to.
+        sinks: int32 [rows]; first tokens that are in no cluster and always attended to.
         p: float64 [rows]; share of the attention mass, 0 for a row of another family.
         caps: int32 [rows]; cap on the union of each KV head, 0 for none.
         by_priority: int32 [rows]; not 0 where tokens must come in order, as early termination needs them.
@@ -85,6 +89,7 @@ class TacticBatch:
 
     entries: Tensor
     clustered: Tensor
+    sinks: Tensor
     p: Tensor
     caps: Tensor
     by_priority: Tensor
@@ -92,9 +97,9 @@ class TacticBatch:
     @classmethod
     def empty(cls, rows: int, spans: int, device: torch.device) -> TacticBatch:
         """Return the parameters of ``rows`` rows of other families, with room for ``spans`` spans each."""
-        clustered, caps, by_priority = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        clustered, sinks, caps, by_priority = torch.zeros(4, rows, dtype=torch.int32, device=device)
         entries = torch.zeros(rows, spans, dtype=torch.int32, device=device)
-        return cls(entries, clustered, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
+        return cls(entries, clustered, sinks, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,8 +198,8 @@ def select(
     dim_block = max(16, triton.next_power_of_2(head_dim))
     member_bytes = cache.vector_bytes + clusters.firsts.element_size() + clusters.offsets.element_size()
     scale_log2 = scale * _LOG2_E
-    of_row = (batch.lengths, rows.entries, rows.clustered, rows.p, rows.caps)
-    without_entries = (batch.lengths, rows.clustered, rows.p, rows.caps)
+    of_row = (batch.lengths, rows.entries, rows.clustered, rows.sinks, rows.p, rows.caps)
+    without_entries = (batch.lengths, rows.clustered, rows.sinks, rows.p, rows.caps)
     of_order = (*without_entries, rows.by_priority)
     of_index = (clusters.sizes, clusters.firsts, clusters.offsets)
     key_strides = (queries.stride(0), keys.stride(0), keys.stride(1))
@@ -356,6 +361,8 @@ def select(
             clusters=block,
             **heads,
             group_block=group_block,
+            span=span,
+            of_span=of_span,
             num_warps=4,
         )
         place_kernel[(tactic_order.PLACE_PROGRAMS, kv_heads, batch.rows)](

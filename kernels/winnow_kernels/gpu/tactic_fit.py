@@ -53,6 +53,8 @@ from winnow_kernels.gpu.tactic_state import (
     is_idle,
     keys_at,
     member_slots,
+    shape_of,
+    span_table,
 )
 from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, packed_of, weight_of
 from winnow_kernels.tactic import WINDOW_CLUSTERS
@@ -85,6 +87,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     lengths_ptr: tl.tensor,
     entries_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -121,8 +124,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     head, row = tl.program_id(0), tl.program_id(1)
     kv_head = head // group
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    count = tokens // span * of_span
+    length, sinks, tokens, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, tokens, cap) | (count <= fewest) | (count > block):
         return
     of_head = row.to(tl.int64) * (kv_heads * group) + head
@@ -194,8 +196,9 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             start = tl.sum(tl.load(cluster_sizes_ptr + numbers, mask=is_before, other=0), axis=0)
             last_address = addresses_of(entries_ptr, cut_last, cut_last >= 0, kv_head, capacity, of_span)
             size = tl.minimum(tl.load(cluster_sizes_ptr + cut_last), known - start)
+            table_ptr = span_table(table_ptr + row * table_stride, sinks, span, page_size)
             cut_taken, held = _members_for(
-                queries_ptr, keys_ptr + kv_head * head_stride, firsts_ptr, offsets_ptr, table_ptr + row * table_stride,
+                queries_ptr, keys_ptr + kv_head * head_stride, firsts_ptr, offsets_ptr, table_ptr,
                 row.to(tl.int64) * query_stride + head * head_dim, last_address, cut_last, size, kv_head, before,
                 target, reference, scale_log2, slot_stride, capacity,
                 head_dim, dim_block, of_span, span, page_size,

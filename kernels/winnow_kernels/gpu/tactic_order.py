@@ -45,6 +45,7 @@ from winnow_kernels.gpu.tactic_state import (
     SLICE,
     is_idle,
     needs_order,
+    shape_of,
     through,
     united,
 )
@@ -79,6 +80,7 @@ _PLACED, _OTHERS = tl.constexpr(128), tl.constexpr(8)
 def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     lengths_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     ordered_ptr: tl.tensor,
@@ -106,6 +108,8 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     group_block: tl.constexpr,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
 ) -> None:
     """Find the steps of the listed clusters and of the blocks, and put the clusters of each run in order.
 
@@ -113,7 +117,7 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     """
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, _, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     is_ordered = tl.load(ordered_ptr + row)
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     kept_placed_ptr += of_kv_head * 2
@@ -125,20 +129,20 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     is_head = heads < group
     of_heads = of_kv_head * group + heads
     reference = tl.load(fits_ptr + of_heads * FITS + FIT_REFERENCE, mask=is_head, other=0.0)
-    whole_mass = tl.log2(tl.load(fits_ptr + of_heads * FITS + FIT_TOTAL, mask=is_head, other=1.0))
-    whole_mass = (reference + whole_mass).to(tl.float32)
+    best_weight = tl.log2(tl.load(fits_ptr + of_heads * FITS + FIT_TOTAL, mask=is_head, other=1.0)) + reference
+    best_weight -= _FIRST_OCTAVE
     cut_key = tl.load(cuts_ptr + of_heads * CUTS + CUT_KEY, mask=heads < group, other=HIGHEST)
     cut_last = tl.load(cuts_ptr + of_heads * CUTS + CUT_LAST, mask=heads < group, other=-1)
     slices: tl.constexpr = clusters // _SLICE
     totals_ptr += of_kv_head * slices
-    totals, kept, taken, wanted = united(totals_ptr, length, clustered, cap, slices)
+    totals, kept, taken, wanted = united(totals_ptr, length, clustered, count, cap, slices)
     if part == _SPLITS:
         kept = tl.where((is_ordered != 0) & (taken >= 0), kept, 0)
         tl.store(kept_placed_ptr, kept)
         tl.store(kept_placed_ptr + 1, taken)
         _step_blocks(
             kept_weights_ptr + of_heads[:, None] * kept_blocks, kept_steps_ptr + of_kv_head * kept_blocks,
-            kept_sums_ptr + of_kv_head * _STEPS, whole_mass, is_head, kept,
+            kept_sums_ptr + of_kv_head * _STEPS, best_weight.to(tl.float32), is_head, kept,
         )  # fmt: skip
         return
     counts = count_of(totals)
@@ -155,6 +159,8 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     above_centroids = _above_centroids(
         scores_ptr, windows_ptr, ranks_ptr, fits_ptr, of_heads, is_head, reference, scale_log2
     )
+    best_score = ((best_weight - above_centroids) / scale_log2).to(tl.float32)
+    best_weight = best_weight.to(tl.float32)
     masses_ptr += of_heads[:, None] * clusters
     lists = of_kv_head * clusters
     here = tl.arange(0, _RUN)
@@ -179,8 +185,11 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         masses = tl.load(masses_ptr + number[None, :], mask=is_exact, other=NOTHING)
         members = tl.where(number[None, :] == known_last[:, None], of_last[:, None], size[None, :])
         means = masses - tl.log2(tl.maximum(members, 1).to(tl.float32))
-        of_centroids = scores * scale_log2 + above_centroids[:, None]
-        steps = _share_steps(tl.where(is_exact, means, of_centroids), whole_mass[:, None])
+        # The same in float32 as in the reference: no product is added to anything, which a compiler might round
+        # otherwise.
+        of_means = (best_weight[:, None] - means) * _STEPS_OF_OCTAVE
+        of_centroids = (best_score[:, None] - scores) * (scale_log2 * _STEPS_OF_OCTAVE)
+        steps = _in_steps(tl.where(is_exact, of_means, of_centroids))
         step = tl.min(tl.where(is_needed, steps, _STEPS - 1), axis=0)
         # They are listed by number. What pads them brings no tokens.
         key = step * _RUN + here
@@ -204,7 +213,7 @@ def _above_centroids(
     reference: tl.tensor,
     scale_log2: tl.tensor,
 ) -> tl.tensor:
-    """Return how many octaves tokens weigh more than their centroids would, in the near window: float32 [heads].
+    """Return how many octaves tokens weigh more than their centroids would, in the near window: float64 [heads].
 
     Args:
         scores_ptr: [heads, 1]; of the query heads of a group.
@@ -226,7 +235,7 @@ def _above_centroids(
     a = tl.load(fits_ptr + of_heads * FITS + FIT_A, mask=is_head, other=0.0)
     b = tl.load(fits_ptr + of_heads * FITS + FIT_B, mask=is_head, other=1.0)
     weight = tl.maximum(a / window_centre(before, tokens) + b, _LEAST_WEIGHT)
-    return (reference + tl.log2(weight) - mean * scale_log2).to(tl.float32)
+    return reference + tl.log2(weight) - mean * scale_log2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -234,7 +243,7 @@ def _step_blocks(
     weights_ptr: tl.tensor,
     steps_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    whole_mass: tl.tensor,
+    best_weight: tl.tensor,
     is_head: tl.tensor,
     kept: tl.tensor,
 ) -> None:
@@ -244,7 +253,7 @@ def _step_blocks(
         weights_ptr: [heads, 1]; mean weights of the blocks, of each query head of a group.
         steps_ptr: of the KV head.
         sums_ptr: of the KV head.
-        whole_mass: float32 [heads]; logarithms, base 2, of all mass.
+        best_weight: float32 [heads]; logarithm, base 2, of the least weight in the first step.
         is_head: bool [heads].
         kept: scalar; 0 to do nothing but clear the sums.
     """
@@ -257,16 +266,14 @@ def _step_blocks(
             tokens = tl.minimum(tl.maximum(kept - block * _OF_BLOCK, 0), _OF_BLOCK)
             is_weight = is_head[:, None] & (tokens > 0)[None, :]
             weights = tl.load(weights_ptr + block[None, :], mask=is_weight, other=NOTHING)
-            step = tl.min(_share_steps(weights, whole_mass[:, None]), axis=0)
+            step = tl.min(_in_steps((best_weight[:, None] - weights) * _STEPS_OF_OCTAVE), axis=0)
             tl.store(steps_ptr + block, step, mask=tokens > 0)
             sums += tl.sum(tl.where(step[:, None] <= each[None, :], tokens[:, None], 0), axis=0)
         tl.store(sums_ptr + each, sums)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _share_steps(weights: tl.tensor, whole_mass: tl.tensor) -> tl.tensor:
-    """Return the steps, int32, of shares of ``whole_mass`` that are ``weights``; both logarithms, base 2."""
-    steps = (whole_mass - weights - _FIRST_OCTAVE) * _STEPS_OF_OCTAVE
+def _in_steps(steps: tl.tensor) -> tl.tensor:
     return tl.minimum(tl.maximum(steps, 0.0), _STEPS - 1.0).to(tl.int32)
 
 

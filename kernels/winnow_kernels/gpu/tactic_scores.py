@@ -16,7 +16,9 @@ from winnow_kernels.gpu.tactic_state import (
     count_read,
     group_queries,
     is_idle,
+    kept_positions,
     keys_at,
+    shape_of,
     slots_at,
 )
 
@@ -39,6 +41,7 @@ def score_kernel(
     lengths_ptr: tl.tensor,
     entries_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -75,7 +78,7 @@ def score_kernel(
     """
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, sinks, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, clustered, cap):
         return
     heads = tl.arange(0, GROUP_BLOCK)
@@ -83,18 +86,17 @@ def score_kernel(
     of_heads = of_kv_head * group + heads
     queries = group_queries(queries_ptr, row, kv_head, query_stride, group, head_dim, dim_block)
     if part < tail_splits:
+        kept = length - clustered
         if (part == 0) & (kv_head == 0):
-            spans = clustered // span
-            count_read(
-                counts_ptr, row, spans.to(tl.int64) * entry_bytes + (length - clustered).to(tl.int64) * key_bytes
-            )
+            spans = count // of_span
+            count_read(counts_ptr, row, spans.to(tl.int64) * entry_bytes + kept.to(tl.int64) * key_bytes)
         largest = tl.full((GROUP_BLOCK,), NOTHING, tl.float32)
         mass = tl.zeros((GROUP_BLOCK,), tl.float32)
-        kept = length - clustered
         for begin in range(part * _TOKENS, kept, tail_splits * _TOKENS):
-            newest = begin + tl.arange(0, _TOKENS)
-            is_token = newest < kept
-            slots = slots_at(table_ptr + row * table_stride, length - 1 - newest, is_token, page_size)
+            places = begin + tl.arange(0, _TOKENS)
+            is_token = places < kept
+            positions = kept_positions(places, length, sinks)
+            slots = slots_at(table_ptr + row * table_stride, positions, is_token, page_size)
             keys = keys_at(keys_ptr + kv_head * head_stride, slots, is_token, slot_stride, head_dim, dim_block)
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
             scores = tl.where(is_token[None, :], scores, NOTHING)
@@ -114,7 +116,6 @@ def score_kernel(
         tl.store(tail_ptr + 1, mass, mask=heads < group)
     else:
         first = (part - tail_splits) * of_program
-        count = clustered // span * of_span
         dims = tl.arange(0, dim_block)
         entries_ptr += row * entries_stride
         of_all = first + tl.arange(0, of_program)

@@ -17,9 +17,12 @@ from winnow_kernels.gpu.tactic_state import (
     NOTHING,
     SLICE,
     count_read,
+    kept_positions,
     needs_order,
     places_of,
+    shape_of,
     slots_at,
+    span_table,
     united,
 )
 from winnow_kernels.gpu.threshold import count_of, weight_of
@@ -39,6 +42,7 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
     table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     ordered_ptr: tl.tensor,
@@ -71,20 +75,20 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
     kept_splits: tl.constexpr,
     in_order: tl.constexpr,
 ) -> None:
-    """Write one split's slots: in order, or else the tokens in no cluster, newest first, then members of clusters.
+    """Write one split's slots: in order, or else sinks, what else is in no cluster, and then members of clusters.
 
     The first ``kept_splits`` programs of a row and KV head have the tokens in no cluster, and the very first of them
     what is said of the selection as a whole; the others have each a slice of the clusters.
     """
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, sinks, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if share == 0:
         return
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     slices: tl.constexpr = clusters // _SLICE
     # Of an idle row the tokens in no cluster alone are too many, whatever its totals say.
-    totals, kept, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, cap, slices)
+    totals, kept, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, count, cap, slices)
     table_ptr += row * table_stride
     slots_ptr += of_kv_head * width
     is_placed = needs_order(taken, wanted, tl.load(ordered_ptr + row))
@@ -112,15 +116,15 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
                 if length - clustered + wanted > kept + taken:
                     tl.store(capped_ptr + row, 1)
         for begin in range(part * _TOKENS, tl.where(taken < 0, 0, kept), kept_splits * _TOKENS):
-            newest = begin + tl.arange(0, _TOKENS)
-            slots = slots_at(table_ptr, length - 1 - newest, newest < kept, page_size)
-            to = newest
+            places = begin + tl.arange(0, _TOKENS)
+            positions = kept_positions(places, length, sinks)
+            slots = slots_at(table_ptr, positions, places < kept, page_size)
+            to = places
             if in_order:
-                in_block = newest % _OF_BLOCK
-                target_ptr = kept_targets_ptr + of_kv_head * kept_blocks + newest // _OF_BLOCK
-                target = tl.load(target_ptr, mask=is_read_in_order & (newest < kept), other=0)
-                to = tl.where(is_read_in_order, target + in_block, to)
-            tl.store(slots_ptr + to, slots, mask=newest < kept)
+                target_ptr = kept_targets_ptr + of_kv_head * kept_blocks + places // _OF_BLOCK
+                target = tl.load(target_ptr, mask=is_read_in_order & (places < kept), other=0)
+                to = tl.where(is_read_in_order, target + places % _OF_BLOCK, to)
+            tl.store(slots_ptr + to, slots, mask=places < kept)
         return
 
     slice_number = part - kept_splits
@@ -130,6 +134,7 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
     listed = count_of(total)
     of_slice = of_kv_head * clusters + slice_number * _SLICE
     offsets_ptr += kv_head.to(tl.int64) * capacity * span
+    table_ptr = span_table(table_ptr, sinks, span, page_size)
     for begin in range(0, tl.where(taken > 0, weight_of(total), 0), _TOKENS):
         tokens = begin + tl.arange(0, _TOKENS)
         is_token = tokens < weight_of(total)

@@ -35,7 +35,7 @@ KEPT_BLOCK: Final = CLUSTER_SIZE
 NOTHING: Final = tl.constexpr(NO_MASS)
 GROUP_BLOCK: Final = tl.constexpr(LARGEST_GROUP)
 _WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
-_SLICE_TOKENS = tl.constexpr(SLICE * CLUSTER_SIZE)
+_SLICE = tl.constexpr(SLICE)
 _COUNTS = tl.constexpr(COUNTS)
 _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
 
@@ -234,6 +234,32 @@ def known_block_of(block: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def shape_of(
+    lengths_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    row: tl.tensor,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return of a row the tokens, its sinks, the tokens in clusters behind these, and the number of its clusters."""
+    length, end, sinks = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row), tl.load(sinks_ptr + row)
+    return length, sinks, tl.maximum(end - sinks, 0), tl.maximum(end // span - sinks // span, 0) * of_span
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def kept_positions(places: tl.tensor, length: tl.tensor, sinks: tl.tensor) -> tl.tensor:
+    """Return the positions of tokens in no cluster at ``places`` of their order: sinks, then the newest first."""
+    return tl.where(places < sinks, places, length - 1 - (places - sinks))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def span_table(table_ptr: tl.tensor, sinks: tl.tensor, span: tl.constexpr, page_size: tl.constexpr) -> tl.tensor:
+    """Return where a row's page table has the first span with clusters, that in which the sinks end."""
+    return table_ptr + sinks // span * (span // page_size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def kept_tokens(length: tl.tensor, clustered: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """Return how many tokens in no cluster are attended to: all, or as many as the cap, if there is one, lets."""
     return tl.minimum(length - clustered, tl.where(cap > 0, cap, length))
@@ -247,7 +273,12 @@ def exceeds(count: tl.tensor, length: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def united(
-    totals_ptr: tl.tensor, length: tl.tensor, clustered: tl.tensor, cap: tl.tensor, slices: tl.constexpr
+    totals_ptr: tl.tensor,
+    length: tl.tensor,
+    clustered: tl.tensor,
+    count: tl.tensor,
+    cap: tl.tensor,
+    slices: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return what is taken for one KV head of a row that is not idle.
 
@@ -255,6 +286,7 @@ def united(
         totals_ptr: its slices' totals.
         length: tokens of the row.
         clustered: tokens of the row in clusters.
+        count: clusters of the row.
         cap: the row's.
         slices: how many slices a row can have.
 
@@ -263,8 +295,7 @@ def united(
         the cap, -1 where the whole context is attended to instead; tokens that are needed of clusters.
     """
     each = tl.arange(0, slices)
-    # A slice has as many clusters as ``SLICE``, each of CLUSTER_SIZE tokens on average.
-    totals = tl.load(totals_ptr + each, mask=each * _SLICE_TOKENS < clustered, other=0)
+    totals = tl.load(totals_ptr + each, mask=each * _SLICE < count, other=0)
     wanted = tl.sum(weight_of(totals), axis=0)
     kept = kept_tokens(length, clustered, cap)
     taken = tl.minimum(wanted, tl.where(cap > 0, cap, length) - kept)
@@ -385,7 +416,7 @@ def member_slots(
     span: tl.constexpr,
     page_size: tl.constexpr,
 ) -> tl.tensor:
-    """Return the slots of members of clusters, int32; 0 where not ``is_member``."""
+    """Return the slots of members of clusters, int32; 0 where not ``is_member``. ``table_ptr`` is a ``span_table``."""
     first = tl.load(firsts_ptr + addresses, mask=is_member, other=0)
     offset_ptr = offsets_ptr + kv_head.to(tl.int64) * capacity * span + first + ranks
     offset = tl.load(offset_ptr, mask=is_member, other=0).to(tl.int32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sglang_winnow.device.parameters import kept_positions, roles_of
 from sglang_winnow.device.step import Step
 from sglang_winnow.device.stored_positions import StoredPositions
-from sglang_winnow.policy import Delta
+from sglang_winnow.policy import Delta, Tactic
 from sglang_winnow.ranks import Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -300,14 +300,17 @@ class TacticSelector(Selector):
         return clustered_until(state.prompt_length, length, self._clusters.span)
 
     def enter(self, state: RequestState, slot: int, context: Context) -> Entry:
+        policy = state.policy.decode
+        assert isinstance(policy, Tactic)
         tokens = self.stage(state, int(context.lengths[0]))
         pages = self._clusters.generations.complete_pages(context, 0, tokens)
-        held = self._clusters.hold(id(state), pages)
+        held = self._clusters.hold(id(state), pages, policy.sinks)
         if state not in self._holders:
             self._holders.add(state)
             weakref.finalize(state, self._clusters.release, id(state)).atexit = False
         self._entries[slot, : len(held.entries)] = held.entries
-        self._clustered[slot] = len(held.entries) * self._clusters.span
+        first = policy.sinks // self._clusters.span
+        self._clustered[slot] = (first + len(held.entries)) * self._clusters.span
         return Entry(built_tokens=held.built_tokens)
 
     def begin(self, step: Step, *, ordered: bool) -> None:
@@ -336,6 +339,7 @@ class TacticSelector(Selector):
                 TacticBatch(
                     self._batch.entries[: step.rows][rows],
                     self._batch.clustered[: step.rows][rows],
+                    part.parameters[Parameter.SINKS],
                     self._shares_of(step)[layer, rows],
                     part.parameters[Parameter.TACTIC_CAP],
                     part.parameters[Parameter.BY_SCORE],

@@ -86,8 +86,8 @@ def case(
     index = ClusterIndex([cache], PageGenerations(SLOTS, PAGE, device), SPAN, in_triton=False)
     context = scattered_context(lengths, SLOTS, PAGE, seed)
     context = Context(context.slots.to(device), context.lengths.to(device))
-    for row, tokens in enumerate(clustered):
-        index.ensure(context, row, tokens)
+    for row, (tokens, of_row) in enumerate(zip(clustered, parameters, strict=True)):
+        index.ensure(context, row, tokens, 0 if of_row is None else of_row.sinks)
     return Case(cache, context, index, torch.tensor(clustered, device=device), parameters)
 
 
@@ -108,9 +108,11 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     pages = context.slots[:, ::PAGE] // PAGE
     batch.page_table[:, : pages.shape[1]] = pages.where(pages < SLOTS // PAGE, 0)
     of_rows = TacticBatch.empty(count, longest // SPAN, device)
-    spans = a_case.index.lookup(context, a_case.clustered)
+    sinks = torch.tensor([0 if p is None else p.sinks for p in a_case.parameters], device=device)
+    spans = a_case.index.lookup(context, a_case.clustered, sinks)
     of_rows.entries[:, : spans.most] = spans.entries
-    of_rows.clustered.copy_(spans.counts * SPAN)
+    of_rows.clustered.copy_(sinks // SPAN * SPAN + spans.counts * SPAN)
+    of_rows.sinks.copy_(sinks)
     of_rows.by_priority.fill_(int(in_order))
     family = [p for p in a_case.parameters if p is not None]
     of_rows.p[rows] = torch.tensor([p.p for p in family], dtype=torch.float64, device=device)
@@ -209,6 +211,36 @@ def test_rows_of_all_widths(device: torch.device, monkeypatch: pytest.MonkeyPatc
     a_case = case(parameters, [2250, 460, 1000, 100], [2176, 384, 896, 0], device, "clustered", seed=3)
     assert [-(-int(tokens) // CLUSTER_SIZE) for tokens in a_case.clustered] == [136, 24, 56, 0]
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0, seed=3)))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_sinks(in_order: bool, device: torch.device) -> None:
+    """Of none, a page, less and more than a span, exactly two spans, more than is clustered, and than there is."""
+    sinks = [0, 16, 40, 70, 128, 300, 1000, 1]
+    cap = 220 if in_order else None
+    parameters: list[TacticParameters | None] = [TacticParameters(0.6, sinks=first) for first in sinks]
+    parameters[1] = TacticParameters(0.7, cap, sinks=16)
+    parameters[3] = TacticParameters(0.5, cap, sinks=70)
+    parameters[4] = TacticParameters(0.4, 140 if in_order else None, sinks=128)
+    lengths, clustered = [460, 460, 600, 700, 600, 400, 90, 250], [384, 384, 512, 576, 512, 256, 0, 192]
+    a_case = case(parameters, lengths, clustered, device, "clustered", seed=4)
+    selected = run(a_case, queries_of(a_case, 2, 3.0, seed=4), in_order)
+    check(a_case, selected, in_order)
+    counts = selected.selection.counts[:, 0].tolist()
+    assert [count == WHOLE_TO_THE_END for count in counts] == [False] * 5 + [True, True, False]
+    for row in range(5):
+        first = a_case.context.slots[row, : sinks[row]].tolist()
+        slots = selected.selection.slots[row, 0, : counts[row]].tolist()
+        assert set(first) <= set(slots)
+        assert in_order or slots[: sinks[row]] == first
+    assert bool(selected.statistics.capped.any()) == in_order
+
+
+@pytest.mark.parametrize("sinks", [16, 40])
+def test_sinks_in_front_of_more_than_one_slice(sinks: int, device: torch.device) -> None:
+    parameters: list[TacticParameters | None] = [TacticParameters(0.5, 400, sinks=sinks)]
+    a_case = case(parameters, [2400], [2304], device, "clustered", 2, torch.float16, seed=2)
+    check(a_case, run(a_case, queries_of(a_case, 3, 2.0, seed=2)))
 
 
 def test_two_layers_add_up(device: torch.device) -> None:
