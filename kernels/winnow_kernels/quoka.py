@@ -2,7 +2,7 @@
 
 Positions whose queries resemble their block's mean least speak for the block. A key is as promising as its highest
 cosine with one of them; the block attends to the most promising keys before it, and causally to its own. In decode, the
-one query speaks for itself.
+one query speaks for itself, and the first tokens can be kept as sinks beside the newest page (the paper has none).
 
 Blocks lie on a grid of absolute positions, so that what is computed does not depend on where prefill chunks end.
 """
@@ -25,11 +25,14 @@ from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
 from winnow_kernels.selection import Selection, select_positions
+from winnow_kernels.sinks import check_sinks
 
 # Blocks scored in one matrix product: more would score more keys that only the later blocks may see.
 BLOCKS_IN_BATCH = 8
 # Scores held at once (16 MiB).
 SCORES_IN_BATCH = 2**22
+# Above any cosine, and below the newest page's.
+_PROMISE_OF_SINKS = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +40,25 @@ class QuokaDecodeParameters:
     """One request's parameters in decode: one of the two is given.
 
     Attributes:
-        budget: tokens for each KV head and step, at least 1; the newest page is kept even if it is larger.
-        budget_ratio: the budget as a share of the tokens cached before the step, more than 0, at most 1.
+        budget: tokens for each KV head and step, at least 1; the newest page and the sinks are kept even if they are
+            more.
+        budget_ratio: the budget as a share of the tokens cached before the step, more than 0, at most 1; the step's own
+            token comes on top.
+        sinks: first tokens that are always attended to, 0 or more.
     """
 
     budget: int | None = None
     budget_ratio: float | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         _check_budget(self.budget, self.budget_ratio)
+        check_sinks(self.sinks)
 
     def tokens(self, cached: int) -> int:
-        """Return the budget when ``cached`` tokens are cached."""
-        return _budget(self.budget, self.budget_ratio, cached)
+        """Return the budget when ``cached`` tokens are cached, at least the sinks and the step's own token."""
+        own = 0 if self.budget_ratio is None else 1
+        return max(_budget(self.budget, self.budget_ratio, cached) + own, self.sinks + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +233,9 @@ def speaking_queries(queries: Tensor, kv_heads: int, count: int) -> Tensor:
 
 
 class QuokaStep(DecodeStep):
-    """Attend to the newest page, then to the keys in the order of their cosines with the group's mean query.
+    """Attend to the newest page, then to the sinks, then to keys in the order of their cosines with the mean query.
+
+    The mean is over the group, of normalised queries.
 
     Attributes:
         index_built_tokens: for each request, the tokens of the pages whose norms this step had to compute.
@@ -250,9 +261,10 @@ class QuokaStep(DecodeStep):
             size * norms.ensure(norms.generations.complete_pages(context, request, earlier))
             for request, earlier in enumerate(self._earlier)
         ]
+        self._sinks = [min(p.sinks, earlier) for p, earlier in zip(parameters, self._earlier, strict=True)]
         counts = [
-            max(length - earlier, min(length, p.tokens(length - 1)))
-            for p, length, earlier in zip(parameters, lengths, self._earlier, strict=True)
+            max(length - earlier + sinks, min(length, p.tokens(length - 1)))
+            for p, length, earlier, sinks in zip(parameters, lengths, self._earlier, self._sinks, strict=True)
         ]
         self._width = max(counts)
         self._counts = torch.tensor(counts, device=context.device)
@@ -268,6 +280,7 @@ class QuokaStep(DecodeStep):
             scores = (means[request, :, None] @ keys).squeeze(1)
             reciprocals = dense.take(self._norms.reciprocals[layer], span)
             torch.mul(scores, reciprocals.T, out=promise[request, :, :earlier])
+            promise[request, :, : self._sinks[request]] = _PROMISE_OF_SINKS
         meter.count_bytes(self._scored * (cache.kv_heads * (cache.vector_bytes + KeyNorms.BYTES)))
         positions = promise.topk(self._width, dim=-1, sorted=True).indices
         return select_positions(self.context, positions, self._counts[:, None].expand(-1, cache.kv_heads))

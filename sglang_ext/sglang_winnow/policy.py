@@ -187,10 +187,13 @@ class SnapKV(_Voted):
 
 
 class PyramidKV(_Voted):
-    """SnapKV with budgets that shrink from layer to layer; ``budget`` and ``budget_ratio`` are the mean over layers."""
+    """SnapKV with budgets that shrink from layer to layer; ``budget`` and ``budget_ratio`` are the mean over layers.
+
+    The window is SnapKV's. One of 128 tokens reaches far beyond a question: most of its votes are the haystack's.
+    """
 
     policy: Literal["pyramidkv"] = "pyramidkv"
-    observation_window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 128
+    observation_window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 32
 
     _fits = field_validator("observation_window")(_below_budget)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.quoka_float64 import plain_prefill, plain_scores
+from tests.kernels.selected_tokens import positions_of
 from winnow_kernels import quoka
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.dense import attend_all, prefill
@@ -181,16 +182,17 @@ def _step(context: Context, cache: LayerCache, parameters: list[QuokaDecodeParam
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 2), (1, 4), (3, 1)])
-def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [0, 4, 30])
+def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype, sinks: int) -> None:
     cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
     lengths = [333, 1, 16, 17, 500, 40]
     parameters = [
-        QuokaDecodeParameters(budget=50),
-        QuokaDecodeParameters(budget=5),
-        QuokaDecodeParameters(budget=3),
-        QuokaDecodeParameters(budget=9),
-        QuokaDecodeParameters(budget_ratio=0.11),
-        QuokaDecodeParameters(budget=4000),
+        QuokaDecodeParameters(budget=50, sinks=sinks),
+        QuokaDecodeParameters(budget=5, sinks=sinks),
+        QuokaDecodeParameters(budget=3, sinks=sinks),
+        QuokaDecodeParameters(budget=9, sinks=sinks),
+        QuokaDecodeParameters(budget_ratio=0.11, sinks=sinks),
+        QuokaDecodeParameters(budget=4000, sinks=sinks),
     ]
     context = scattered_context(lengths, SLOTS)
     queries = random_queries(len(lengths), kv_heads * group, DIM).to(dtype)
@@ -201,15 +203,17 @@ def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch
     for request, (length, own) in enumerate(zip(lengths, parameters, strict=True)):
         slots = context.slots[request, :length].tolist()
         newest = (length - 1) // PAGE * PAGE
-        budget = own.budget if own.budget is not None else math.ceil(own.budget_ratio * (length - 1))  # type: ignore[operator]
-        count = max(length - newest, min(length, budget))
+        budget = own.budget if own.budget is not None else math.ceil(own.budget_ratio * (length - 1)) + 1  # type: ignore[operator]
+        always = length - newest + min(sinks, newest)
+        count = max(always, min(length, budget))
         for head in range(kv_heads):
             of_group = queries[request, head * group : (head + 1) * group].double()[:, None]
             scores = plain_scores(of_group, cache.keys[slots[:newest], head].double(), 1)
-            ranked = sorted(range(newest), key=lambda token: -scores[token])[: count - length + newest]
+            ranked = sorted(range(min(sinks, newest), newest), key=lambda token: -scores[token])[: count - always]
             got = selection.slots[request, head, : int(selection.counts[request, head])].tolist()
             assert sorted(got[: length - newest]) == sorted(slots[newest:])
-            assert got[length - newest :] == [slots[token] for token in ranked]
+            assert sorted(got[length - newest : always]) == sorted(slots[: always - length + newest])
+            assert got[always:] == [slots[token] for token in ranked]
         expected_bytes[request] = kv_heads * newest * (cache.vector_bytes + 4)
     assert meter.read_bytes.tolist() == expected_bytes
     assert step.index_built_tokens == [(length - 1) // PAGE * PAGE for length in lengths]
@@ -246,6 +250,38 @@ def test_decode_with_a_budget_of_everything_is_dense(lengths: list[int], seed: i
     dense = attend_all(queries, context, cache, SCALE, Meter(len(lengths), CPU))
     torch.testing.assert_close(step.attend(0, queries, cache, meter), dense, atol=5e-6, rtol=0)
     assert meter.attended.tolist() == [2 * length for length in lengths]
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 300])
+def test_decode_with_a_share_of_one_keeps_every_token(length: int) -> None:
+    cache, context = random_cache(SLOTS, 2, DIM), scattered_context([length], SLOTS)
+    step, meter = _step(context, cache, [QuokaDecodeParameters(budget_ratio=1.0)])
+    selection = step.select(0, random_queries(1, 4, DIM), cache, meter)
+    for head in range(2):
+        assert sorted(positions_of(selection, context, 0, head)) == list(range(length))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    options=st.builds(lambda budget: {"budget": budget}, st.integers(1, 450))
+    | st.builds(lambda ratio: {"budget_ratio": ratio}, st.floats(0.001, 1)),
+    sinks=st.integers(0, 80),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_decode_keeps_sinks_and_the_newest_page_within_the_budget(
+    lengths: list[int], options: dict[str, Any], sinks: int, seed: int
+) -> None:
+    cache, context = random_cache(SLOTS, 2, DIM, seed), scattered_context(lengths, SLOTS, seed=seed)
+    parameters = QuokaDecodeParameters(**options, sinks=sinks)
+    step, meter = _step(context, cache, [parameters] * len(lengths))
+    selection = step.select(0, random_queries(len(lengths), 4, DIM, seed), cache, meter)
+    for request, length in enumerate(lengths):
+        always = {*range(min(sinks, length)), *range((length - 1) // PAGE * PAGE, length)}
+        for head in range(2):
+            positions = positions_of(selection, context, request, head)
+            assert always <= set(positions)
+            assert len(positions) == max(len(always), min(length, parameters.tokens(length - 1)))
 
 
 def test_the_index_is_what_scores_are_divided_by() -> None:

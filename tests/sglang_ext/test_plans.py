@@ -103,6 +103,8 @@ def test_pages_are_looked_at_again_after_the_first_step_behind_a_prefill() -> No
         state.prompt_length = 150
         own.prefill(*chunks)
         assert [_stage_of_pages(state, length) for length in (201, 202, 300)] == [0, 1, 1]
+        assert state.stage == -1
+        state.stage = 0
 
 
 @pytest.mark.usefixtures("_every_length_is_sparse")

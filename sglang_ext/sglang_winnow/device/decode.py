@@ -18,7 +18,7 @@ from sglang_winnow.device.selectors import DeltaSelector, Selector, TacticSelect
 from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.stored_positions import OutOfPositionsError
 from sglang_winnow.families import dense_until, effective_budget
-from sglang_winnow.policy import Delta, Tactic
+from sglang_winnow.policy import DecodePolicy, Delta, Tactic
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
@@ -99,8 +99,7 @@ class DeviceDecode:
             if state is None or not self._acts(state, length):
                 continue
             policy = state.policy
-            capped = isinstance(policy.decode, Tactic) and policy.decode.max_tokens is not None
-            ordered |= capped or policy.early_termination is not None
+            ordered |= _can_cut(policy.decode, length) or policy.early_termination is not None
             families.add(FAMILIES[policy.decode.policy])
             if isinstance(policy.decode, Delta):
                 layers.update(policy.decode.delta_layers or ())
@@ -240,6 +239,11 @@ class DeviceDecode:
         index = torch.full((1,), slot, device=own.device)
         self._statistics.add(index, Field.INDEX_BUILT_TOKENS, float(entry.built_tokens))
         self._statistics.add(index, Field.DECODE_READ_BYTES, entry.read_bytes)
+
+
+def _can_cut(policy: DecodePolicy, length: int) -> bool:
+    """Return whether a cap may leave out tokens that a policy has selected from a context of ``length`` tokens."""
+    return isinstance(policy, Tactic) and policy.max_tokens is not None and policy.max_tokens < length
 
 
 _NEVER_SPARSE = {Parameter.SPARSE_FROM: sys.maxsize}
