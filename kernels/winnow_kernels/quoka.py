@@ -4,10 +4,10 @@ Positions whose queries resemble their block's mean least speak for the block. A
 cosine with one of them; the block attends to the most promising keys before it, and causally to its own. In decode, the
 one query speaks for itself.
 
-Prefill departs from the paper in what a block always selects, inside its budget. Its first tokens, ``sinks``, hold most
-of many heads' attention in real models; cosines nearly always find them, but do not have to. The tokens right before
-the block, the ``recency_ratio`` of its budget, hold much of the rest, in many small parts: a token that no speaker asks
-for matters to a query that does not speak. With 0 and 0 it is the paper's algorithm.
+Prefill departs from the paper in what a block always selects, inside its budget: the first tokens, ``sinks``, and those
+right before the block, ``recency_ratio`` of its budget. Queries that do not speak attend to recent tokens in many small
+parts, which no speaker asks for; cosines pass over them. A sink holds most of many heads' attention in a real model;
+cosines nearly always find it, but nothing makes them. With 0 and 0 it is the paper's algorithm.
 
 Blocks lie on a grid of absolute positions, so that what is computed does not depend on where prefill chunks end.
 """

@@ -104,8 +104,8 @@ def test_chunks_change_nothing(
     seed: int,
 ) -> None:
     block = 32
-    name = "budget" if isinstance(budget, int) else "budget_ratio"
-    parameters = QuokaPrefillParameters(block=block, queries=4, dense_prefix=dense_prefix, **always, **{name: budget})
+    options: dict[str, Any] = {"budget" if isinstance(budget, int) else "budget_ratio": budget, **always}
+    parameters = QuokaPrefillParameters(block=block, queries=4, dense_prefix=dense_prefix, **options)
     cache = random_cache(SLOTS, 2, DIM, seed)
     queries, slots = random_queries(length, 4, DIM, seed), slots_of(length, scattered=bool(seed % 2))
     at_once, reads_at_once = quoka_prefill(queries, slots, cache, SCALE, parameters)
@@ -150,8 +150,10 @@ def test_batches_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_budget_holds_sinks_and_what_is_recent(
     length: int, sinks: int, budget: float, recency_ratio: float, block: int
 ) -> None:
-    amount = {"budget": max(1, sinks + budget)} if isinstance(budget, int) else {"budget_ratio": budget}
-    parameters = QuokaPrefillParameters(block=block, queries=4, sinks=sinks, recency_ratio=recency_ratio, **amount)  # type: ignore[arg-type]
+    amount: dict[str, Any] = {"budget_ratio": budget}
+    if isinstance(budget, int):
+        amount = {"budget": max(1, sinks + budget)}
+    parameters = QuokaPrefillParameters(block=block, queries=4, sinks=sinks, recency_ratio=recency_ratio, **amount)
     cache, queries, slots = (
         random_cache(SLOTS, 2, DIM),
         random_queries(length, 4, DIM),
