@@ -4,6 +4,11 @@ Positions whose queries resemble their block's mean least speak for the block. A
 cosine with one of them; the block attends to the most promising keys before it, and causally to its own. In decode, the
 one query speaks for itself, and the first tokens can be kept as sinks beside the newest page (the paper has none).
 
+Prefill departs from the paper in what a block always selects, inside its budget: the first tokens, ``sinks``, and those
+right before the block, ``recency_ratio`` of its budget. Queries that do not speak attend to recent tokens in many small
+parts, which no speaker asks for; cosines pass over them. A sink holds most of many heads' attention in a real model;
+cosines nearly always find it, but nothing makes them. With 0 and 0 it is the paper's algorithm.
+
 Blocks lie on a grid of absolute positions, so that what is computed does not depend on where prefill chunks end.
 """
 
@@ -66,11 +71,15 @@ class QuokaPrefillParameters:
     """One request's parameters in prefill: one of the two budgets is given.
 
     Attributes:
-        budget: tokens before a block that a KV head attends to, at least 1.
-        budget_ratio: the budget as a share of the tokens before the block, more than 0, at most 1.
+        budget: tokens before a block that a KV head attends to, at least 1 and at least the sinks.
+        budget_ratio: the budget as a share of the tokens before the block, more than 0, at most 1; it is never less
+            than the sinks.
         block: queries that share one selection, at least 1 (B_CP in the paper).
         queries: queries that speak for a block, at least 1 (N_Q).
         dense_prefix: leading tokens that are prefilled densely, rounded up to blocks; 0 or more.
+        sinks: first tokens that are always selected, 0 or more; 0 in the paper.
+        recency_ratio: the share of the budget that the tokens right before a block take, 0 to 1, as far as the sinks
+            leave room; 0 in the paper.
     """
 
     budget: int | None = None
@@ -78,16 +87,27 @@ class QuokaPrefillParameters:
     block: int = 128
     queries: int = 32
     dense_prefix: int = 0
+    sinks: int = 0
+    recency_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         _check_budget(self.budget, self.budget_ratio)
-        for name, least in (("block", 1), ("queries", 1), ("dense_prefix", 0)):
+        for name, least in (("block", 1), ("queries", 1), ("dense_prefix", 0), ("sinks", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: must be at least {least}; it is {getattr(self, name)}")
+        if self.budget is not None and self.budget < self.sinks:
+            raise ValueError(f"budget: must be at least {self.sinks}, the sinks; it is {self.budget}")
+        if not 0 <= self.recency_ratio <= 1:
+            raise ValueError(f"recency_ratio: must be at least 0 and at most 1; it is {self.recency_ratio}")
 
     def tokens(self, before: int) -> int:
         """Return the budget of a block that ``before`` tokens precede."""
-        return _budget(self.budget, self.budget_ratio, before)
+        return max(self.sinks, _budget(self.budget, self.budget_ratio, before))
+
+    def recent(self, before: int) -> int:
+        """Return how many tokens right before a sparse block that ``before`` tokens precede are always selected."""
+        budget = self.tokens(before)
+        return min(math.floor(self.recency_ratio * budget), budget - self.sinks)
 
     def is_dense(self, block_start: int) -> bool:
         return block_start < self.dense_prefix or block_start <= self.tokens(block_start)
@@ -205,6 +225,8 @@ def select_for_blocks(
         for start, of_block in zip(batch, torch.split(scores, [s.shape[1] for s in speakers], 1), strict=True):
             # Norms are positive: dividing the maximum is dividing the scores.
             promise = of_block[..., :start].amax(1) * reciprocals[:, :start]
+            promise[:, : parameters.sinks] = torch.inf
+            promise[:, start - parameters.recent(start) :] = torch.inf
             yield start, promise.topk(parameters.tokens(start), dim=-1, sorted=False).indices
 
 

@@ -276,12 +276,14 @@ class QuokaPrefill(_Budgeted):
         block: queries that share a selection.
         queries: how many of a block's queries choose for it; a quarter of the block when not given.
         dense_prefix: leading tokens of the prompt that are prefilled densely.
+        recency_ratio: the share of the budget that the tokens right before a block take; 0 as in the paper.
     """
 
     policy: Literal["quoka"] = "quoka"
     block: Annotated[int, Field(ge=64, le=512, multiple_of=PAGE_TOKENS)] = 128
     queries: Annotated[int, Field(ge=1, le=512)] = Field(default_factory=_default_queries)
     dense_prefix: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    recency_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     @field_validator("queries")
     @classmethod

@@ -196,6 +196,8 @@ def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:
         block=policy.block,
         queries=policy.queries,
         dense_prefix=policy.dense_prefix,
+        sinks=policy.sinks,
+        recency_ratio=policy.recency_ratio,
     )
 
 

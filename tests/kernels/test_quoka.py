@@ -49,6 +49,9 @@ def slots_of(length: int, *, scattered: bool) -> Tensor:
         (50, 178, {"budget": 40, "block": 64, "kept": 100}),
         (90, 250, {"budget_ratio": 0.3, "block": 32, "kept": 8, "dense_prefix": 170}),
         (75, 235, {"budget": 1, "block": 64, "kept": 1}),
+        (300, 300, {"budget": 40, "block": 32, "kept": 4, "sinks": 16, "recency_ratio": 0.5}),
+        (100, 300, {"budget_ratio": 0.2, "block": 64, "kept": 8, "sinks": 5, "recency_ratio": 0.3}),
+        (300, 300, {"budget_ratio": 0.1, "block": 32, "kept": 8, "sinks": 24, "recency_ratio": 1.0}),
     ],
 )
 def test_prefill_equals_the_plain_version(
@@ -84,19 +87,26 @@ def test_prefill_in_half_precision(dtype: torch.dtype) -> None:
 @given(
     length=st.integers(1, 700),
     cuts=st.lists(st.integers(1, 20), max_size=5),
-    budget=st.one_of(st.integers(1, 300), st.floats(0.05, 1.0)),
+    budget=st.one_of(st.integers(20, 300), st.floats(0.05, 1.0)),
     dense_prefix=st.sampled_from([0, 100, 5000]),
+    always=st.sampled_from([{}, {"sinks": 16}, {"sinks": 20, "recency_ratio": 0.4}]),
     with_norms=st.booleans(),
     seed=st.integers(0, 100),
 )
 # Derandomized: scores that differ by rounding alone may be ranked otherwise in another batch of blocks.
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_chunks_change_nothing(
-    length: int, cuts: list[int], budget: float, dense_prefix: int, with_norms: bool, seed: int
+    length: int,
+    cuts: list[int],
+    budget: float,
+    dense_prefix: int,
+    always: dict[str, Any],
+    with_norms: bool,
+    seed: int,
 ) -> None:
     block = 32
-    name = "budget" if isinstance(budget, int) else "budget_ratio"
-    parameters = QuokaPrefillParameters(block=block, queries=4, dense_prefix=dense_prefix, **{name: budget})  # type: ignore[arg-type]
+    options: dict[str, Any] = {"budget" if isinstance(budget, int) else "budget_ratio": budget, **always}
+    parameters = QuokaPrefillParameters(block=block, queries=4, dense_prefix=dense_prefix, **options)
     cache = random_cache(SLOTS, 2, DIM, seed)
     queries, slots = random_queries(length, 4, DIM, seed), slots_of(length, scattered=bool(seed % 2))
     at_once, reads_at_once = quoka_prefill(queries, slots, cache, SCALE, parameters)
@@ -130,7 +140,46 @@ def test_batches_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert not many
 
 
-@pytest.mark.parametrize("parameters", [QuokaPrefillParameters(budget=600), QuokaPrefillParameters(budget_ratio=1.0)])
+@given(
+    length=st.integers(1, 500),
+    sinks=st.integers(0, 64),
+    budget=st.one_of(st.integers(0, 200), st.floats(0, 1, exclude_min=True)),
+    recency_ratio=st.floats(0, 1),
+    block=st.sampled_from([16, 48]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_budget_holds_sinks_and_what_is_recent(
+    length: int, sinks: int, budget: float, recency_ratio: float, block: int
+) -> None:
+    amount: dict[str, Any] = {"budget_ratio": budget}
+    if isinstance(budget, int):
+        amount = {"budget": max(1, sinks + budget)}
+    parameters = QuokaPrefillParameters(block=block, queries=4, sinks=sinks, recency_ratio=recency_ratio, **amount)
+    cache, queries, slots = (
+        random_cache(SLOTS, 2, DIM),
+        random_queries(length, 4, DIM),
+        slots_of(length, scattered=True),
+    )
+    selections = dict(select_for_blocks(queries, slots, cache, parameters))
+    assert sorted(selections) == [s for s in range(0, length, block) if s > parameters.tokens(s)]
+    for start, positions in selections.items():
+        assert positions.shape == (2, parameters.tokens(start))
+        recent = parameters.recent(start)
+        assert recent == min(int(recency_ratio * parameters.tokens(start)), parameters.tokens(start) - sinks)
+        for row in positions.tolist():
+            assert len(set(row)) == len(row)
+            assert {*range(sinks), *range(start - recent, start)} <= set(row) <= set(range(start))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        QuokaPrefillParameters(budget=600),
+        QuokaPrefillParameters(budget_ratio=1.0),
+        QuokaPrefillParameters(budget_ratio=1.0, sinks=16, recency_ratio=0.5),
+        QuokaPrefillParameters(budget_ratio=0.1, sinks=500),
+    ],
+)
 def test_a_budget_of_everything_is_dense(parameters: QuokaPrefillParameters) -> None:
     cache, queries, slots = random_cache(SLOTS, 2, DIM), random_queries(500, 4, DIM), slots_of(500, scattered=True)
     outputs, reads = quoka_prefill(queries, slots, cache, SCALE, parameters)
@@ -149,6 +198,17 @@ def test_what_is_selected_is_what_the_odd_query_looks_for() -> None:
     cache.keys[slots[57], 0] = 0.1 * odd
     parameters = QuokaPrefillParameters(budget=1, block=32, queries=1)
     assert dict(select_for_blocks(queries, slots, cache, parameters))[192].tolist() == [[57]]
+
+
+def test_sinks_are_selected_though_nothing_looks_like_them() -> None:
+    """A sink's key lies opposite to all queries, and its value matters; the paper's selection leaves it out."""
+    cache, slots = random_cache(SLOTS, 1, DIM), slots_of(256, scattered=False)
+    queries = torch.eye(DIM)[0].repeat(256, 1)[:, None] + 0.01 * random_queries(256, 1, DIM)
+    cache.keys[slots[:4], 0] = -torch.eye(DIM)[0]
+    for sinks, expected in ((0, False), (4, True)):
+        parameters = QuokaPrefillParameters(budget=20, block=64, queries=8, sinks=sinks)
+        for positions in dict(select_for_blocks(queries, slots, cache, parameters)).values():
+            assert ({0, 1, 2, 3} <= set(positions[0].tolist())) is expected
 
 
 @pytest.mark.parametrize(

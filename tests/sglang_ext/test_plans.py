@@ -134,6 +134,14 @@ def test_dense_prefill_counts_bytes_as_a_sparse_one_does() -> None:
     assert own.told(Field.PREFILL_CONTEXT) == [LAYERS * KV_HEADS * 300 * 301 / 2]
 
 
+def test_a_block_always_selects_what_the_policy_says() -> None:
+    policy = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "sinks": 8, "recency_ratio": 0.25}}
+    own = Pass([300], [policy])
+    plan = PrefillPlan(own.context, own.rows, own.states, [0], [300], own.indexes, own.statistics)
+    assert plan.chunks[0].quoka is not None
+    assert (plan.chunks[0].quoka.sinks, plan.chunks[0].quoka.recent(128)) == (8, 16)
+
+
 def test_plain_dense_rows_are_not_read_as_those_that_may_stop() -> None:
     own = Pass([700, 300, 200], [{}, {"early_termination": {"scale": 1, "direction": 1, "patience": 1}}, {}])
     output = own.decode()

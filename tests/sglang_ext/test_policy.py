@@ -200,6 +200,8 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         ),
         (decode(policy="snapkv", kernel_size=4), "attention.decode.kernel_size: must be odd"),
         (decode(policy="snapkv", kernel_size=65), "attention.decode.kernel_size: must be less than or equal to 63"),
+        (prefill(recency_ratio=1.5), "attention.prefill.recency_ratio: must be less than or equal to 1"),
+        (prefill(recency_ratio=-0.5), "attention.prefill.recency_ratio: must be greater than or equal to 0"),
         (decode(policy="delta", recency=15), "attention.decode.recency: must be greater than or equal to 16"),
         (
             decode(policy="delta", budget=143),
