@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TextIO, get_args
 
 Kind = Literal["prose", "code"]
 Split = Literal["train", "validation", "test"]
@@ -88,7 +88,7 @@ def load_text(split: Split, kind: Kind, folder: Path | None = None) -> tuple[Doc
     folder = folder or text_folder()
     collection(folder)
     with _shard(folder, kind, split).open(encoding="utf-8") as lines:
-        return tuple(Document(**json.loads(line)) for line in lines)
+        return tuple(read_lines(lines))
 
 
 def collection(folder: Path) -> Mapping[str, Any]:
@@ -109,8 +109,8 @@ def write_collection(folder: Path, documents: Sequence[Document], about: Mapping
     (folder / _COLLECTION).unlink(missing_ok=True)
     for kind in KINDS:
         for split in SPLITS:
-            chosen = (document for document in documents if (document.kind, document.split) == (kind, split))
-            _write_lines(_shard(folder, kind, split), chosen)
+            with _shard(folder, kind, split).open("w", encoding="utf-8") as file:
+                write_lines(file, (each for each in documents if (each.kind, each.split) == (kind, split)))
     draft = folder / f"{_COLLECTION}.part"
     draft.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     draft.replace(folder / _COLLECTION)
@@ -120,7 +120,13 @@ def _shard(folder: Path, kind: Kind, split: Split) -> Path:
     return folder / f"{kind}-{split}.jsonl"
 
 
-def _write_lines(path: Path, documents: Iterable[Document]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for document in documents:
-            file.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
+def write_lines(file: TextIO, documents: Iterable[Document]) -> None:
+    """Write each document as a line of JSON."""
+    for document in documents:
+        file.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
+
+
+def read_lines(lines: Iterable[str]) -> Iterator[Document]:
+    """Read what ``write_lines`` wrote."""
+    for line in lines:
+        yield Document(**json.loads(line))
