@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smollm2_training.network import PROJECTIONS, Weights
 
-SHARD_BYTES = 16 * 2**20
+SHARD_BYTES = 15 * 2**20
 CONTEXT_LENGTH = 32_768
 _PREFIX = "base_model.model.model.layers"
 
@@ -68,7 +68,7 @@ class Adapter:
                 yield f"{_PREFIX}.{layer}.{path}.lora_B.weight", self.b[name].detach()[layer]
 
     def save(self, folder: Path) -> None:
-        """Write bfloat16 shards of at most 16 MiB and both configurations, each file whole or not at all."""
+        """Write bfloat16 shards of at most ``SHARD_BYTES`` and both configurations, each file whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         shards: list[dict[str, Tensor]] = [{}]
         size = 0

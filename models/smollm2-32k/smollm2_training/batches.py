@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -103,7 +103,9 @@ def make_batch(source: Source, step: int, length: int) -> Batch:
     )
 
 
-def batches(source: Source, length_of: Callable[[int], int], first: int, stride: int, workers: int) -> Iterator[Batch]:
+def batches(
+    source: Source, length_of: Callable[[int], int], first: int, stride: int, workers: int
+) -> Generator[Batch, None, None]:
     """The batches of steps ``first``, ``first + stride`` and so on, without end.
 
     Args:

@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -46,9 +46,9 @@ class Log:
         self._values: dict[str, list[float]] = collections.defaultdict(list)
         self._since = (time.monotonic(), 0)
 
-    def add(self, batches: list[Batch], outcomes: list[Outcome], waited: float) -> None:
+    def add(self, batch: Batch, outcome: Outcome, waited: float) -> None:
         """Count one step. Nothing is read from the device before ``write``."""
-        self._outcomes += zip(batches, outcomes, strict=True)
+        self._outcomes.append((batch, outcome))
         self._values["waited"].append(waited)
 
     def write(self, progress: Progress, rate: float, *, now: bool = False) -> None:
@@ -142,7 +142,7 @@ def run_leg(
         batch = next(made)
         waited = time.monotonic() - asked
         rate = schedule.rate_at(elapsed, progress.warm_steps)
-        log.add([batch], trainer.update([batch], rate), waited)
+        log.add(batch, trainer.update(batch, rate), waited)
         log.write(progress, rate)
         if leader and time.monotonic() - saved > SAVE_EVERY_SECONDS:
             keep(trainer, state, output)
@@ -165,32 +165,37 @@ def _agreed(elapsed: float, over: bool, device: torch.device) -> tuple[float, bo
 
 def dry(trainer: Trainer, source: Source, workers: int) -> None:
     """Three steps at each length: tokens per second and peak memory."""
-    cuda = trainer.device.type == "cuda"
     lengths = [length for length in LENGTHS if length <= source.tokens]
     plan = [length for length in lengths for _ in range(_DRY_STEPS)]
     asked = time.monotonic()
     made = batches(source, lambda step: plan[min(step, len(plan) - 1)], 0, 1, workers)
-    for length in lengths:
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(_DRY_STEPS):
-            batch = next(made)
-            if cuda:
-                torch.cuda.synchronize()
-            started = time.monotonic()
-            outcome = trainer.update([batch], 1e-5)[0]
-            losses = {name: round(value.item(), 4) for name, value in outcome.losses.items()}
-            if cuda:
-                torch.cuda.synchronize()
-            seconds.append(time.monotonic() - started)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        print(
-            f"length {length}: steps of {', '.join(f'{s:.2f}' for s in seconds)} s, "
-            f"{source.tokens / min(seconds):,.0f} tokens/s, {peak:.1f} GiB, {losses}",
-            flush=True,
-        )
+    with closing(made):
+        for length in lengths:
+            _dry_steps(trainer, length, made)
     print(f"dry run over, {time.monotonic() - asked:.0f} s with the making of batches", flush=True)
+
+
+def _dry_steps(trainer: Trainer, length: int, made: Iterator[Batch]) -> None:
+    cuda = trainer.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(_DRY_STEPS):
+        batch = next(made)
+        if cuda:
+            torch.cuda.synchronize()
+        started = time.monotonic()
+        outcome = trainer.update(batch, 1e-5)
+        losses = {name: round(value.item(), 4) for name, value in outcome.losses.items()}
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.monotonic() - started)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    print(
+        f"length {length}: steps of {', '.join(f'{s:.2f}' for s in seconds)} s, "
+        f"{batch.tokens.size / min(seconds):,.0f} tokens/s, {peak:.1f} GiB, {losses}",
+        flush=True,
+    )
 
 
 @contextmanager
@@ -260,7 +265,8 @@ def main() -> None:
         first = trainer.progress.step * count + rank
         made = batches(source, lambda step: schedule.length(step // count, leg.elapsed), first, count, workers)
         log = Log(options.output / f"log{f'-{rank}' if rank else ''}.jsonl", options.every)
-        run_leg(trainer, schedule, leg, made, log, options.state, options.output)
+        with closing(made):
+            run_leg(trainer, schedule, leg, made, log, options.state, options.output)
 
 
 if __name__ == "__main__":

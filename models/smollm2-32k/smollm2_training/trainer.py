@@ -63,7 +63,7 @@ class Outcome:
     """Of one batch, still on the device.
 
     Attributes:
-        losses: mean loss by name; ``text`` or ``tasks`` is missing from a batch without such rows.
+        losses: mean loss by name, of those that the batch has rows for; after a step the gradient's norm too.
         right: bool [answers' tokens]; which were predicted.
     """
 
@@ -133,15 +133,12 @@ class Trainer:
             losses["text"] = total / len(places)
         return losses
 
-    def update(self, batches: list[Batch], rate: float) -> list[Outcome]:
-        """One optimizer step on the mean loss of ``batches``, and of those of other processes."""
+    def update(self, batch: Batch, rate: float) -> Outcome:
+        """One optimizer step on ``batch``, and on those of the processes that train with this one."""
         share = {"text": self.objective.text, "tasks": self.objective.tasks, "kl": self.objective.divergence}
-        outcomes = []
-        for batch in batches:
-            outcome = self.losses(batch)
-            loss = sum((share[name] * value for name, value in outcome.losses.items()), torch.zeros(()))
-            (loss / len(batches)).backward()
-            outcomes.append(Outcome({name: value.detach() for name, value in outcome.losses.items()}, outcome.right))
+        outcome = self.losses(batch)
+        loss = torch.stack([share[name] * value for name, value in outcome.losses.items()]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
         parameters = self.adapter.parameters()
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if processes > 1:
@@ -153,9 +150,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.warm_steps += 1
-        self.progress.tokens += processes * sum(batch.tokens.size for batch in batches)
-        outcomes[-1].losses["gradient"] = norm.detach()
-        return outcomes
+        self.progress.tokens += processes * batch.tokens.size
+        losses = {name: value.detach() for name, value in outcome.losses.items()}
+        return Outcome({**losses, "gradient": norm.detach()}, outcome.right)
 
     def save(self, path: Path) -> None:
         """Write everything that resuming needs, whole or not at all."""
