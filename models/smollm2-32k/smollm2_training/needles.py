@@ -364,7 +364,8 @@ def make(
     needle_words = wording.needle.count(" ") + 2
     only_needles = rng.random() < 0.3
     values_per_key = 1 if only_needles else rng.choice((1, 1, 1, 2, 3, 4, 4))
-    wanted_keys, per_question = rng.choice((1, 4, 8, 16, 32)), rng.choice((1, 1, 1, 1, 2, 3, 4))
+    wanted_keys = rng.choice((1, 4) if questions == 1 else (4, 16, 32, 64))
+    per_question = rng.choice((1, 1, 1, 1, 2, 3, 4))
     most = max(1, size // (3 * needle_words * values_per_key))
     key_count = size // needle_words if only_needles else min(most, wanted_keys)
     key_count = max(1, key_count)

@@ -38,7 +38,7 @@ OTHER_WEIGHTS = {"niah": 0.16, "vt": 0.17}
 
 _PLAIN_SHARE = 0.15
 _GIVEN_SHARE = 0.6
-_ONE_QUESTION_SHARE = 0.35
+_ONE_QUESTION_SHARE = 0.25
 _SHORTENED_SHARE = 0.3
 _ESTIMATED_FROM = 2048
 _ESTIMATE_SIZES = (150, 500)
@@ -100,7 +100,7 @@ class Rows:
             length = rng.randint(length // 2, length)
         weights = {**{f"ruler {name}": share for name, share in RULER_WEIGHTS.items()}, **OTHER_WEIGHTS}
         kind = rng.choices(list(weights), list(weights.values()))[0]
-        questions = 1 if rng.random() < _ONE_QUESTION_SHARE else rng.randint(4, 24)
+        questions = 1 if rng.random() < _ONE_QUESTION_SHARE else rng.randint(6, 40)
         seed = rng.getrandbits(64)
         system = DEFAULT_SYSTEM if rng.random() < 0.85 else rng.choice(_SYSTEMS)
         plain = questions == 1 and rng.random() < _PLAIN_SHARE / _ONE_QUESTION_SHARE

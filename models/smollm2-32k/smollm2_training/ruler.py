@@ -11,7 +11,7 @@ from smollm2_training.turns import Conversation, Turn
 from winnow_service.evaluation.sample import Question
 from winnow_service.evaluation.tasks.ruler import NEEDLE, NEEDLE_TASKS, RULER_TASKS, NeedleTask, make_niah
 
-_MOST_NEEDLES = 24
+_MOST_NEEDLES = 32
 _WORDS_PER_NEEDLE = 30
 
 

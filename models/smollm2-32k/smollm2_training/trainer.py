@@ -138,7 +138,7 @@ class Trainer:
         share = {"text": self.objective.text, "tasks": self.objective.tasks, "kl": self.objective.divergence}
         outcome = self.losses(batch)
         loss = torch.stack([share[name] * value for name, value in outcome.losses.items()]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         parameters = self.adapter.parameters()
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if processes > 1:

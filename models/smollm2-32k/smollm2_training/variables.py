@@ -217,11 +217,11 @@ def make(
     """Build a conversation of about ``size`` words of context with up to ``questions`` questions.
 
     A question asks for a whole chain or, to train a single step, for the value of one variable. Chains have one to six
-    copies; up to eight chains run through one text, but one and two are the most frequent.
+    copies; one or two of them run through a text with one question, up to twelve through one with several.
     """
     wording, haystack = rng.choice(wordings), draw_haystack(rng, prose)
     most = max(1, size // 60)
-    chain_count = min(most, rng.choice((1, 1, 1, 2, 2, 3, 4, 8)))
+    chain_count = min(most, rng.choice((1, 1, 2) if questions == 1 else (1, 2, 2, 4, 4, 8, 12)))
     own_lines = rng.random() < 0.5
     letters = rng.choice((3, 4, 5, 5, 5, 5, 6))
     hops = [rng.choice((1, 2, 3, 4, 4, 4, 5, 6)) for _ in range(chain_count)]
@@ -256,7 +256,7 @@ def make(
         for name in chain
     ]
     rng.shuffle(turns)
-    turns = (turns + rng.sample(single, min(len(single), 8)))[:questions]
+    turns = (turns + rng.sample(single, min(len(single), 16)))[:questions]
     # The first question, which single-turn conversations are left with, stays that for a chain.
     rest = turns[1:]
     rng.shuffle(rest)
