@@ -228,7 +228,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--total-seconds", type=float, default=1020, help="of all legs (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=65_536, help="of each step and process (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=48, help="of the adapter (default: %(default)s)")
-    parser.add_argument("--alpha", type=float, default=96, help="of the adapter (default: %(default)s)")
+    parser.add_argument("--alpha", type=int, default=96, help="of the adapter (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--rope-base", type=float, default=1e6, help="rotary base (default: %(default)s)")
     parser.add_argument("--divergence", type=float, default=4.0, help="weight of KL to the base (default: %(default)s)")
