@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from winnow_service.cli import bench, calibrate, doctor, down, evaluate, keys, sample, serve, text, up
+from winnow_service.cli import bench, calibrate, doctor, down, evaluate, keys, models, sample, serve, text, up
 
 app = typer.Typer(
     name="winnow",
@@ -19,6 +19,7 @@ app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("sample")(sample.sample)
 app.command("doctor")(doctor.doctor)
+app.add_typer(models.app, name="models")
 app.add_typer(calibrate.app, name="calibrate")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench.app, name="bench")
