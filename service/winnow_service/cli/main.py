@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from winnow_service.cli import bench, calibrate, doctor, down, evaluate, keys, sample, serve, up
+from winnow_service.cli import bench, calibrate, doctor, down, evaluate, fidelity, keys, sample, serve, up
 
 app = typer.Typer(
     name="winnow",
@@ -17,6 +17,7 @@ app.command("up")(up.up)
 app.command("down")(down.down)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
+app.command("fidelity", context_settings=fidelity.PASSED_ON, add_help_option=False)(fidelity.fidelity)
 app.command("sample")(sample.sample)
 app.command("doctor")(doctor.doctor)
 app.add_typer(calibrate.app, name="calibrate")

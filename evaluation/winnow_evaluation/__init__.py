@@ -1,0 +1,1 @@
+"""What measures a model: real text, and how close a policy stays to dense attention."""
