@@ -96,6 +96,9 @@ def _figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_xticks([tick for tick in _TICKS if low <= tick <= high])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{100 * ratio:g} %"))
     axes.xaxis.set_minor_formatter(NullFormatter())
+    # Powers of ten would have exponents too small to read.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda nats, _: f"{nats:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(labelsize=10)
     axes.set_xlabel("KV cache and index read, of what dense attention reads", fontsize=10)
     axes.set_ylabel("KL to dense attention, nats", fontsize=10)
