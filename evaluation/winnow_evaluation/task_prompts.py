@@ -66,8 +66,8 @@ class _Counter:
     def __init__(self, model: OfflineModel) -> None:
         self._model = model
 
-    async def count(self, prompt: str) -> int | None:
-        return len(self._model.encode_message(prompt)) + _SEAM_TOKENS
+    async def count(self, prompt: str, given: str = "") -> int | None:
+        return len(self._model.encode_message(prompt)) + len(self._model.encode(given)) + _SEAM_TOKENS
 
 
 class _InProcess(SampleGenerator):

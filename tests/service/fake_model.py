@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -31,6 +31,7 @@ class FakeModel:
         failing_every, refusing_every: answers so with HTTP 500, with HTTP 400.
         breaking_every: ends so a stream in the middle.
         tokenize_limit: how many texts it counts before it answers with HTTP 503.
+        continues: what it does with the beginning of a chat's answer: continue it, close the turn, or refuse.
         attention: what each streamed response carries beside its choices, given its token counts.
     """
 
@@ -44,6 +45,7 @@ class FakeModel:
     refusing_every: int = 0
     breaking_every: int = 0
     api_key: str | None = None
+    continues: Literal["continues", "closes", "refuses"] = "continues"
     attention: Mapping[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     tokenize_calls: int = 0
@@ -58,8 +60,9 @@ class FakeModel:
 
 
 def find_values(prompt: str) -> list[str]:
-    """The 7-digit values of the sentences that have most word pairs in common with the question, the last paragraph."""
-    context, _, question = prompt.rpartition("\n\n")
+    """The 7-digit values of the sentences that have most word pairs in common with the question, the last paragraph or
+    line."""
+    context, _, question = prompt.rpartition("\n\n" if "\n\n" in prompt else "\n")
     asked = _pairs(question)
     found = [(len(asked & _pairs(sentence)), sentence) for sentence in _SENTENCE_END.split(context)]
     found = [(common, sentence) for common, sentence in found if _VALUE.search(sentence)]
@@ -99,10 +102,11 @@ def build_app(fake: FakeModel) -> FastAPI:
     @app.post("/v1/tokenize")
     async def tokenize_chat(request: Request) -> dict[str, Any]:
         body = await request.json()
-        if not fake.has_tokenize or "messages" not in body:
+        if not fake.has_tokenize:
             raise HTTPException(404)
+        text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         # As ids that can be read again: what they count is not asked.
-        return {"tokens": [ord(character) for character in body["messages"][-1]["content"]]}
+        return {"tokens": [ord(character) for character in text]}
 
     @app.post("/v1/chat/completions")
     @app.post("/v1/completions")
@@ -112,14 +116,19 @@ def build_app(fake: FakeModel) -> FastAPI:
         body = await request.json()
         fake.bodies.append(body)
         chat = request.url.path.endswith("/chat/completions")
-        prompt = body["messages"][-1]["content"] if chat else _text(body["prompt"])
+        prompt = "".join(each["content"] for each in body["messages"]) if chat else _text(body["prompt"])
         prompt_tokens = fake.count(prompt) + fake.template_tokens
-        if prompt_tokens + body["max_tokens"] > fake.max_tokens:
-            return JSONResponse({"error": {"message": "Requested token count exceeds the context"}}, 400)
-        if body.get("stream") and _one_in(prompt, fake.failing_every):
-            return JSONResponse({"error": {"message": "deliberate failure"}}, 500)
-        if body.get("stream") and _one_in(prompt, fake.refusing_every):
-            return JSONResponse({"error": {"message": "deliberate refusal"}}, 400)
+        begun = chat and len(body["messages"]) > 1
+        prompt_tokens += 5 if begun and fake.continues == "closes" else 0
+        errors = {
+            "the last message must be the user's": (400, begun and fake.continues == "refuses"),
+            "Requested token count exceeds the context": (400, prompt_tokens + body["max_tokens"] > fake.max_tokens),
+            "deliberate failure": (500, body.get("stream") and _one_in(prompt, fake.failing_every)),
+            "deliberate refusal": (400, body.get("stream") and _one_in(prompt, fake.refusing_every)),
+        }
+        for message, (status, happens) in errors.items():
+            if happens:
+                return JSONResponse({"error": {"message": message}}, status)
         values = ["0000000"] if _one_in(prompt, fake.wrong_every) else find_values(prompt)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": min(len(values), body["max_tokens"])}
         if not body.get("stream"):

@@ -430,7 +430,7 @@ async def test_the_evaluation_reads_the_statistics_of_the_extra_chunk(many: bool
     text = "".join(f"data: {json.dumps(event)}\n\n" for event in streamed) + "data: [DONE]\n\n"
     transport = httpx.MockTransport(lambda _: httpx.Response(200, text=text))
     async with OpenAIClient("http://x", attention=QUEST, transport=transport) as client:
-        answer = await client.ask("hello", 10)
+        answer = await client.ask(await client.prepared("hello"), 10)
     assert answer.attention == STATISTICS
     assert (answer.text, answer.prompt_tokens) == ("yes", 9)
 

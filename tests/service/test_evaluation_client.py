@@ -29,7 +29,7 @@ async def test_an_answer_has_its_text_usage_times_and_attention(attention: Any, 
     last = _text("!", "stop")
     (last["choices"][0] if in_choice else last)["attention"] = attention
     async with OpenAIClient("http://x", transport=_stream(_text("a"), _text("b"), last, USAGE, "[DONE]")) as client:
-        answer = await client.ask("hello", 10)
+        answer = await client.ask(await client.prepared("hello"), 10)
     assert (answer.text, answer.finish_reason) == ("ab!", "stop")
     assert (answer.prompt_tokens, answer.completion_tokens) == (9, 3)
     assert answer.attention == {"decode": {"steps": 3}}
@@ -52,14 +52,14 @@ async def test_times_tell_when_tokens_came() -> None:
     async with OpenAIClient("http://x", transport=transport) as client:
         loop = asyncio.get_running_loop()
         loop.call_later(0.2, gate.set)
-        answer = await client.ask("hello", 10)
+        answer = await client.ask(await client.prepared("hello"), 10)
     assert answer.ttft is not None
     assert answer.ttft > 0.15
 
 
 async def test_a_server_that_does_not_count_gives_no_tpot() -> None:
     async with OpenAIClient("http://x", transport=_stream(_text("a"), _text("b", "length"), "[DONE]")) as client:
-        answer = await client.ask("hello", 10)
+        answer = await client.ask(await client.prepared("hello"), 10)
     assert (answer.prompt_tokens, answer.tpot, answer.attention) == (None, None, None)
 
 
@@ -76,7 +76,7 @@ async def test_a_server_that_does_not_count_gives_no_tpot() -> None:
 async def test_a_stream_that_breaks_is_an_error(events: tuple[Any, ...], message: str) -> None:
     async with OpenAIClient("http://x", transport=_stream(*events)) as client:
         with pytest.raises(RequestError, match=message):
-            await client.ask("hello", 10)
+            await client.ask(await client.prepared("hello"), 10)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ async def test_an_error_status_tells_the_servers_words(body: str, message: str) 
     transport = httpx.MockTransport(lambda _: httpx.Response(400, text=body))
     async with OpenAIClient("http://x", transport=transport) as client:
         with pytest.raises(RequestError, match=message) as caught:
-            await client.ask("hello", 10)
+            await client.ask(await client.prepared("hello"), 10)
     assert caught.value.refused
 
 
@@ -103,7 +103,7 @@ async def test_a_request_that_takes_too_long_is_an_error() -> None:
 
     async with OpenAIClient("http://x", timeout=0.05, transport=httpx.MockTransport(never)) as client:
         with pytest.raises(RequestError, match=r"within 0\.05 s \(--timeout\)"):
-            await client.ask("hello", 10)
+            await client.ask(await client.prepared("hello"), 10)
 
 
 @pytest.mark.parametrize("url", ["http://x/prefix", "http://x/prefix/", "http://x/prefix/v1", "http://x/prefix/v1/"])

@@ -148,8 +148,8 @@ def test_uneven_samples_get_sizes_of_their_own(generator: SampleGenerator, seed:
     class Exact:
         samples, cheap = 4, True
 
-        async def count(self, prompt: str) -> int | None:
-            return fake.count(prompt) + fake.template_tokens
+        async def count(self, prompt: str, given: str = "") -> int | None:
+            return fake.count(prompt + given) + fake.template_tokens
 
     async def cell() -> tuple[int, ...]:
         return (await TaskSizer("uneven", seed, generator, Exact()).cell(2048, 12)).sizes

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from winnow_evaluation.text import TextError, text_folder
+from winnow_evaluation.text.documents import collection
 from winnow_service.evaluation.client import Api, OpenAIClient, RequestError, ServedModel, ServerFacts
 from winnow_service.evaluation.environment import checkout_commit, installed_versions
-from winnow_service.evaluation.generation import SampleGenerator, builtin_tasks
+from winnow_service.evaluation.generation import Catalogue, SampleGenerator, builtin_tasks
 from winnow_service.evaluation.options import (
     OptionError,
     check_output,
@@ -24,7 +28,9 @@ from winnow_service.evaluation.policies import parse_policies
 from winnow_service.evaluation.progress import ConsoleProgress
 from winnow_service.evaluation.report import CellRow, Header, Report, SampleRecord, print_results
 from winnow_service.evaluation.runner import Plan, run_plan
+from winnow_service.evaluation.sample import Task
 from winnow_service.evaluation.scoring import PAIRED_INTERVAL
+from winnow_service.evaluation.wording import Wording, reading_text, ruler_catalogue
 
 # Wide enough for the table with all its columns, where there is no terminal to fit it to.
 _PLAIN_WIDTH = 400
@@ -46,6 +52,13 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(help="Comma-separated tasks or groups such as 'niah' or 'all'; --list prints them.")
     ] = "all",
+    wording: Annotated[
+        Wording,
+        typer.Option(
+            help="Winnow's own prompts, or RULER's with the beginning of the answer given; those that hide something "
+            "in real text need 'winnow text collect'."
+        ),
+    ] = Wording.WINNOW,
     list_tasks: Annotated[bool, typer.Option("--list", help="Print the tasks and groups, and exit.")] = False,
     lengths: Annotated[
         str,
@@ -86,10 +99,10 @@ def evaluate(
     Accuracy is the mean fraction of the expected strings that occur in the answers, as in RULER. Exits with 1 if any
     request failed, or if no task fits its length.
     """
-    catalogue = builtin_tasks
+    catalogue: Catalogue = builtin_tasks if wording is Wording.WINNOW else partial(ruler_catalogue, text_folder())
     names = tuple(catalogue())
     if list_tasks:
-        _print_tasks()
+        _print_tasks(catalogue())
         return
     try:
         plan = Plan(
@@ -99,13 +112,17 @@ def evaluate(
             seed=seed,
             concurrency=concurrency,
             policies=parse_policies(policy or (), policies),
+            answers_given=wording is Wording.RULER,
         )
+        text = _text_read(plan.tasks) if wording is Wording.RULER else None
         if output is not None:
             check_output(output)
     except OptionError as error:
         raise typer.BadParameter(str(error), param_hint=error.option) from error
 
     options: dict[str, Any] = {
+        "wording": wording.value,
+        "text": text,
         "tasks": list(plan.tasks),
         "lengths": list(plan.lengths),
         "samples": samples,
@@ -206,8 +223,23 @@ class _Evaluation:
         )
 
 
-def _print_tasks() -> None:
-    tasks = builtin_tasks()
+def _text_read(tasks: tuple[str, ...]) -> str | None:
+    """What identifies the collected text that some of RULER's tasks read; None if none of them does.
+
+    Raises:
+        OptionError: there is no such text.
+    """
+    readers = reading_text(tasks)
+    if not readers:
+        return None
+    try:
+        digest: str = collection(text_folder())["sha256"]
+    except TextError as error:
+        raise OptionError("--wording", f"{', '.join(readers)} hide needles in real text, but {error}") from error
+    return digest
+
+
+def _print_tasks(tasks: Mapping[str, Task]) -> None:
     width = max(map(len, tasks))
     for name, task in tasks.items():
         typer.echo(f"{name:{width}}  {task.summary}")

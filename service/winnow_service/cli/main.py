@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from winnow_service.cli import bench, calibrate, doctor, down, evaluate, fidelity, keys, sample, serve, up
+from winnow_service.cli import bench, calibrate, doctor, down, evaluate, fidelity, keys, sample, serve, text, up
 
 app = typer.Typer(
     name="winnow",
@@ -23,3 +23,4 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(calibrate.app, name="calibrate")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench.app, name="bench")
+app.add_typer(text.app, name="text")

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,10 +20,15 @@ _CONNECT_SECONDS = 10.0
 # Below the 5 s after which uvicorn, the usual server, drops an idle connection: a request never meets a closing one.
 _IDLE_CONNECTION_SECONDS = 2.0
 _ERROR_CHARACTERS = 300
+_SEAM_TOKENS = 2
+_NOT_CONTINUED = (
+    "the server does not let a chat's answer begin with a given text (continue_final_message): "
+    "ask it with --api tokens or --api completions"
+)
 
 
-# As text, or as the ids of its tokens, chat template included.
-Prompt = str | Sequence[int]
+Prompt = Mapping[str, Any]
+"""The fields of a request that say what is asked."""
 
 
 class Api(StrEnum):
@@ -245,13 +250,16 @@ class OpenAIClient:
                     raise
         return None
 
-    async def prompt_tokens(self, prompt: str) -> int:
+    async def prompt_tokens(self, prompt: str, given: str = "") -> int:
         """How many tokens a request with this prompt has, chat template included, by letting the server read it.
+
+        Args:
+            given: the beginning of the answer.
 
         Raises:
             RequestError: it was refused or failed, or the server does not tell the usage.
         """
-        answer = await self._one_token(prompt)
+        answer = await self._one_token(prompt, given)
         tokens = _count(answer.get("usage") or {}, "prompt_tokens")
         if tokens is None:
             raise RequestError("the server's answers have no usage.prompt_tokens: lengths cannot be measured")
@@ -265,19 +273,57 @@ class OpenAIClient:
         """
         return _attention(await self._one_token(prompt))
 
-    async def _one_token(self, prompt: str) -> dict[str, Any]:
-        return await self._json("POST", self._path, self._body(await self.prepared(prompt), max_tokens=1))
+    async def _one_token(self, prompt: str, given: str = "") -> dict[str, Any]:
+        return await self._json("POST", self._path, self._body(await self.prepared(prompt, given), max_tokens=1))
 
-    async def prepared(self, prompt: str) -> Prompt:
+    async def prepared(self, prompt: str, given: str = "") -> Prompt:
         """What ``ask`` sends for a prompt: do this once for a prompt that is asked several times.
+
+        Args:
+            given: the beginning of the answer, which the model is to continue. It follows the chat template's opening
+                of the assistant's turn, or the plain prompt.
 
         Raises:
             RequestError: the server does not tell the ids of a chat prompt's tokens.
         """
-        if self._api is not Api.TOKENS:
-            return prompt
-        told = await self._json("POST", "/v1/tokenize", {"model": self._model, "messages": _messages(prompt)})
-        tokens = told.get("tokens")
+        messages = [{"role": "user", "content": prompt}]
+        if self._api is Api.COMPLETIONS:
+            # A model without a chat template needs to be told that the answer is due.
+            return {"prompt": prompt + (given or "\nAnswer:")}
+        if self._api is Api.TOKENS:
+            tokens = await self._token_ids({"messages": messages})
+            if given:
+                tokens += await self._token_ids({"prompt": given, "add_special_tokens": False})
+            return {"prompt": tokens}
+        if not given:
+            return {"messages": messages}
+        return {
+            "messages": [*messages, {"role": "assistant", "content": given}],
+            # SGLang and vLLM know the first; vLLM wants the second with it.
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        }
+
+    async def check_continues(self, prompt: str, given: str) -> None:
+        """Check that the server has the model continue the beginning of an answer.
+
+        A server that does not know how closes the turn and opens another: that makes more tokens than the same text
+        at the end of the user's message does.
+
+        Raises:
+            RequestError: it does not, or refuses.
+        """
+        try:
+            continued = await self.prompt_tokens(prompt, given)
+        except RequestError as error:
+            if not error.refused:
+                raise
+            raise RequestError(f"{_NOT_CONTINUED} ({error})", error.status) from error
+        if continued > await self.prompt_tokens(prompt + given) + _SEAM_TOKENS:
+            raise RequestError(_NOT_CONTINUED)
+
+    async def _token_ids(self, content: Mapping[str, Any]) -> list[int]:
+        tokens = (await self._json("POST", "/v1/tokenize", {"model": self._model, **content})).get("tokens")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise RequestError("the server's /v1/tokenize does not tell the tokens of messages (--api tokens)")
         return tokens
@@ -310,14 +356,7 @@ class OpenAIClient:
         return "/v1/chat/completions" if self._api is Api.CHAT else "/v1/completions"
 
     def _body(self, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "temperature": 0}
-        if not isinstance(prompt, str):
-            body["prompt"] = list(prompt)
-        elif self._api is Api.CHAT:
-            body["messages"] = _messages(prompt)
-        else:
-            # A model without a chat template needs to be told that the answer is due.
-            body["prompt"] = f"{prompt}\nAnswer:"
+        body: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "temperature": 0, **prompt}
         if self.attention is not None:
             body["attention"] = self.attention
         return body
@@ -341,10 +380,6 @@ class OpenAIClient:
             raise RequestError(f"cannot connect to {self.url}: {error}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RequestError(f"request to {self.url} failed: {type(error).__name__} {error}".rstrip()) from error
-
-
-def _messages(prompt: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}]
 
 
 def _texts(choice: Mapping[str, Any]) -> tuple[str, str]:

@@ -47,9 +47,10 @@ class SampleKey:
 
 @dataclass(frozen=True)
 class PreparedSample:
-    """A sample as it is put to the server."""
+    """A sample as it is put to the server; ``given`` begins the answer."""
 
     prompt: str
+    given: str
     references: tuple[str, ...]
     answer_tokens: int
 
@@ -59,6 +60,7 @@ def prepare(task: Task, key: SampleKey, size: int) -> PreparedSample:
     sample = task.make(key.rng(), size)
     return PreparedSample(
         prompt=sample.prompt,
+        given=sample.questions[0].given,
         references=sample.questions[0].references,
         answer_tokens=task.answer_tokens(size),
     )

@@ -19,6 +19,7 @@ from winnow_service.evaluation.sizing import CellSizes, TaskSizer, TokenCounter,
 
 _MOST_ATTEMPTS = 8
 _PROBE = "Which way does the river run?"
+_PROBE_GIVEN = " The river runs"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Plan:
         lengths: tokens of prompt and answer together.
         samples: how many in each cell.
         concurrency: how many requests are under way at once, all of one cell.
+        answers_given: whether samples come with the beginning of their answers, which the server must continue.
         policies: each sample is asked with all of them, first with the first, with which the others are compared.
     """
 
@@ -38,6 +40,7 @@ class Plan:
     seed: int
     concurrency: int
     policies: tuple[AskedPolicy, ...] = (NO_POLICY,)
+    answers_given: bool = False
 
     @property
     def samples_at_once(self) -> int:
@@ -78,10 +81,12 @@ async def run_plan(
     """Run cell after cell, so that the times of one are not those of another's load.
 
     Raises:
-        RequestError: the server does not answer even a short prompt, refuses a policy, or fails to count tokens. What
-            goes wrong with a sample is in its record.
+        RequestError: the server does not answer even a short prompt, refuses a policy or the beginning of an answer, or
+            fails to count tokens. What goes wrong with a sample is in its record.
     """
     await _check_policies(plan.policies, client)
+    if plan.answers_given:
+        await client.check_continues(_PROBE, _PROBE_GIVEN)
     counter = await token_counter(client)
     for task in plan.tasks:
         sizer = TaskSizer(task, plan.seed, generator, counter)
@@ -194,7 +199,7 @@ class _Cell:
     async def _ask_all(self, sample: PreparedSample, size: int) -> tuple[int | None, Sequence[Answer | RequestError]]:
         """The outcome of each policy; with a smaller size to try instead, of those that were asked until then."""
         try:
-            prompt = await self.client.prepared(sample.prompt)
+            prompt = await self.client.prepared(sample.prompt, sample.given)
         except RequestError as error:
             return None, [error] * len(self.plan.policies)
         first, *others = self.plan.policies
@@ -216,7 +221,7 @@ class _Cell:
             if not error.refused:
                 return _Outcome(answer)
             try:
-                prompt_tokens = await self.counter.count(sample.prompt)
+                prompt_tokens = await self.counter.count(sample.prompt, sample.given)
             except RequestError:
                 return _Outcome(answer)
         else:
@@ -246,7 +251,7 @@ def _record_of(
         seed=key.seed,
         index=key.index,
         size=size,
-        prompt_sha256=hashlib.sha256(sample.prompt.encode()).hexdigest(),
+        prompt_sha256=hashlib.sha256((sample.prompt + sample.given).encode()).hexdigest(),
         prompt_tokens=answer and answer.prompt_tokens,
         completion_tokens=answer and answer.completion_tokens,
         output=answer.text if answer else "",

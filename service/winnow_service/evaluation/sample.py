@@ -15,24 +15,31 @@ class Question:
         text: the question as a user would ask it.
         answer: the answer in the form a model is trained to give.
         references: the strings that an answer is scored against, each found or not (RULER, string match).
+        given: the beginning of the answer, if the model is given one to continue; ``answer`` follows it directly.
     """
 
     text: str
     answer: str
     references: tuple[str, ...]
+    given: str = ""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A context with at least one question. The evaluation asks the first; training asks them all."""
+    """A context with at least one question. The evaluation asks the first; training asks them all.
+
+    Attributes:
+        separator: what stands between the context and a question.
+    """
 
     context: str
     questions: tuple[Question, ...]
+    separator: str = "\n\n"
 
     @property
     def prompt(self) -> str:
         """The user message of a single-turn conversation: the context, then its first question."""
-        return f"{self.context}\n\n{self.questions[0].text}"
+        return f"{self.context}{self.separator}{self.questions[0].text}"
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class TokenCounter(Protocol):
     samples: int
     cheap: bool
 
-    async def count(self, prompt: str) -> int | None:
-        """The number of tokens; None if the prompt is too long for the server."""
+    async def count(self, prompt: str, given: str = "") -> int | None:
+        """The number of tokens, with those that begin the answer; None if the prompt is too long for the server."""
 
 
 class TokenizeCounter:
@@ -53,8 +53,8 @@ class TokenizeCounter:
         self._client = client
         self._overhead = overhead
 
-    async def count(self, prompt: str) -> int | None:
-        tokens = await self._client.tokenize(prompt)
+    async def count(self, prompt: str, given: str = "") -> int | None:
+        tokens = await self._client.tokenize(prompt + given)
         if tokens is None:
             raise RequestError("the server's /tokenize answered before and does not now")
         return tokens + self._overhead
@@ -69,9 +69,9 @@ class UsageCounter:
     def __init__(self, client: OpenAIClient) -> None:
         self._client = client
 
-    async def count(self, prompt: str) -> int | None:
+    async def count(self, prompt: str, given: str = "") -> int | None:
         try:
-            return await self._client.prompt_tokens(prompt)
+            return await self._client.prompt_tokens(prompt, given)
         except RequestError as error:
             if error.refused:
                 return None
@@ -115,7 +115,7 @@ def measure_of(keys: Sequence[SampleKey], generator: SampleGenerator, counter: T
 
     async def need(key: SampleKey, size: int) -> int | None:
         sample = await generator.submit(key, size)
-        prompt_tokens = await counter.count(sample.prompt)
+        prompt_tokens = await counter.count(sample.prompt, sample.given)
         return None if prompt_tokens is None else prompt_tokens + sample.answer_tokens
 
     async def measure(size: int) -> Need:

@@ -11,8 +11,8 @@ import pytest
 from winnow_evaluation.fidelity.record import KEYS, FidelityRecord, merged
 
 ASKED_KEYS = (
-    "model phase policy parameters context prompts tokens kl top1 kv_read_ratio attended_ratio reported_share true_share"
-    " share_error success"
+    "model phase policy parameters context prompts tokens kl top1 kv_read_ratio attended_ratio"
+    " reported_share true_share share_error success"
 ).split()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Sequence
 
 from winnow_service.evaluation.sample import Question, Sample, Task
 from winnow_service.evaluation.words import compound_words
@@ -11,7 +12,7 @@ from winnow_service.evaluation.words import compound_words
 COMMON_WORDS = 10
 FREQUENT_WORDS = 3
 ZETA_2 = 1.6449340668482264
-_SHORT_LIST = 700
+SHORT_LIST = 700
 """Words below which a list has RULER's parameters for contexts under 4,096 tokens."""
 
 _COMMON_INTRODUCTIONS = (
@@ -42,22 +43,34 @@ def make_common(rng: random.Random, size: int) -> Sample:
     The words are drawn from the whole vocabulary, so that in one sample of some 250 a word of the question is
     one of the ten: the tokenizer of the model that ships was trained on these samples, which therefore stay.
     """
-    common_times, other_times = (6, 1) if size < _SHORT_LIST else (30, 3)
-    others = max(COMMON_WORDS, (size - COMMON_WORDS * common_times) // other_times)
-    words = compound_words(rng, COMMON_WORDS + others)
-    rng.shuffle(words)
-    common = words[:COMMON_WORDS]
-    listed = common * common_times + words[COMMON_WORDS:] * other_times
-    rng.shuffle(listed)
-    context = rng.choice(_COMMON_INTRODUCTIONS) + "\n\n" + " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
-    first_seen = {word: place for place, word in reversed(list(enumerate(listed)))}
-    common.sort(key=first_seen.__getitem__)
+    listed, common = common_words(rng, size, *((6, 1) if size < SHORT_LIST else (30, 3)))
+    context = rng.choice(_COMMON_INTRODUCTIONS) + "\n\n" + numbered(listed)
     question = Question(rng.choice(_COMMON_QUESTIONS), "They are " + ", ".join(common), tuple(common))
     return Sample(context, (question,))
 
 
 def make_frequent(rng: random.Random, size: int) -> Sample:
     """``fwe``: coded words whose frequency falls as rank⁻² (zeta, α = 2); rank 1 is dots, ranks 2 to 4 the answer."""
+    listed, answers = frequent_words(rng, size)
+    context = rng.choice(_FREQUENT_INTRODUCTIONS) + "\n\n" + " ".join(listed)
+    question = Question(rng.choice(_FREQUENT_QUESTIONS), "They are " + ", ".join(answers), tuple(answers))
+    return Sample(context, (question,))
+
+
+def common_words(rng: random.Random, size: int, common_times: int, other_times: int) -> tuple[list[str], list[str]]:
+    """A list of about ``size`` words in random order, and the ten of them that it repeats most, in its order."""
+    others = max(COMMON_WORDS, (size - COMMON_WORDS * common_times) // other_times)
+    words = compound_words(rng, COMMON_WORDS + others)
+    rng.shuffle(words)
+    common = words[:COMMON_WORDS]
+    listed = common * common_times + words[COMMON_WORDS:] * other_times
+    rng.shuffle(listed)
+    first_seen = {word: place for place, word in reversed(list(enumerate(listed)))}
+    return listed, sorted(common, key=first_seen.__getitem__)
+
+
+def frequent_words(rng: random.Random, size: int) -> tuple[list[str], list[str]]:
+    """About ``size`` coded words and dots in random order, and the three most frequent words."""
     count = max(size, 120)
     ranks = max(FREQUENT_WORDS + 2, count // 12)
     coded: dict[str, None] = {}
@@ -66,10 +79,12 @@ def make_frequent(rng: random.Random, size: int) -> Sample:
     vocabulary = ["...", *coded]
     listed = [word for rank, word in enumerate(vocabulary, 1) for _ in range(int(count / (ZETA_2 * rank * rank)))]
     rng.shuffle(listed)
-    context = rng.choice(_FREQUENT_INTRODUCTIONS) + "\n\n" + " ".join(listed)
-    answers = vocabulary[1 : 1 + FREQUENT_WORDS]
-    question = Question(rng.choice(_FREQUENT_QUESTIONS), "They are " + ", ".join(answers), tuple(answers))
-    return Sample(context, (question,))
+    return listed, vocabulary[1 : 1 + FREQUENT_WORDS]
+
+
+def numbered(words: Sequence[str]) -> str:
+    """The words as a list that begins with ``1.``, in one line."""
+    return " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
 
 
 TASKS = [
