@@ -13,6 +13,7 @@ from rich.console import Console
 
 from winnow_evaluation.fidelity.plot import draw
 from winnow_evaluation.fidelity.record import FidelityRecord, merged
+from winnow_evaluation.text import Kind
 from winnow_service.evaluation.options import OptionError, check_output, parse_tasks
 from winnow_service.evaluation.policies import NO_POLICY, parse_policies
 from winnow_service.evaluation.tasks import TASKS
@@ -31,7 +32,9 @@ app = typer.Typer(
 @app.command()
 def run(
     model: Annotated[str, typer.Option(help="Name of a model, as winnow models lists them, or a model's folder.")],
-    text: Annotated[str, typer.Option(help="Text whose true continuation is predicted: prose or code.")] = "prose",
+    text: Annotated[
+        Kind, typer.Option(help="Held-out text of winnow text whose true continuation is predicted.")
+    ] = "prose",
     text_folder: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="Text files of your own instead, each a document."),
@@ -88,8 +91,6 @@ def run(
                 check_output(path, option)
     except OptionError as error:
         raise typer.BadParameter(str(error), param_hint=error.option) from error
-    if text not in ("prose", "code"):
-        raise typer.BadParameter(f"{text!r} is neither prose nor code", param_hint="--text")
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype} is none of float32, bfloat16, float16", param_hint="--dtype")
     # Imports torch and transformers, which takes seconds: after the options have been read.

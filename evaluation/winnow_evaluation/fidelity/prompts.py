@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
+from typing import Final
 
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.task_prompts import make_prompts
+
+_SEED: Final = 0
+_CHARACTERS: Final = 12
+"""More than prose or code has in a token."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,13 @@ class Continued:
 
 
 def from_documents(
-    model: OfflineModel, documents: Iterable[str], context: int, tokens: int, count: int
+    model: OfflineModel, documents: Sequence[str], context: int, tokens: int, count: int
 ) -> list[Continued]:
     """Cut prompts of ``context`` tokens out of documents, with the next ``tokens`` + 1 tokens of the same document.
 
-    Documents that are too short for one are joined with those before them. No two prompts share a token; the first of
-    every document come before the second of any.
+    Documents come in an order that is drawn once and for all: no package has more than its part. Where there are not
+    enough that are long enough, a document gives several prompts, and short ones are joined. No two prompts share a
+    token.
 
     Args:
         model: whose tokens they are.
@@ -43,24 +50,44 @@ def from_documents(
         ValueError: there is not enough text.
     """
     length = context + tokens + 1
-    long: list[list[int]] = []
-    joined: list[int] = []
-    for document in documents:
-        own = model.encode(document)
-        if len(own) >= length:
-            long.append(own)
-        elif len(own) > tokens:
-            joined += [*model.encode("\n\n"), *own] if joined else own
-            if len(joined) >= length:
-                # What follows the prompt is the end of the document that came last.
-                long.append(joined[-length:])
-                joined = []
-        if len(long) >= count:
-            break
-    cut = list(islice(_in_turn(long, length), count))
+    drawn = list(documents)
+    random.Random(_SEED).shuffle(drawn)
+    # Their beginnings are mostly enough, and encoded sooner.
+    beginnings = [document[: _CHARACTERS * length] for document in drawn]
+    cut = _cut(model, beginnings, length, count)
+    if len(cut) < count:
+        cut = _cut(model, drawn, length, count)
+    if len(cut) < count:
+        cut += islice(_joined(model, drawn, length, tokens), count - len(cut))
     if len(cut) < count:
         raise ValueError(f"the text has {len(cut)} pieces of {length} tokens; {count} are asked for")
     return [Continued(piece[:context], piece[context:]) for piece in cut]
+
+
+def _cut(model: OfflineModel, documents: Sequence[str], length: int, count: int) -> list[Sequence[int]]:
+    """Return up to ``count`` pieces of documents: of each in turn its next."""
+    long: list[Sequence[int]] = []
+    for document in documents:
+        if len(long) == count:
+            break
+        # A token has a character or more: what is shorter need not be encoded.
+        if len(document) >= length and len(own := model.encode(document)) >= length:
+            long.append(own)
+    return list(islice(_in_turn(long, length), count))
+
+
+def _joined(model: OfflineModel, documents: Iterable[str], length: int, tokens: int) -> Iterator[Sequence[int]]:
+    """Yield pieces of several documents each, that end with the end of one."""
+    break_between = model.encode("\n\n")
+    joined: list[int] = []
+    for document in documents:
+        own = model.encode(document)
+        # What follows the prompt is of one document; those that are long enough were cut.
+        if tokens < len(own) < length:
+            joined += [*break_between, *own]
+            if len(joined) >= length:
+                yield joined[-length:]
+                joined = []
 
 
 def _in_turn(documents: Sequence[Sequence[int]], length: int) -> Iterator[Sequence[int]]:

@@ -31,6 +31,7 @@ from winnow_evaluation.fidelity.record import FidelityRecord
 from winnow_evaluation.fidelity.results import INTERVAL
 from winnow_evaluation.fidelity.table import results_table
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_evaluation.text import Kind, TextError, load_text
 from winnow_service.evaluation.policies import AskedPolicy
 
 _GIB: Final = 2**30
@@ -49,7 +50,7 @@ class Options:
     """What the command was asked for; None where it is to choose."""
 
     model: str
-    text: str
+    text: Kind
     text_folder: Path | None
     tasks: Sequence[str] | None
     contexts: Sequence[int]
@@ -171,11 +172,14 @@ class Session:
 
     def _documents(self) -> list[str]:
         if self._texts is None:
-            assert self._options.text_folder is not None
+            folder = self._options.text_folder
             try:
-                self._texts = read_folder(self._options.text_folder)
-            except ValueError as error:
-                raise SessionError(f"--text-folder: {error}") from error
+                if folder is not None:
+                    self._texts = read_folder(folder)
+                else:
+                    self._texts = [document.text for document in load_text("test", self._options.text)]
+            except (TextError, ValueError) as error:
+                raise SessionError(str(error)) from error
         return self._texts
 
     def _delta_layers(self, wanted: Sequence[Measured], spare: Continued) -> tuple[tuple[int, ...] | None, str]:

@@ -22,21 +22,20 @@ def _document(model: OfflineModel, tokens: int, letter: str) -> str:
 
 def test_a_prompt_goes_on_as_its_document_does(model: OfflineModel) -> None:
     documents = [_document(model, 2 * LENGTH, "a"), _document(model, LENGTH, "b")]
-    first, second, third = from_documents(model, documents, CONTEXT, TOKENS, 3)
+    prompts = from_documents(model, documents, CONTEXT, TOKENS, 3)
     a, b = (model.encode(document) for document in documents)
-    # The first of each document, then the second of any.
-    assert [*first.tokens, *first.following] == a[:LENGTH]
-    assert [*second.tokens, *second.following] == b[:LENGTH]
-    assert [*third.tokens, *third.following] == a[LENGTH : 2 * LENGTH]
-    assert len(first.tokens) == CONTEXT
-    assert len(first.following) == TOKENS + 1
+    pieces = [[*prompt.tokens, *prompt.following] for prompt in prompts]
+    # Each document comes before any comes again.
+    assert sorted(pieces[:2]) == sorted([a[:LENGTH], b[:LENGTH]])
+    assert pieces[2] in (a[LENGTH : 2 * LENGTH], b[LENGTH : 2 * LENGTH])
+    assert {(len(prompt.tokens), len(prompt.following)) for prompt in prompts} == {(CONTEXT, TOKENS + 1)}
+    assert prompts == from_documents(model, documents, CONTEXT, TOKENS, 3)
 
 
 def test_short_documents_are_joined_and_the_last_one_follows(model: OfflineModel) -> None:
     documents = [_document(model, 12, letter) for letter in "abcdefgh"]
     [prompt] = from_documents(model, documents, CONTEXT, TOKENS, 1)
-    joined = [*prompt.tokens, *prompt.following]
-    assert len(joined) == LENGTH
+    assert len([*prompt.tokens, *prompt.following]) == LENGTH
     ends = [model.encode(document)[-TOKENS - 1 :] for document in documents]
     assert list(prompt.following) in ends
 
