@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
@@ -15,11 +13,15 @@ from winnow_evaluation.fidelity.prompts import Continued
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_kernels.delta_calibration import MeanShifts, choose_delta_layers, layer_shifts
 
-FULL_LAYERS: Final = 2
 
+def calibrated_layers(model: OfflineModel, prompt: Continued, full_layers: int, memory: int) -> tuple[int, ...]:
+    """Return the Δ-layers by the attention of what follows a prompt.
 
-def calibrated_layers(model: OfflineModel, prompt: Continued, memory: int) -> tuple[int, ...]:
-    """Return the Δ-layers by the attention of what follows a prompt; ``memory`` is as for ``Forcing``.
+    Args:
+        model: whose they are.
+        prompt: and what follows it.
+        full_layers: how many of the first layers are dense in any case.
+        memory: as for ``Forcing``.
 
     Raises:
         ValueError: the model has too few layers.
@@ -32,7 +34,7 @@ def calibrated_layers(model: OfflineModel, prompt: Continued, memory: int) -> tu
     shifts = MeanShifts()
     for of_token in zip(*scores, strict=True):
         shifts.add(layer_shifts(of_token))
-    return choose_delta_layers(shifts.mean(), FULL_LAYERS)
+    return choose_delta_layers(shifts.mean(), full_layers)
 
 
 class _ScoringPass(ExactPass):

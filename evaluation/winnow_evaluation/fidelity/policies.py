@@ -120,10 +120,13 @@ def oracles(context: int) -> list[Oracle]:
     return [*found, *(TopPages(budget=budget) for budget in budgets)]
 
 
-def needs_delta_layers(policies: Iterable[Measured]) -> bool:
-    """Return whether one of the policies is DELTA without its Δ-layers."""
+def full_layers_of_delta(policies: Iterable[Measured]) -> int | None:
+    """Return the most full layers of a DELTA without its Δ-layers; None if there is no such policy."""
     decodes = (measured.policy.decode for measured in policies)
-    return any(isinstance(decode, Delta) and decode.delta_layers is None for decode in decodes)
+    return max(
+        (decode.full_layers for decode in decodes if isinstance(decode, Delta) and decode.delta_layers is None),
+        default=None,
+    )
 
 
 def checked(

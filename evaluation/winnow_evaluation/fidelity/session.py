@@ -20,7 +20,7 @@ from winnow_evaluation.fidelity.policies import (
     Measured,
     asked_for,
     checked,
-    needs_delta_layers,
+    full_layers_of_delta,
     oracles,
     presets,
     sweep,
@@ -183,14 +183,17 @@ class Session:
         return self._texts
 
     def _delta_layers(self, wanted: Sequence[Measured], spare: Continued) -> tuple[tuple[int, ...] | None, str]:
-        if not needs_delta_layers(wanted):
+        full_layers = full_layers_of_delta(wanted)
+        if full_layers is None:
             return None, ""
         if self._options.delta_layers is not None:
-            return tuple(int(layer) for layer in self._options.delta_layers.split(",")), "named"
+            return _named_layers(self._options.delta_layers, self._model.layers), "named"
         if (profile := delta_profile(self._model.folder)) is not None:
             return profile, "the model's profile"
         with torch.inference_mode():
-            return calibrated_layers(self._model, spare, self._step_memory()), "one prompt that is not measured"
+            return calibrated_layers(
+                self._model, spare, full_layers, self._step_memory()
+            ), "one prompt that is not measured"
 
     def _batch(self, context: int) -> int:
         """Return how many prompts' KV cache fits, dealt out evenly."""
@@ -219,13 +222,20 @@ class Session:
             transient=True,
             disable=not self._console.is_terminal,
         )
+        where = f"{context:,} tokens"
+        last = time.perf_counter()
         with bar:
-            task = bar.add_task(f"{context:,} tokens", total=plan.steps(len(prompts)))
-            return plan.run(
-                self._model,
-                prompts,
-                lambda done: bar.update(task, advance=1, description=f"{context:,} tokens: {done}"),
-            )
+            task = bar.add_task(where, total=plan.steps(len(prompts)))
+
+            def advance(done: str) -> None:
+                nonlocal last
+                now = time.perf_counter()
+                bar.update(task, advance=1, description=f"{where}: {done}")
+                if not self._console.is_terminal:
+                    self._console.print(f"{where}: {done}, {now - last:.1f} s", highlight=False, markup=False)
+                last = now
+
+            return plan.run(self._model, prompts, advance)
 
     def _print(self, context: int, rows: Sequence[dict[str, Any]]) -> None:
         console = Console()
@@ -239,3 +249,11 @@ class Session:
                     f"{phase}, {context:,} tokens of {self._options.source}, {prompts} prompts, {tokens} predictions"
                 )
                 console.print(results_table(where, of_phase))
+
+
+def _named_layers(text: str, layers: int) -> tuple[int, ...]:
+    items = [item.strip() for item in text.split(",")]
+    for item in items:
+        if not item.isdecimal() or int(item) >= layers:
+            raise SessionError(f"--delta-layers: {item!r} is not the number of a layer, from 0 to {layers - 1}")
+    return tuple(map(int, items))
