@@ -33,7 +33,7 @@ from benchmarks.machine import numbers
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.families import FAMILIES, Rows
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, check_against_model, parse_policy
+from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, QuokaPrefill, check_against_model, parse_policy
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
@@ -278,7 +278,8 @@ def measure_dense_prefill(pool: Pool, repeats: int) -> list[Result]:
 def measure_quoka_prefill(pool: Pool, chunks: Sequence[int], budget: int, repeats: int) -> list[Result]:
     """Compare QUOKA's prefill of a whole prompt in chunks with the faster dense one."""
     queries = _prompt(pool)
-    parameters = QuokaPrefillParameters(budget=budget)
+    defaults = QuokaPrefill()
+    parameters = QuokaPrefillParameters(budget=budget, sinks=defaults.sinks, recency_ratio=defaults.recency_ratio)
     results = []
     for chunk in chunks:
 

@@ -39,6 +39,7 @@ from benchmarks.gpu_rows import RESULTS, Record, Row, header, merged
 from benchmarks.gpu_timing import Timing, gpu, summary
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
+from sglang_winnow.policy import QuokaPrefill
 from winnow_kernels.attend import attend as reference_attend
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gather import Meter
@@ -268,8 +269,16 @@ def contestants_of(
     budgets: Sequence[int], percents: Sequence[int], block: int, speakers: Sequence[int]
 ) -> list[Contestant]:
     """Return what is timed: QUOKA with each budget and each number of speakers, and ``whole``."""
+    defaults = QuokaPrefill()
     parameters = [
-        QuokaPrefillParameters(budget=budget, budget_ratio=ratio, block=block, queries=count)
+        QuokaPrefillParameters(
+            budget=budget,
+            budget_ratio=ratio,
+            block=block,
+            queries=count,
+            sinks=defaults.sinks,
+            recency_ratio=defaults.recency_ratio,
+        )
         for count in speakers
         for budget, ratio in [*((b, None) for b in budgets), *((None, percent / 100) for percent in percents)]
     ]

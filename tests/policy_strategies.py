@@ -7,11 +7,20 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import MAX_DELTA_LAYERS, MAX_KERNEL_SIZE, MAX_LAYERS, MAX_PATIENCE, MAX_TOKENS, MAX_WINDOW
+from sglang_winnow.policy import (
+    DEFAULT_SINKS,
+    MAX_DELTA_LAYERS,
+    MAX_KERNEL_SIZE,
+    MAX_LAYERS,
+    MAX_PATIENCE,
+    MAX_TOKENS,
+    MAX_WINDOW,
+    PAGE_TOKENS,
+)
 
 Json = dict[str, Any]
 
-_tokens = st.integers(16, MAX_TOKENS)
+_tokens = st.integers(PAGE_TOKENS, MAX_TOKENS)
 _ratio = st.floats(0, 1, exclude_min=True)
 
 
@@ -20,12 +29,21 @@ def _fields(optional: dict[str, st.SearchStrategy[Any]], **required: st.SearchSt
 
 
 @st.composite
-def _budgeted(draw: st.DrawFn, /, name: str, smallest: int, **optional: st.SearchStrategy[Any]) -> Json:
-    """A policy with a budget of at least ``smallest`` tokens, a ratio, or (if that is enough) neither."""
-    policy: Json = {"policy": name, **draw(_fields(optional))}
+def _sinks(draw: st.DrawFn) -> tuple[Json, int]:
+    """The field, or nothing, and how many sinks that is."""
+    sinks = draw(st.none() | st.integers(0, MAX_WINDOW))
+    return ({}, DEFAULT_SINKS) if sinks is None else ({"sinks": sinks}, sinks)
+
+
+@st.composite
+def _budgeted(draw: st.DrawFn, /, name: str, beside: int, **optional: st.SearchStrategy[Any]) -> Json:
+    """A policy with a budget that has room for sinks and ``beside`` tokens, a ratio, or (if that is enough) neither."""
+    field, sinks = draw(_sinks())
+    smallest = sinks + max(PAGE_TOKENS, beside)
+    policy: Json = {"policy": name, **field, **draw(_fields(optional))}
     kind = draw(st.sampled_from(["budget", "ratio"] + ["default"] * (smallest <= 1024)))
     if kind == "budget":
-        policy["budget"] = draw(st.integers(max(16, smallest), MAX_TOKENS))
+        policy["budget"] = draw(st.integers(smallest, MAX_TOKENS))
     elif kind == "ratio":
         policy["budget_ratio"] = draw(_ratio)
     return policy
@@ -42,10 +60,12 @@ def _voted(draw: st.DrawFn, name: str) -> Json:
 def _delta(draw: st.DrawFn) -> Json:
     full_layers = draw(st.integers(0, 40))
     layers = draw(st.sets(st.integers(full_layers, MAX_LAYERS - 1), min_size=1, max_size=MAX_DELTA_LAYERS))
-    recency = draw(_tokens)
+    field, sinks = draw(_sinks())
+    recency = draw(st.integers(PAGE_TOKENS, MAX_TOKENS - sinks))
     return {
         "policy": "delta",
-        "budget": draw(st.integers(recency, MAX_TOKENS)),
+        **field,
+        "budget": draw(st.integers(recency + sinks, MAX_TOKENS)),
         "recency": recency,
         "full_layers": full_layers,
         "delta_layers": draw(st.just(sorted(layers)) | st.none()),
@@ -56,21 +76,36 @@ def _delta(draw: st.DrawFn) -> Json:
 def _quoka_prefill(draw: st.DrawFn) -> Json:
     block = 16 * draw(st.integers(4, 32))
     optional = {"queries": st.integers(1, block), "dense_prefix": st.integers(0, MAX_TOKENS)}
-    return {**draw(_budgeted("quoka", 16, **optional)), "block": block}
+    return {**draw(_budgeted("quoka", PAGE_TOKENS, **optional)), "block": block}
+
+
+@st.composite
+def _quest(draw: st.DrawFn) -> Json:
+    field, sinks = draw(_sinks())
+    budget = {"budget": st.integers(sinks + PAGE_TOKENS, MAX_TOKENS)}
+    full_layers = {"full_layers": st.integers(0, MAX_LAYERS)}
+    # The default budget is 2,048.
+    drawn = _fields(budget | full_layers) if sinks + PAGE_TOKENS <= 2048 else _fields(full_layers, **budget)
+    return {"policy": "quest", **field, **draw(drawn)}
+
+
+@st.composite
+def _tactic(draw: st.DrawFn) -> Json:
+    field, sinks = draw(_sinks())
+    cap = st.integers(sinks + PAGE_TOKENS, MAX_TOKENS) | st.none()
+    optional = {"p": _ratio, "max_tokens": cap, "full_layers": st.integers(0, MAX_LAYERS)}
+    return {"policy": "tactic", **field, **draw(_fields(optional))}
 
 
 decode_policies = st.one_of(
     st.just({"policy": "dense"}),
     _fields({"sinks": st.integers(0, MAX_WINDOW), "window": _tokens}, policy=st.just("streaming_llm")),
-    _fields({"budget": _tokens, "full_layers": st.integers(0, MAX_LAYERS)}, policy=st.just("quest")),
+    _quest(),
     _voted("snapkv"),
     _voted("pyramidkv"),
     _delta(),
-    _fields(
-        {"p": _ratio, "max_tokens": _tokens | st.none(), "full_layers": st.integers(0, MAX_LAYERS)},
-        policy=st.just("tactic"),
-    ),
-    _budgeted("quoka", 16),
+    _tactic(),
+    _budgeted("quoka", PAGE_TOKENS),
 )
 prefill_policies = st.just({"policy": "dense"}) | _quoka_prefill()
 terminations = _fields(

@@ -20,7 +20,7 @@ import triton.language as tl
 from benchmarks.tactic_trace.lengths import ServedLengths
 from winnow_kernels.gpu.tactic_fit import cut, fit_kernel
 from winnow_kernels.gpu.tactic_search import number_of, score_key_of, unique_keys
-from winnow_kernels.gpu.tactic_state import CUT_KEY, CUT_LAST, CUT_TAKEN, CUT_TOKENS, CUTS, HISTOGRAM, is_idle
+from winnow_kernels.gpu.tactic_state import CUT_KEY, CUT_LAST, CUT_TAKEN, CUT_TOKENS, CUTS, HISTOGRAM, is_idle, shape_of
 from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, packed_of
 
 _HISTOGRAM = tl.constexpr(HISTOGRAM)
@@ -68,6 +68,7 @@ def given_fit_kernel(
     lengths_ptr: tl.tensor,
     entries_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -112,15 +113,14 @@ def given_fit_kernel(
     """
     fit_kernel(
         queries_ptr, keys_ptr, cluster_sizes_ptr, firsts_ptr, offsets_ptr, table_ptr, lengths_ptr, entries_ptr,
-        clustered_ptr, shares_ptr, caps_ptr, scores_ptr, masses_ptr, known_ptr, tails_ptr, window_masses_ptr,
-        ranks_ptr, cuts_ptr, fits_ptr, histogram_ptr, head_shares_ptr, scale_log2, query_stride, slot_stride,
-        head_stride, table_stride, entries_stride, capacity, kv_heads, group, head_dim, dim_block, page_size, span,
-        of_span, clusters, known_clusters, block, known_block, fewest,
+        clustered_ptr, sinks_ptr, shares_ptr, caps_ptr, scores_ptr, masses_ptr, known_ptr, tails_ptr,
+        window_masses_ptr, ranks_ptr, cuts_ptr, fits_ptr, histogram_ptr, head_shares_ptr, scale_log2, query_stride,
+        slot_stride, head_stride, table_stride, entries_stride, capacity, kv_heads, group, head_dim, dim_block,
+        page_size, span, of_span, clusters, known_clusters, block, known_block, fewest,
     )  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    count = tokens // span * of_span
+    length, _, tokens, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, tokens, cap) | (tokens == 0) | (count <= fewest) | (count > block):
         return
     heads: tl.constexpr = kv_heads * group

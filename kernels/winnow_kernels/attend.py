@@ -88,6 +88,8 @@ def _attend_until_settled(
     running = _running_outputs(mass, running_mass, outputs)
 
     read = tiles_read(running, dealt.counts, termination)
+    if selection.to_the_end is not None:
+        read = dealt.counts.where(selection.to_the_end[..., None], read)
     last = (read - 1).clamp_min(0)[..., None, None]
     split_mass = running_mass.take_along_dim(last, 3).squeeze(3).masked_fill((read == 0)[..., None], -torch.inf)
     split_output = running.take_along_dim(last[..., None], 3).squeeze(3)
@@ -97,7 +99,7 @@ def _attend_until_settled(
 
     tokens = dealt.tokens(read, selection.counts)
     meter.count_attended(tokens.sum(1), cache)
-    meter.count_termination(termination, dealt.counts.sum(2), read.sum(2))
+    meter.count_termination(termination, dealt.counts.sum(2), read.sum(2), selection.to_the_end)
     return Attended(output.flatten(1, 2).to(queries.dtype), log_sum_exp.flatten(1), tokens)
 
 

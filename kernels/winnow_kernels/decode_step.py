@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from winnow_kernels.attend import attend
+from winnow_kernels.attend import Attended, attend
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
@@ -34,4 +34,9 @@ class DecodeStep(ABC):
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Tensor:
         """Return the attention output, [requests, query heads, head dim], in the queries' dtype."""
         selection = self.select(layer, queries, cache, meter)
-        return attend(queries, cache, selection, self.scale, meter, self.termination).output
+        attended = attend(queries, cache, selection, self.scale, meter, self.termination)
+        self.note(selection, attended)
+        return attended.output
+
+    def note(self, selection: Selection, attended: Attended) -> None:  # noqa: B027
+        """Take note of what was read of the selection that ``select`` has just returned."""

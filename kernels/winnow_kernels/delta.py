@@ -5,8 +5,8 @@ until the next Δ-layer. Selection is renewed at every decode step, and is the s
 the first Δ-layer attend to everything: there is nothing yet that they could use.
 
 A token's score is the greatest attention weight that any query head of the Δ-layer gives it, a page's the sum over
-its tokens. The newest ⌈recency / page size⌉ pages are kept, the one that is not full counting as one, then the others
-by score.
+its tokens. The newest ⌈recency / page size⌉ pages are kept, the one that is not full counting as one, then those that
+hold sinks (the paper has none), then the others by score.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.dense import Layout, attend_all
 from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
-from winnow_kernels.page_selection import pages_of, select_pages
+from winnow_kernels.page_selection import order_pages, pages_kept, pages_of, select_pages
 from winnow_kernels.row_groups import attend_rows, termination_of
 from winnow_kernels.selection import Selection
+from winnow_kernels.sinks import check_sinks
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,22 @@ class DeltaParameters:
         recency: newest tokens that are always kept, rounded up to pages; from 1 to ``budget``.
         full_layers: how many of the first layers attend to everything, 0 or more.
         delta_layers: numbers of the Δ-layers, ascending, none below ``full_layers``; at least one.
+        sinks: first tokens that are always kept, rounded up to pages; 0 or more. The budget is at least their pages and
+            the recent ones.
     """
 
     budget: int
     recency: int
     full_layers: int
     delta_layers: tuple[int, ...]
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if self.budget < 1:
             raise ValueError(f"budget: must be at least 1; it is {self.budget}")
         if not 1 <= self.recency <= self.budget:
             raise ValueError(f"recency: must be from 1 to the budget ({self.budget}); it is {self.recency}")
+        check_sinks(self.sinks)
         if not self.delta_layers:
             raise ValueError("delta_layers: must name at least one layer")
         if any(after <= before for before, after in pairwise(self.delta_layers)):
@@ -119,13 +124,16 @@ class WholeContext:
         return output, scores if self._place is None else scores[self._place]
 
 
-def rank_pages(token_scores: Tensor, lengths: Tensor, recent: Tensor, width: int, page_size: int) -> Tensor:
-    """Return the pages in the order in which they are kept: recent ones from the newest back, then by score.
+def rank_pages(
+    token_scores: Tensor, lengths: Tensor, recent: Tensor, sinks: Tensor, width: int, page_size: int
+) -> Tensor:
+    """Return the pages in the order in which they are kept: from the newest back, then those of sinks, then by score.
 
     Args:
-        token_scores: float32 [requests, longest], from 0 to 1; 0 beyond a context.
+        token_scores: float32 [requests, longest]; 0 beyond a context.
         lengths: int64 [requests].
-        recent: int64 [requests]; newest pages that come first.
+        recent: int64 [requests]; newest pages that are always kept, at least 1.
+        sinks: int64 [requests]; first pages that are always kept.
         width: how many pages to return.
         page_size: tokens in a page.
 
@@ -133,13 +141,8 @@ def rank_pages(token_scores: Tensor, lengths: Tensor, recent: Tensor, width: int
         int64 [requests, width]; beyond a context's own pages, others.
     """
     padded = F.pad(token_scores, (0, -token_scores.shape[1] % page_size))
-    scores = padded.reshape(len(lengths), -1, page_size).sum(-1)
-    pages = torch.arange(scores.shape[1], device=scores.device)
-    newest = ((lengths - 1) // page_size)[:, None]
-    # No page's score exceeds its size.
-    first = page_size + 1 + pages.to(scores.dtype)
-    priority = torch.where(pages > newest - recent[:, None], first, scores).masked_fill(pages > newest, -torch.inf)
-    return priority.topk(width, dim=-1).indices
+    scores = padded.reshape(len(lengths), 1, -1, page_size).sum(-1)
+    return order_pages(scores, (lengths - 1) // page_size, recent, sinks, width)[:, 0]
 
 
 class DeltaStep(DecodeStep):
@@ -159,10 +162,10 @@ class DeltaStep(DecodeStep):
         super().__init__(context, scale, termination)
         self._parameters = parameters
         self._page_size = page_size
-        most = [pages_of(p.budget, page_size) for p in parameters]
-        recent = [pages_of(p.recency, page_size) for p in parameters]
+        most = [pages_kept(p.budget, p.recency, p.sinks, page_size) for p in parameters]
         self._width = min(max(most), pages_of(context.longest, page_size))
-        self._recent = torch.tensor(recent, device=context.device)
+        self._recent = torch.tensor([pages_of(p.recency, page_size) for p in parameters], device=context.device)
+        self._sinks = torch.tensor([pages_of(p.sinks, page_size) for p in parameters], device=context.device)
         self._counts = torch.minimum(torch.tensor(most, device=context.device), (context.lengths - 1) // page_size + 1)
         self._order = torch.zeros(context.requests, self._width, dtype=torch.int64, device=context.device)
         self._selection: Selection | None = None
@@ -194,7 +197,8 @@ class DeltaStep(DecodeStep):
         context = self._context_of(rows)
         output, scores = self.attend_and_score(rows, queries, cache, meter)
         width = min(self._width, pages_of(context.longest, self._page_size))
-        order = rank_pages(scores, context.lengths, self._recent[rows], width, self._page_size)
+        recent, sinks = self._recent[rows], self._sinks[rows]
+        order = rank_pages(scores, context.lengths, recent, sinks, width, self._page_size)
         self._order[rows, :width] = order
         self._selection = None
         return output

@@ -118,10 +118,11 @@ def deal(counts: Tensor, tiles: int) -> Dealt:
 
 
 def probe_of(outputs: Tensor) -> Tensor:
-    """Return the probe of ``outputs``, [..., head dim]: at most 32 elements, spread evenly."""
+    """Return the probe of ``outputs``, [..., head dim]: 32 elements, spread evenly over all of it; of fewer all."""
     head_dim = outputs.shape[-1]
-    step = max(1, head_dim // PROBE)
-    return outputs[..., ::step][..., :PROBE]
+    if head_dim <= PROBE:
+        return outputs
+    return outputs[..., torch.arange(PROBE, device=outputs.device) * head_dim // PROBE]
 
 
 def tiles_read(running: Tensor, tiles: Tensor, termination: Termination) -> Tensor:

@@ -55,16 +55,21 @@ class Meter:
         """Count bytes read, int64 [requests] or the same for all: an index, or keys without their values."""
         self.read_bytes += amounts
 
-    def count_termination(self, termination: Termination, tiles: Tensor, read: Tensor) -> None:
+    def count_termination(
+        self, termination: Termination, tiles: Tensor, read: Tensor, to_the_end: Tensor | None
+    ) -> None:
         """Count selections of ``tiles`` of which ``read`` were read, both int64 [requests, KV heads].
 
-        Requests without early termination (infinite patience) are left out.
+        Requests without early termination (infinite patience) are left out, and what is read ``to_the_end`` anyway.
         """
-        counted = termination.patience.isfinite()
-        self.traversals += counted * tiles.shape[1]
-        self.terminated += counted * (read < tiles).sum(1)
-        self.tiles += counted * tiles.sum(1)
-        self.skipped_tiles += counted * (tiles - read).sum(1)
+        counted = termination.patience.isfinite()[:, None]
+        if to_the_end is not None:
+            counted = counted & ~to_the_end
+        counted = counted.expand_as(tiles)
+        self.traversals += counted.sum(1)
+        self.terminated += (counted & (read < tiles)).sum(1)
+        self.tiles += tiles.where(counted, 0).sum(1)
+        self.skipped_tiles += (tiles - read).where(counted, 0).sum(1)
 
 
 def gather_keys(cache: LayerCache, selection: Selection, meter: Meter) -> Tensor:

@@ -63,6 +63,22 @@ def drawn_members(count: int, clusters: int, seed: int = _SEED) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:clusters].sort().values
 
 
+def drawn_behind(left_out: int, count: int, clusters: int, seed: int = _SEED) -> Tensor:
+    """Return which of ``count`` keys are the first centroids if the first ``left_out`` are in no cluster.
+
+    Args:
+        left_out: less than ``count``.
+        count: of keys.
+        clusters: that there is space for.
+        seed: of the draw.
+
+    Returns:
+        int64 [clusters], ascending; where fewer keys than clusters are left, -1 behind them.
+    """
+    drawn = left_out + drawn_members(count - left_out, min(clusters, count - left_out), seed)
+    return torch.nn.functional.pad(drawn, (0, clusters - len(drawn)), value=-1)
+
+
 def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
     half_norms = centroids.square().sum(-1)[:, None] / 2
     return torch.baddbmm(half_norms, keys, centroids.mT, alpha=-1).min(-1).indices

@@ -1,10 +1,11 @@
 """PyramidKV (Cai et al., arXiv 2406.02069, section 4): SnapKV with budgets that shrink from layer to layer.
 
-With m layers, a mean of B tokens a layer beside the observation window, and β = 20, the budgets fall in equal steps
-from the first layer, 2 B − B / β, to the last, B / β; the window comes on top in each. So the mean over layers,
-window included, is the ``budget``. If the first layer would keep more than the prompt has, it keeps all of it and the
-last layer as much more as keeps the mean. (The authors' code bounds its budgets so too, but keeps equal budgets where
-the prompt is shorter than 2 B.) Fractions of a token are dealt out so that the sum over layers is exact.
+With m layers, a mean of B tokens a layer beside the observation window and the sinks, and β = 20, the budgets fall in
+equal steps from the first layer, 2 B − B / β, to the last, B / β; window and sinks (the paper has none) come on top in
+each. So the mean over layers, all included, is the ``budget``. If the first layer would keep more than the prompt has,
+it keeps all of it and the last layer as much more as keeps the mean. (The authors' code bounds its budgets so too, but
+keeps equal budgets where the prompt is shorter than 2 B.) Fractions of a token are dealt out so that the sum over
+layers is exact.
 
 A request that keeps its prompt so is decoded by ``SnapKVStep``, beside those that keep it by SnapKV's rule.
 """
@@ -20,7 +21,7 @@ BETA = 20
 
 
 def pyramid(layers: int, mean: int, most: int) -> list[int]:
-    """Return the tokens that each layer keeps beside its window; their mean is ``mean``.
+    """Return the tokens that each layer keeps for their votes; their mean is ``mean``.
 
     Args:
         layers: how many, at least 1.
@@ -49,7 +50,6 @@ class PyramidKVParameters(SnapKVParameters):
         if self.layers < 1:
             raise ValueError(f"layers: must be at least 1; it is {self.layers}")
 
-    def layer_budget(self, layer: int, prompt_length: int, window: int) -> int:
-        if self.budget <= window or self.budget >= prompt_length:
-            return self.budget
-        return window + pyramid(self.layers, self.budget - window, prompt_length - window)[layer]
+    def layer_votes(self, layer: int, prompt_length: int, window: int) -> int:
+        mean = super().layer_votes(layer, prompt_length, window)
+        return pyramid(self.layers, mean, max(0, prompt_length - window - self.sinks))[layer]

@@ -2,7 +2,12 @@
 
 Positions whose queries resemble their block's mean least speak for the block. A key is as promising as its highest
 cosine with one of them; the block attends to the most promising keys before it, and causally to its own. In decode, the
-one query speaks for itself.
+one query speaks for itself, and the first tokens can be kept as sinks beside the newest page (the paper has none).
+
+Prefill departs from the paper in what a block always selects, inside its budget: the first tokens, ``sinks``, and those
+right before the block, ``recency_ratio`` of its budget. Queries that do not speak attend to recent tokens in many small
+parts, which no speaker asks for; cosines pass over them. A sink holds most of many heads' attention in a real model;
+cosines nearly always find it, but nothing makes them. With 0 and 0 it is the paper's algorithm.
 
 Blocks lie on a grid of absolute positions, so that what is computed does not depend on where prefill chunks end.
 """
@@ -25,11 +30,14 @@ from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
 from winnow_kernels.selection import Selection, select_positions
+from winnow_kernels.sinks import check_sinks
 
 # Blocks scored in one matrix product: more would score more keys that only the later blocks may see.
 BLOCKS_IN_BATCH = 8
 # Scores held at once (16 MiB).
 SCORES_IN_BATCH = 2**22
+# Above any cosine, and below the newest page's.
+_PROMISE_OF_SINKS = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +45,25 @@ class QuokaDecodeParameters:
     """One request's parameters in decode: one of the two is given.
 
     Attributes:
-        budget: tokens for each KV head and step, at least 1; the newest page is kept even if it is larger.
-        budget_ratio: the budget as a share of the tokens cached before the step, more than 0, at most 1.
+        budget: tokens for each KV head and step, at least 1; the newest page and the sinks are kept even if they are
+            more.
+        budget_ratio: the budget as a share of the tokens cached before the step, more than 0, at most 1; the step's own
+            token comes on top.
+        sinks: first tokens that are always attended to, 0 or more.
     """
 
     budget: int | None = None
     budget_ratio: float | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         _check_budget(self.budget, self.budget_ratio)
+        check_sinks(self.sinks)
 
     def tokens(self, cached: int) -> int:
-        """Return the budget when ``cached`` tokens are cached."""
-        return _budget(self.budget, self.budget_ratio, cached)
+        """Return the budget when ``cached`` tokens are cached, at least the sinks and the step's own token."""
+        own = 0 if self.budget_ratio is None else 1
+        return max(_budget(self.budget, self.budget_ratio, cached) + own, self.sinks + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +71,15 @@ class QuokaPrefillParameters:
     """One request's parameters in prefill: one of the two budgets is given.
 
     Attributes:
-        budget: tokens before a block that a KV head attends to, at least 1.
-        budget_ratio: the budget as a share of the tokens before the block, more than 0, at most 1.
+        budget: tokens before a block that a KV head attends to, at least 1 and at least the sinks.
+        budget_ratio: the budget as a share of the tokens before the block, more than 0, at most 1; it is never less
+            than the sinks.
         block: queries that share one selection, at least 1 (B_CP in the paper).
         queries: queries that speak for a block, at least 1 (N_Q).
         dense_prefix: leading tokens that are prefilled densely, rounded up to blocks; 0 or more.
+        sinks: first tokens that are always selected, 0 or more; 0 in the paper.
+        recency_ratio: the share of the budget that the tokens right before a block take, 0 to 1, as far as the sinks
+            leave room; 0 in the paper.
     """
 
     budget: int | None = None
@@ -69,16 +87,27 @@ class QuokaPrefillParameters:
     block: int = 128
     queries: int = 32
     dense_prefix: int = 0
+    sinks: int = 0
+    recency_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         _check_budget(self.budget, self.budget_ratio)
-        for name, least in (("block", 1), ("queries", 1), ("dense_prefix", 0)):
+        for name, least in (("block", 1), ("queries", 1), ("dense_prefix", 0), ("sinks", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: must be at least {least}; it is {getattr(self, name)}")
+        if self.budget is not None and self.budget < self.sinks:
+            raise ValueError(f"budget: must be at least {self.sinks}, the sinks; it is {self.budget}")
+        if not 0 <= self.recency_ratio <= 1:
+            raise ValueError(f"recency_ratio: must be at least 0 and at most 1; it is {self.recency_ratio}")
 
     def tokens(self, before: int) -> int:
         """Return the budget of a block that ``before`` tokens precede."""
-        return _budget(self.budget, self.budget_ratio, before)
+        return max(self.sinks, _budget(self.budget, self.budget_ratio, before))
+
+    def recent(self, before: int) -> int:
+        """Return how many tokens right before a sparse block that ``before`` tokens precede are always selected."""
+        budget = self.tokens(before)
+        return min(math.floor(self.recency_ratio * budget), budget - self.sinks)
 
     def is_dense(self, block_start: int) -> bool:
         return block_start < self.dense_prefix or block_start <= self.tokens(block_start)
@@ -196,6 +225,8 @@ def select_for_blocks(
         for start, of_block in zip(batch, torch.split(scores, [s.shape[1] for s in speakers], 1), strict=True):
             # Norms are positive: dividing the maximum is dividing the scores.
             promise = of_block[..., :start].amax(1) * reciprocals[:, :start]
+            promise[:, : parameters.sinks] = torch.inf
+            promise[:, start - parameters.recent(start) :] = torch.inf
             yield start, promise.topk(parameters.tokens(start), dim=-1, sorted=False).indices
 
 
@@ -224,7 +255,9 @@ def speaking_queries(queries: Tensor, kv_heads: int, count: int) -> Tensor:
 
 
 class QuokaStep(DecodeStep):
-    """Attend to the newest page, then to the keys in the order of their cosines with the group's mean query.
+    """Attend to the newest page, then to the sinks, then to keys in the order of their cosines with the mean query.
+
+    The mean is over the group, of normalised queries.
 
     Attributes:
         index_built_tokens: for each request, the tokens of the pages whose norms this step had to compute.
@@ -250,9 +283,10 @@ class QuokaStep(DecodeStep):
             size * norms.ensure(norms.generations.complete_pages(context, request, earlier))
             for request, earlier in enumerate(self._earlier)
         ]
+        self._sinks = [min(p.sinks, earlier) for p, earlier in zip(parameters, self._earlier, strict=True)]
         counts = [
-            max(length - earlier, min(length, p.tokens(length - 1)))
-            for p, length, earlier in zip(parameters, lengths, self._earlier, strict=True)
+            max(length - earlier + sinks, min(length, p.tokens(length - 1)))
+            for p, length, earlier, sinks in zip(parameters, lengths, self._earlier, self._sinks, strict=True)
         ]
         self._width = max(counts)
         self._counts = torch.tensor(counts, device=context.device)
@@ -268,6 +302,7 @@ class QuokaStep(DecodeStep):
             scores = (means[request, :, None] @ keys).squeeze(1)
             reciprocals = dense.take(self._norms.reciprocals[layer], span)
             torch.mul(scores, reciprocals.T, out=promise[request, :, :earlier])
+            promise[request, :, : self._sinks[request]] = _PROMISE_OF_SINKS
         meter.count_bytes(self._scored * (cache.kv_heads * (cache.vector_bytes + KeyNorms.BYTES)))
         positions = promise.topk(self._width, dim=-1, sorted=True).indices
         return select_positions(self.context, positions, self._counts[:, None].expand(-1, cache.kv_heads))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,10 +19,13 @@ class Selection:
     Attributes:
         slots: int64 [requests, KV heads, width]; from ``counts`` on their content means nothing.
         counts: int64 [requests, KV heads], at least 1 each.
+        to_the_end: bool [requests, KV heads]; what is read to its end whatever early termination says, because nothing
+            is known of an order. None for nothing.
     """
 
     slots: Tensor
     counts: Tensor
+    to_the_end: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -35,7 +38,7 @@ class Selection:
 
     def padded_to(self, multiple: int) -> Selection:
         """Return the same selection with a width that is a multiple of ``multiple``."""
-        return Selection(torch.nn.functional.pad(self.slots, (0, -self.width % multiple)), self.counts)
+        return replace(self, slots=torch.nn.functional.pad(self.slots, (0, -self.width % multiple)))
 
 
 def select_positions(context: Context, positions: Tensor, counts: Tensor) -> Selection:

@@ -1,9 +1,9 @@
 """SnapKV (Li et al., "LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4).
 
 The last queries of the prompt vote, in each layer, for the tokens before them. A KV head attends to the tokens with
-the most votes, to the window of those queries, and to all that is generated. The budget covers the prompt's tokens:
-SnapKV compresses the prompt and leaves generated tokens alone. Nothing is evicted here; the other tokens are only not
-read.
+the most votes, to the window of those queries, to the prompt's first tokens as sinks (the paper has none) and to all
+that is generated. The budget covers the prompt's tokens: SnapKV compresses the prompt and leaves generated tokens
+alone. Nothing is evicted here; the other tokens are only not read.
 
 Votes are averaged over the query heads of a group, so that a KV head keeps one set, and smoothed with a maximum over
 neighbouring tokens.
@@ -12,7 +12,7 @@ neighbouring tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from winnow_kernels.early_termination import TILE, Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.observation import ObservationBuffer
 from winnow_kernels.selection import Selection, select_positions
+from winnow_kernels.sinks import check_sinks
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,34 @@ class SnapKVParameters:
     """One request's parameters.
 
     Attributes:
-        budget: prompt tokens for each KV head, the observation window among them; at least 1. A ratio is of the prompt.
+        budget: prompt tokens for each KV head, the observation window and the sinks among them, which are kept even if
+            they are more; at least 1. A ratio is of the prompt.
         kernel_size: width of the maximum over neighbouring votes, in tokens; odd.
+        sinks: first tokens of the prompt, kept whatever the votes; 0 or more.
     """
 
     budget: int
     kernel_size: int
+    sinks: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.budget < 1:
             raise ValueError(f"budget: must be at least 1; it is {self.budget}")
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size: must be odd and at least 1; it is {self.kernel_size}")
+        check_sinks(self.sinks)
 
-    def layer_budget(self, layer: int, prompt_length: int, window: int) -> int:
-        """Return the prompt tokens that a KV head keeps in ``layer``, the window's ``window`` tokens included."""
-        del layer, prompt_length, window
-        return self.budget
+    def layer_votes(self, layer: int, prompt_length: int, window: int) -> int:
+        """Return how many tokens a KV head keeps in ``layer`` for their votes.
+
+        Args:
+            layer: the layer's number.
+            prompt_length: tokens in the prompt.
+            window: tokens of the observation window, which are kept beside them, as the sinks before it are.
+        """
+        del layer
+        voted_on = max(0, prompt_length - window - self.sinks)
+        return min(max(0, self.budget - window - self.sinks), voted_on)
 
 
 class SnapKVState:
@@ -56,8 +68,8 @@ class SnapKVState:
     Attributes:
         parameters: of the request.
         observation: the queries that vote; a layer's are dropped once they have.
-        kept: for each layer that has voted, int64 [KV heads, kept], the window from its newest token back, then
-            positions by descending votes, equal votes in the prompt's order.
+        kept: for each layer that has voted, int64 [KV heads, kept], the window from its newest token back, then the
+            sinks, then positions by descending votes, equal votes in the prompt's order.
     """
 
     def __init__(self, parameters: SnapKVParameters, observation: ObservationBuffer) -> None:
@@ -84,14 +96,15 @@ class SnapKVState:
         votes = self.observation.votes(layer, cache, slots, scale, meter)
         size = self.parameters.kernel_size
         pooled = F.max_pool1d(votes, size, stride=1, padding=size // 2) if votes.shape[1] else votes
-        budget = self.parameters.layer_budget(layer, self.prompt_length, window)
+        sinks = min(self.parameters.sinks, votes.shape[1])
+        most = self.parameters.layer_votes(layer, self.prompt_length, window)
         # Neighbours have equal votes after the maximum: a stable order makes every device keep the same ones.
-        chosen = pooled.sort(dim=-1, descending=True, stable=True).indices[:, : max(0, budget - window)]
+        chosen = sinks + pooled[:, sinks:].sort(dim=-1, descending=True, stable=True).indices[:, :most]
         newest_first = torch.arange(
             self.prompt_length - 1, self.observation.first_position - 1, -1, device=slots.device
         )
-        always = newest_first[:budget].expand(len(votes), -1)
-        self.kept[layer] = torch.cat((always, chosen), dim=1)
+        always = torch.cat((newest_first, torch.arange(sinks, device=slots.device)))
+        self.kept[layer] = torch.cat((always.expand(len(votes), -1), chosen), dim=1)
         self.observation.forget(layer)
 
 

@@ -18,6 +18,7 @@ from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.selection import Selection
+from winnow_kernels.sinks import check_sinks
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class StreamingLLMParameters:
     window: int
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"sinks: must be at least 0; it is {self.sinks}")
+        check_sinks(self.sinks)
         if self.window < 1:
             raise ValueError(f"window: must be at least 1; it is {self.window}")
 

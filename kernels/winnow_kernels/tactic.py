@@ -2,11 +2,13 @@
 
 Each query head ranks the clusters of keys by query · centroid and takes tokens from the front of that list until they
 hold a share p of its attention mass; the mass of the tail is read off a fitted curve. A KV head attends to the union
-over its group. Tokens in no usable cluster (the newest, the end of the prompt) are always attended, and their mass is
-exact.
+over its group. Tokens in no usable cluster (the first ones, the newest, the end of the prompt) are always attended, and
+their mass is exact.
 
 What the paper leaves open:
 
+- Sinks: the first tokens are in no cluster. A real model's first token may hold most of a head's attention (an
+  attention sink), and the centroid of a cluster that it is in does not show that. The paper has none.
 - Rank: by the first 18 bits of query · centroid as a float32, that is in steps of at most 1/512 of it, then by number.
   Centroids, in bf16, are rounded four times as coarsely. Where no two clusters tie there is only one order, and score
   and number together fit 32 bits: a search for a place in the list compares single integers and ends at one cluster.
@@ -20,14 +22,17 @@ What the paper leaves open:
 - A KV head that would read more than three quarters of the context (after the cap) attends to all of it, as ``dense``
   does, newest first: to read everything in a row costs less than to look most of it up. Where the tokens in no cluster
   are so many by themselves, nothing is scored and no index is read.
-- Order: the newest tile of 64 tokens; then clusters by the best place that a query head of the group that needs them
-  gives them, then by their number; then the other tokens in no cluster, newest first. There may be thousands of those:
-  were they read first, the output would settle on them, and early termination would stop before the best clusters.
-- A place, for the order, is not counted but estimated from the score, in quarters of an octave: as if, from the last
-  token taken upwards, weights fell as 1 / place, as the curve does where it is steep. So what is in one step differs by
-  a fifth in weight, and query heads that need few tokens, each of which weighs more, come first with theirs. No cluster
-  has to be compared with any other: a counting sort over ``PLACE_STEPS`` steps does.
-- A cap keeps the front of that order. Of a query head's own list it leaves what comes before the first token lost.
+- Order, where early termination needs one: by the share of a query head's mass that a token has on average, of the
+  head to which it matters most. It is exact for the tokens in no cluster, of which there may be thousands that hold
+  most of the mass or next to none: they are put in order by sixteens. It is exact for the clusters with exact weights;
+  of the others a token is taken to weigh what the centroid would, times what makes that true of the near window.
+  Shares are told apart in quarters of an octave: what is in one step differs by a fifth. Within a step tokens in no
+  cluster come first, newest first, then clusters by number. Nothing has to be compared with anything else: a counting
+  sort over ``SHARE_STEPS`` steps does.
+- A cap keeps sinks, then what else is in no cluster, newest first, then clusters in that order. Of a query head's own
+  list it leaves what comes before the first token lost.
+- The share that is told is of what was read, and its mass is exact: attention itself yields it. Only the mass of what
+  was not read is estimated.
 """
 
 from __future__ import annotations
@@ -40,10 +45,10 @@ from math import ceil, e, log2
 import torch
 from torch import Tensor
 
-from winnow_kernels.attend import group
+from winnow_kernels.attend import Attended, group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.distribution_fit import Curve, RankedMass
-from winnow_kernels.early_termination import TILE, Termination
+from winnow_kernels.early_termination import Termination
 from winnow_kernels.full_layers import FullLayersStep, check_full_layers
 from winnow_kernels.gather import Meter, peek_keys
 from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
@@ -60,15 +65,16 @@ LISTED_SHARE = 0.25
 """Share of the clusters that are ranked at first; all of them where a query head needs more."""
 WHOLE_SHARE = 0.75
 """A KV head that would attend to more than this share of the context attends to all of it."""
-OCTAVE_BITS = 2
-"""2 to the power of this is into how many steps places are divided from one to its double."""
+LEAST_WEIGHT = 1e-290
+"""A token on the curve is taken to weigh no less when its logarithm is asked for."""
+STEPS_OF_OCTAVE = 4
+"""Into how many steps shares of the mass are divided from one to its half."""
 FIRST_OCTAVE = 2
-"""Places before 2 to the power of this are one step."""
-PLACE_STEPS = 64
-"""Steps of places: as many as lead to 2^18, a context of 256K; what is beyond is in the last."""
+"""Shares above 2 to the power of minus this are one step."""
+SHARE_STEPS = 64
+"""Steps of shares: as many as lead to 2^-18, a token's in an even context of 256K; what is below is in the last."""
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-_FRACTION_BITS, _EXPONENT_OF_ONE = 23, 127
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,13 @@ class TacticParameters:
             ``WHOLE_SHARE`` of the context becomes the whole context.
         full_layers: how many of the first layers attend to everything, 0 or more. Heads there may look for single
             tokens, which no centroid shows (docs/measurements.md).
+        sinks: how many of the first tokens are always attended to and in no cluster, 0 or more.
     """
 
     p: float
     max_tokens: int | None = None
     full_layers: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
@@ -93,6 +101,8 @@ class TacticParameters:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens: must be at least 1; it is {self.max_tokens}")
         check_full_layers(self.full_layers)
+        if self.sinks < 0:
+            raise ValueError(f"sinks: must be at least 0; it is {self.sinks}")
 
 
 @dataclass(frozen=True)
@@ -124,11 +134,33 @@ class Estimate:
         ranking: of the clusters, at least as many as are taken.
         mass: what is known of the attention mass.
         tokens: how many of the clustered tokens are taken, from the front of the list.
+        reference: natural logarithm of the unit of all masses.
+        above_centroids: natural logarithm of how many times what their centroids would weigh tokens do on average.
     """
 
     ranking: Ranking
     mass: RankedMass
     tokens: Tensor
+    reference: Tensor
+    above_centroids: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Natural logarithm of the mass of all tokens."""
+        return self.reference + self.mass.total.log()
+
+
+@dataclass(frozen=True)
+class _Beliefs:
+    """What is believed of a selection's mass. Natural logarithms, float64 [requests, KV heads, group].
+
+    Attributes:
+        selected: of what is selected.
+        rest: of all else; no mass where everything is read.
+    """
+
+    selected: Tensor
+    rest: Tensor
 
 
 @dataclass(frozen=True)
@@ -137,11 +169,13 @@ class _Needs:
 
     Attributes:
         clusters: int64 [requests, KV heads, most]; numbers of clusters.
+        steps: int64, same shape; the best steps of the shares of their tokens.
         sizes: int64, same shape; tokens needed of the cluster.
         ends: int64, same shape; tokens needed up to and with the cluster.
     """
 
     clusters: Tensor
+    steps: Tensor
     sizes: Tensor
     ends: Tensor
 
@@ -203,12 +237,15 @@ class TacticStep(FullLayersStep["TacticStep"]):
         self._cap = (
             torch.tensor([longest if c is None else c for c in caps], device=device).view(-1, 1) if any(caps) else None
         )
-        self.spans = index.lookup(context, clustered)
-        kept = (context.lengths - self.spans.counts * index.span)[:, None]
+        sinks = torch.tensor([p.sinks for p in parameters], device=device)
+        self.spans = index.lookup(context, clustered, sinks)
+        kept = (context.lengths - self.spans.tokens)[:, None]
         whole = self._exceeds(kept if self._cap is None else torch.minimum(kept, self._cap))
         self._whole = whole[:, 0]
+        # Where all is attended to, none comes first.
+        self._sinks = torch.minimum(sinks, context.lengths).masked_fill(self._whole, 0)
         if bool(whole.any()):
-            self.spans = index.lookup(context, clustered.masked_fill(self._whole, 0))
+            self.spans = index.lookup(context, clustered.masked_fill(self._whole, 0), sinks)
             if self._cap is not None:
                 self._cap.masked_fill_(whole, longest)
         self._keep_unclustered()
@@ -216,9 +253,10 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     @property
     def estimated_share(self) -> Tensor:
-        """The share of attention mass that the fit believes to be attended: float64 [requests].
+        """The share of attention mass that is believed to have been attended: float64 [requests].
 
-        A mean over query heads, summed over the layers so far; 1 where everything is attended to.
+        A mean over query heads, summed over the layers so far; 1 where everything was attended to. The mass of what was
+        read is exact, that of the rest is the fit's.
         """
         share = self._estimated_share.clone()
         for rows, step in self.steps_of_rows.items():
@@ -248,6 +286,15 @@ class TacticStep(FullLayersStep["TacticStep"]):
             [self._parameters[row] for row in rows],
             self._clustered[rows],
         )
+
+    def note(self, selection: Selection, attended: Attended) -> None:
+        """Add up what is believed to have been attended: nobody but attention knows what was read of a selection."""
+        read = attended.log_sum_exp.double().unflatten(1, self._beliefs.rest.shape[1:])
+        is_cut = (attended.read < selection.counts)[..., None]
+        # What is selected weighs at least as much as what was read of it.
+        selected = self._beliefs.selected.maximum(read).where(is_cut, read)
+        unread = (selected - read).exp() - 1 + (self._beliefs.rest - read).exp()
+        self._estimated_share += (1 / (1 + unread)).mean((1, 2))
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
@@ -285,24 +332,27 @@ class TacticStep(FullLayersStep["TacticStep"]):
         scores = _cluster_scores(grouped, clusters)
         cluster_keys = _cluster_keys(scores)
         ranking = self._rank(cluster_keys, scores, sizes, self._listed)
-        mass = self._weigh(layer, grouped, cache, meter, cluster_keys, sizes, ranking, kept_scores)
+        mass, *scales = self._weigh(layer, grouped, cache, meter, cluster_keys, sizes, ranking, kept_scores)
         tokens = mass.tokens_for(self._share)
         if bool((tokens > ranking.ends[..., -1]).any()):
             ranking = self._rank(cluster_keys, scores, sizes, sizes.shape[-1])
-        return Estimate(ranking, mass, tokens)
+        return Estimate(ranking, mass, tokens, *scales)
 
     def _keep_unclustered(self) -> None:
-        """Find the tokens in no usable span, newest first."""
+        """Find the tokens in no cluster: the sinks, then the others, newest first."""
         context, spans = self.context, self.spans
         clustered = torch.zeros(context.requests, context.longest // self.index.span + 1, device=context.device)
         used = torch.arange(spans.most, device=context.device) < spans.counts[:, None]
         clustered.scatter_add_(1, spans.starts // self.index.span, used.to(clustered.dtype))
         in_span = clustered.bool().repeat_interleave(self.index.span, dim=1)[:, : context.longest]
-        rows, positions = (context.inside & ~in_span).flip(1).nonzero(as_tuple=True)
-        counts = context.lengths - spans.counts * self.index.span
-        before = counts.cumsum(0) - counts
-        kept = torch.zeros(context.requests, int(counts.max()), dtype=torch.int64, device=context.device)
-        kept[rows, torch.arange(len(rows), device=context.device) - before[rows]] = context.longest - 1 - positions
+        is_sink = context.positions < self._sinks[:, None]
+        rows, positions = (context.inside & ~in_span & ~is_sink).flip(1).nonzero(as_tuple=True)
+        counts = context.lengths - spans.tokens
+        others = counts - self._sinks
+        before = others.cumsum(0) - others
+        kept = context.positions.where(is_sink, 0)[:, : int(counts.max())]
+        places = self._sinks[rows] + torch.arange(len(rows), device=context.device) - before[rows]
+        kept[rows, places] = context.longest - 1 - positions
         self._kept_slots = context.slots_at(kept)
         self._kept_counts = counts
 
@@ -311,7 +361,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         device = self.context.device
         counts = self.spans.counts * self.index.clusters
         most = self.spans.most * self.index.clusters
-        self._tokens = (self.spans.counts * self.index.span).double().view(-1, 1, 1)
+        self._tokens = self.spans.tokens.double().view(-1, 1, 1)
         self._known = (self._tokens * EXACT_SHARE).ceil()
         self._window = min(WINDOW_CLUSTERS, most)
         self._listed = min(most, max(self._window, ceil(LISTED_SHARE * most)))
@@ -345,8 +395,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
         sizes: Tensor,
         ranking: Ranking,
         kept_scores: Tensor,
-    ) -> RankedMass:
-        """Compute the weights that are exact, and fit the curve."""
+    ) -> tuple[RankedMass, Tensor, Tensor]:
+        """Compute the weights that are exact, and fit the curve. Return ``mass`` and what follows it in Estimate."""
         shape = ranking.ends.shape[:3]
         last_listed = (self._listed_of_each - 1).view(-1, 1, 1, 1).expand(*shape, 1)
         known = torch.minimum(self._known, ranking.ends.gather(-1, last_listed)[..., 0].double())
@@ -376,13 +426,19 @@ class TacticStep(FullLayersStep["TacticStep"]):
         means = means.where(tokens > 0, means.flip(-1))
         # Places count from 1: a window of t tokens after s others is centred at s + (t + 1) / 2.
         centres = window_starts + (tokens + 1) / 2
-        return RankedMass(
+        curve = Curve.through(centres[..., 0], means[..., 0], centres[..., 1], means[..., 1])
+        mass = RankedMass(
             outside=(kept_scores - reference).exp_().sum(-1, dtype=torch.float64),
             first=first.cumsum(-1, dtype=torch.float64),
             known=known,
             tokens=self._tokens.expand(shape),
-            curve=Curve.through(centres[..., 0], means[..., 0], centres[..., 1], means[..., 1]),
+            curve=curve,
         )
+        near = (self._near_start[:, None] + torch.arange(self._window, device=known.device))[:, None, None]
+        of_centroids = ranking.scores.gather(-1, near.expand(*shape, -1)).double().mean(-1) * self.scale
+        weight = (curve.a / centres[..., 0] + curve.b).clamp_min(LEAST_WEIGHT).log()
+        reference = reference[..., 0].double()
+        return mass, reference, reference + weight - of_centroids
 
     def _windows(self, cluster_keys: Tensor, sizes: Tensor, ranking: Ranking) -> tuple[Tensor, Tensor]:
         """Return the clusters of both windows, [..., 2 × window], and the tokens before each window, [..., 2]."""
@@ -427,8 +483,14 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     def _select_kept(self, kept: Selection, kept_scores: Tensor) -> Selection:
         counts = kept.counts if self._cap is None else self._capped_kept(kept)
-        self._estimated_share += _share_of_first(kept_scores, counts).mean((1, 2))
-        return Selection(kept.slots, counts)
+        total = kept_scores.logsumexp(-1).double()
+        share = _share_of_first(kept_scores, counts)
+        rest = (1 - share).clamp_min(0).masked_fill(counts[..., None] == kept.counts[..., None], 0)
+        self._beliefs = _Beliefs(total + share.log(), total + rest.log())
+        slots = kept.slots
+        if self.termination is not None:
+            slots = _in_order(slots, _kept_steps(kept_scores, total), counts)
+        return Selection(slots, counts, self._whole[:, None].expand_as(counts))
 
     def _capped_kept(self, kept: Selection) -> Tensor:
         assert self._cap is not None
@@ -438,7 +500,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
     def _select(self, layer: int, kept: Selection, estimate: Estimate, kept_scores: Tensor, meter: Meter) -> Selection:
         mass, tokens = estimate.mass, estimate.tokens
         clusters = self.spans.most * self.index.clusters
-        needs = _union(estimate.ranking, tokens.long(), clusters, self.scale)
+        needs = _union(estimate, tokens.long(), clusters, self.scale)
         taken = needs.ends[..., -1]
         kept_counts = kept.counts
         outside = mass.outside
@@ -452,24 +514,31 @@ class TacticStep(FullLayersStep["TacticStep"]):
             outside = mass.outside * _share_of_first(kept_scores, kept_counts)
         whole = self._exceeds(kept_counts + taken)
         taken = taken.masked_fill(whole, 0)
-        share = (outside + mass.held_by(tokens)) / mass.total
-        self._estimated_share += share.masked_fill_(whole[..., None], 1.0).mean((1, 2))
+        held = outside + mass.held_by(tokens)
+        rest = (mass.total - held).clamp_min(0).masked_fill_(whole[..., None], 0)
+        self._beliefs = _Beliefs(estimate.reference + held.log(), estimate.reference + rest.log())
 
         places = torch.arange(int(taken.max()), device=taken.device).expand(*taken.shape, -1).contiguous()
         at = torch.searchsorted(needs.ends, places, right=True).clamp_max_(needs.ends.shape[-1] - 1)
         before = torch.nn.functional.pad(needs.ends, (1, 0)).gather(-1, at)
         positions = self.index.members(layer, self.spans, needs.clusters.gather(-1, at), places - before)
         meter.count_bytes(taken.sum(1) * self.index.member_bytes(layer))
-        selected = _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
-        return self._with_whole(selected, whole) if bool(whole.any()) else selected
+        slots = _joined(kept.slots, kept_counts, self.context.slots_at(positions), taken)
+        if self.termination is not None:
+            of_kept = _kept_steps(kept_scores, estimate.total)
+            steps = _joined(of_kept, kept_counts, needs.steps.gather(-1, at), taken)
+            slots = _in_order(slots, steps, kept_counts + taken)
+        selected = Selection(slots, kept_counts + taken, whole)
+        return self._with_whole(selected) if bool(whole.any()) else selected
 
-    def _with_whole(self, selected: Selection, whole: Tensor) -> Selection:
-        """Return ``selected``, but the whole context, newest first, for the KV heads that ``whole`` marks."""
-        lengths = self.context.lengths[:, None]
+    def _with_whole(self, selected: Selection) -> Selection:
+        """Return ``selected``, but the whole context, newest first, for the KV heads that read to the end."""
+        lengths, whole = self.context.lengths[:, None], selected.to_the_end
+        assert whole is not None
         newest_first = self.context.slots_at((lengths - 1 - self.context.positions).clamp_min(0))
         slots = torch.nn.functional.pad(selected.slots, (0, self.context.longest - selected.width))
         return Selection(
-            torch.where(whole[..., None], newest_first[:, None], slots), selected.counts.where(~whole, lengths)
+            torch.where(whole[..., None], newest_first[:, None], slots), selected.counts.where(~whole, lengths), whole
         )
 
 
@@ -503,38 +572,58 @@ def _of_group(of_clusters: Tensor, clusters: Tensor) -> Tensor:
     return of_clusters.gather(-1, clusters.flatten(2)).view_as(clusters)
 
 
-def _union(ranking: Ranking, tokens: Tensor, clusters: int, scale: float) -> _Needs:
+def _union(estimate: Estimate, tokens: Tensor, clusters: int, scale: float) -> _Needs:
     """Return what any query head of a group needs that takes ``tokens``, int64 [..., group], of its list."""
+    ranking = estimate.ranking
     needed = (tokens[..., None] - ranking.starts).clamp_min(0).minimum(ranking.sizes)
     last = int((ranking.starts < tokens[..., None]).sum(-1).max())
     numbers = ranking.clusters[..., :last].flatten(2)
     needed = needed[..., :last].flatten(2)
-    steps = _place_steps(ranking, tokens, scale)[..., :last].flatten(2)
+    steps = _cluster_steps(estimate, last, scale).flatten(2)
     shape = (*tokens.shape[:2], clusters)
-    best = steps.new_full(shape, PLACE_STEPS)
-    best.scatter_reduce_(2, numbers, steps.where(needed > 0, PLACE_STEPS), "amin")
+    best = steps.new_full(shape, SHARE_STEPS)
+    best.scatter_reduce_(2, numbers, steps.where(needed > 0, SHARE_STEPS), "amin")
     most = ranking.ends.new_zeros(shape).scatter_reduce_(2, numbers, needed, "amax")
     width = max(1, int((most > 0).sum(-1).max()))
     key = best * clusters + torch.arange(clusters, device=best.device)
     order = key.topk(width, dim=-1, largest=False, sorted=True).indices
     sizes = most.gather(-1, order)
-    return _Needs(order, sizes, sizes.cumsum(-1))
+    return _Needs(order, best.gather(-1, order), sizes, sizes.cumsum(-1))
 
 
-def _place_steps(ranking: Ranking, tokens: Tensor, scale: float) -> Tensor:
-    """Return in which step a query head's place of each cluster is: int64 [..., group, listed], below ``PLACE_STEPS``.
+def _cluster_steps(estimate: Estimate, count: int, scale: float) -> Tensor:
+    """Return the steps of the first ``count`` clusters of each list: int64 [..., count].
 
-    Of clusters of which something is taken; for others it means nothing. All of it is the same in float32 everywhere:
-    a difference, a product and whole numbers.
+    Of clusters that are partly or all among the exact weights it is the step of these weights' mean, of the others that
+    of the centroid's weight. In float32 that is a difference and a product, and so the same everywhere.
     """
-    last = ((ranking.starts < tokens[..., None]).sum(-1, keepdim=True) - 1).clamp_min(0)
-    above = (ranking.scores - ranking.scores.gather(-1, last)).clamp_min(0)
-    steps_of_score = torch.tensor(scale * log2(e), dtype=torch.float32, device=above.device) * 2**OCTAVE_BITS
-    higher = (above * steps_of_score).clamp_max(2 * PLACE_STEPS).long()
-    # A float's leading bits are its logarithm: a straight line between powers of two.
-    of_last = tokens.float().view(torch.int32).long() >> (_FRACTION_BITS - OCTAVE_BITS)
-    first = (_EXPONENT_OF_ONE + FIRST_OCTAVE) << OCTAVE_BITS
-    return (of_last[..., None] - first - higher).clamp(0, PLACE_STEPS - 1)
+    ranking, mass = estimate.ranking, estimate.mass
+    starts, ends = ranking.starts[..., :count], ranking.ends[..., :count]
+    exact = ends.minimum(mass.known[..., None].long())
+    sums = torch.nn.functional.pad(mass.first, (1, 0))
+    held = sums.gather(-1, exact) - sums.gather(-1, starts.minimum(exact))
+    mean = held / (exact - starts).clamp_min(1)
+    of_members = _share_steps((estimate.reference[..., None] * log2(e) + mean.log2()).float(), estimate.total)
+    octaves_of_score = scale * log2(e)
+    best_score = ((estimate.total - estimate.above_centroids) * log2(e) - FIRST_OCTAVE) / octaves_of_score
+    steps_of_score = torch.tensor(octaves_of_score, dtype=torch.float32, device=mean.device) * STEPS_OF_OCTAVE
+    of_centroid = _in_steps((best_score.float()[..., None] - ranking.scores[..., :count]) * steps_of_score)
+    return of_members.where(exact > starts, of_centroid)
+
+
+def _share_steps(weights: Tensor, total: Tensor) -> Tensor:
+    """Return in which step of shares ``weights`` are, logarithms to base 2: int64, below ``SHARE_STEPS``.
+
+    Args:
+        weights: float32 [..., n].
+        total: float64 [...]; natural logarithm of all mass.
+    """
+    best = (total * log2(e) - FIRST_OCTAVE).float()[..., None]
+    return _in_steps((best - weights) * STEPS_OF_OCTAVE)
+
+
+def _in_steps(steps: Tensor) -> Tensor:
+    return steps.clamp(0, SHARE_STEPS - 1).long()
 
 
 def _before_first_lost(ranking: Ranking, tokens: Tensor, kept: Tensor) -> Tensor:
@@ -548,13 +637,37 @@ def _before_first_lost(ranking: Ranking, tokens: Tensor, kept: Tensor) -> Tensor
     return before.amin(-1)
 
 
-def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Selection:
-    """Return a selection of the first ``kept_counts`` of ``kept`` and the first ``taken_counts`` of ``taken``."""
+def _joined(kept: Tensor, kept_counts: Tensor, taken: Tensor, taken_counts: Tensor) -> Tensor:
+    """Return the first ``kept_counts`` of ``kept``, and behind them the first ``taken_counts`` of ``taken``."""
     counts = kept_counts + taken_counts
     places = torch.arange(int(counts.max()), device=counts.device)
-    front = kept_counts.clamp_max(TILE)[..., None]
-    behind = front + taken_counts[..., None]
-    at = torch.where(places < behind, places - front + kept.shape[2], places - taken_counts[..., None])
-    at = torch.where(places < front, places, at)
+    at = places.where(places < kept_counts[..., None], places - kept_counts[..., None] + kept.shape[2])
     both = torch.cat([kept, taken], -1)
-    return Selection(both.gather(-1, at.clamp_max(both.shape[2] - 1)), counts)
+    return both.gather(-1, at.clamp_max(both.shape[2] - 1))
+
+
+def _kept_steps(kept_scores: Tensor, total: Tensor) -> Tensor:
+    """Return the steps of the tokens in no cluster, for the query head to which they matter most.
+
+    They have them by sixteens: the step of their mean weight.
+
+    Args:
+        kept_scores: float32 [requests, KV heads, group, n]; -inf where there is none.
+        total: float64 [requests, KV heads, group]; natural logarithm of all mass.
+
+    Returns:
+        int64 [requests, KV heads, n].
+    """
+    count = kept_scores.shape[-1]
+    padded = torch.nn.functional.pad(kept_scores, (0, -count % CLUSTER_SIZE), value=-torch.inf)
+    of_sixteens = padded.unflatten(-1, (-1, CLUSTER_SIZE))
+    sizes = of_sixteens.isfinite().sum(-1).clamp_min(1)
+    means = of_sixteens.logsumexp(-1) * log2(e) - sizes.log2()
+    return _share_steps(means, total).amin(2).repeat_interleave(CLUSTER_SIZE, dim=-1)[..., :count]
+
+
+def _in_order(slots: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
+    """Return ``slots``, of which the first ``counts`` count, by ascending ``steps``; all of one step as they stand."""
+    beyond = torch.arange(slots.shape[-1], device=slots.device) >= counts[..., None]
+    order = steps.masked_fill(beyond, SHARE_STEPS).sort(dim=-1, stable=True).indices
+    return slots.gather(-1, order)

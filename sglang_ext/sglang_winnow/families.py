@@ -33,6 +33,7 @@ from winnow_kernels.dense_step import DenseStep
 from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.indexes.clusters import clustered_until
 from winnow_kernels.observation import ObservationBuffer
+from winnow_kernels.page_selection import pages_kept
 from winnow_kernels.pyramidkv import PyramidKVParameters
 from winnow_kernels.quest import QuestParameters, QuestStep
 from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
@@ -90,7 +91,7 @@ def dense_until(state: RequestState, page_size: int) -> int:
     """Return the longest context, in tokens, at which a step of a request reads everything, whatever its policy.
 
     It does where the budget covers the context, and below the length from which on the policy has been seen to be no
-    slower than dense.
+    slower than dense. Tactic's ``max_tokens`` is no budget: below that cap, too, a step reads what holds the share.
     """
     policy = state.policy.decode
     if isinstance(policy, Dense):
@@ -99,27 +100,34 @@ def dense_until(state: RequestState, page_size: int) -> int:
     if isinstance(policy, SnapKV | PyramidKV):
         covers = _of_prompt(policy, state.prompt_length) >= state.prompt_length
         return ALWAYS if covers else crossover
-    if isinstance(policy, QuokaDecode) and policy.budget is None:
-        # A share of the tokens before the newest is never all of them.
+    if isinstance(policy, QuokaDecode) and policy.budget_ratio is not None:
+        return ALWAYS if policy.budget_ratio == 1 else crossover
+    if isinstance(policy, Tactic):
         return crossover
     return max(crossover, effective_budget(state, state.prompt_length, page_size) or 0)
 
 
 def effective_budget(state: RequestState, length: int, page_size: int) -> int | None:
-    """Return the tokens that a KV head may read at a context of ``length`` tokens; None if there is no such bound."""
+    """Return the tokens that a KV head may read at a context of ``length`` tokens; None if there is no such bound.
+
+    That is the budget, or what is always kept where this is more: the pages of sinks and recent tokens, if these are
+    large, or the observation window and the sinks, if the budget is a small share of the prompt.
+    """
+    budget: int | None = None
     match policy := state.policy.decode:
         case StreamingLLM():
-            return policy.sinks + policy.window
-        case Quest() | Delta():
-            return -(-policy.budget // page_size) * page_size
+            budget = policy.sinks + policy.window
+        case Quest():
+            budget = pages_kept(policy.budget, 1, policy.sinks, page_size) * page_size
+        case Delta():
+            budget = pages_kept(policy.budget, policy.recency, policy.sinks, page_size) * page_size
         case SnapKV() | PyramidKV():
-            return _of_prompt(policy, state.prompt_length)
+            budget = _of_prompt(policy, state.prompt_length)
         case QuokaDecode():
-            return policy.budget or math.ceil((policy.budget_ratio or 0) * (length - 1))
+            budget = _quoka_parameters(policy).tokens(length - 1)
         case Tactic():
-            return policy.max_tokens
-        case _:
-            return None
+            budget = policy.max_tokens
+    return budget
 
 
 def thresholds_of(policy: AttentionPolicy) -> EarlyTermination | None:
@@ -141,12 +149,20 @@ def kept_by(state: RequestState, layers: int) -> SnapKVState | None:
     budget = _of_prompt(policy, state.prompt_length)
     observation = ObservationBuffer(policy.observation_window, state.prompt_length)
     if isinstance(policy, PyramidKV):
-        return SnapKVState(PyramidKVParameters(budget, policy.kernel_size, layers), observation)
-    return SnapKVState(SnapKVParameters(budget, policy.kernel_size), observation)
+        parameters: SnapKVParameters = PyramidKVParameters(budget, policy.kernel_size, layers, sinks=policy.sinks)
+    else:
+        parameters = SnapKVParameters(budget, policy.kernel_size, sinks=policy.sinks)
+    return SnapKVState(parameters, observation)
 
 
 def _of_prompt(policy: SnapKV | PyramidKV, prompt_length: int) -> int:
-    return policy.budget or math.ceil((policy.budget_ratio or 0) * prompt_length)
+    """Return the budget in tokens: at least what is kept whatever the votes."""
+    budget = policy.budget or math.ceil((policy.budget_ratio or 0) * prompt_length)
+    return max(budget, policy.observation_window + policy.sinks)
+
+
+def _quoka_parameters(policy: QuokaDecode) -> QuokaDecodeParameters:
+    return QuokaDecodeParameters(budget=policy.budget, budget_ratio=policy.budget_ratio, sinks=policy.sinks)
 
 
 def _streaming_llm(rows: Rows, indexes: Indexes) -> DecodeStep:
@@ -156,7 +172,7 @@ def _streaming_llm(rows: Rows, indexes: Indexes) -> DecodeStep:
 
 
 def _quest(rows: Rows, indexes: Indexes) -> DecodeStep:
-    parameters = [QuestParameters(p.budget, p.full_layers) for p in rows.policies(Quest)]
+    parameters = [QuestParameters(p.budget, p.full_layers, p.sinks) for p in rows.policies(Quest)]
     step = QuestStep(rows.context, rows.scale, rows.termination, parameters, indexes.page_bounds)
     rows.count_built(step.index_built_tokens)
     return step
@@ -170,7 +186,7 @@ def _snapkv(rows: Rows, indexes: Indexes) -> DecodeStep:
 
 def _delta(rows: Rows, indexes: Indexes) -> DecodeStep:
     parameters = [
-        DeltaParameters(p.budget, p.recency, p.full_layers, p.delta_layers or ()) for p in rows.policies(Delta)
+        DeltaParameters(p.budget, p.recency, p.full_layers, p.delta_layers or (), p.sinks) for p in rows.policies(Delta)
     ]
     return DeltaStep(rows.context, rows.scale, rows.termination, parameters, indexes.page_size)
 
@@ -181,16 +197,19 @@ def _tactic(rows: Rows, indexes: Indexes) -> DecodeStep:
         clustered_until(state.prompt_length, length, clusters.span)
         for state, length in zip(rows.states, rows.lengths, strict=True)
     ]
-    rows.count_built([clusters.ensure(rows.context, row, end) for row, end in enumerate(ends)])
-    parameters = [TacticParameters(p.p, p.max_tokens, p.full_layers) for p in rows.policies(Tactic)]
+    parameters = [TacticParameters(p.p, p.max_tokens, p.full_layers, p.sinks) for p in rows.policies(Tactic)]
+    rows.count_built(
+        [
+            clusters.ensure(rows.context, row, end, of_row.sinks)
+            for row, (end, of_row) in enumerate(zip(ends, parameters, strict=True))
+        ]
+    )
     clustered = torch.tensor(ends, device=rows.context.device)
     return TacticStep(rows.context, rows.scale, rows.termination, clusters, parameters, clustered)
 
 
 def _quoka(rows: Rows, indexes: Indexes) -> DecodeStep:
-    parameters = [
-        QuokaDecodeParameters(budget=p.budget, budget_ratio=p.budget_ratio) for p in rows.policies(QuokaDecode)
-    ]
+    parameters = [_quoka_parameters(policy) for policy in rows.policies(QuokaDecode)]
     step = QuokaStep(rows.context, rows.scale, rows.termination, parameters, indexes.key_norms)
     rows.count_built(step.index_built_tokens)
     return step

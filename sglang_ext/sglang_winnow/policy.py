@@ -41,10 +41,10 @@ DENSE_TERMINATION_WARNING: Final = (
     " ART's Table 2. Combine it with a sparse decode policy."
 )
 TACTIC_TAIL_TOKENS: Final = 2048
-"""At most so many tokens at the end of a context are in no cluster yet; ``tactic`` reads them before all others."""
+"""At most so many tokens at the end of a context are in no cluster yet; ``tactic`` reads them and sinks first."""
 TACTIC_CAP_WARNING: Final = (
-    f"decode.max_tokens is less than the {TACTIC_TAIL_TOKENS} newest tokens that tactic may have to read before"
-    " anything else: steps that have so many read nothing older."
+    f"decode.max_tokens is less than the sinks and the {TACTIC_TAIL_TOKENS} newest tokens that tactic may have to read"
+    " before anything else: steps that have so many read nothing in between."
 )
 
 MAX_POLICY_BYTES: Final = 64 * 1024
@@ -187,10 +187,13 @@ class SnapKV(_Voted):
 
 
 class PyramidKV(_Voted):
-    """SnapKV with budgets that shrink from layer to layer; ``budget`` and ``budget_ratio`` are the mean over layers."""
+    """SnapKV with budgets that shrink from layer to layer; ``budget`` and ``budget_ratio`` are the mean over layers.
+
+    The window is SnapKV's. One of 128 tokens reaches far beyond a question: most of its votes are the haystack's.
+    """
 
     policy: Literal["pyramidkv"] = "pyramidkv"
-    observation_window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 128
+    observation_window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 32
 
     _fits = field_validator("observation_window")(_below_budget)
 
@@ -238,6 +241,8 @@ class Delta(_Sparse):
 class Tactic(_Sparse):
     """Attend to the clusters of tokens that together hold the share ``p`` of each query head's attention.
 
+    Sinks, like the newest tokens, are in no cluster: their share of the attention is known exactly.
+
     Attributes:
         p: share of the attention mass.
         max_tokens: most tokens for each KV head, after the union over its query heads; None for no cap.
@@ -271,12 +276,14 @@ class QuokaPrefill(_Budgeted):
         block: queries that share a selection.
         queries: how many of a block's queries choose for it; a quarter of the block when not given.
         dense_prefix: leading tokens of the prompt that are prefilled densely.
+        recency_ratio: the share of the budget that the tokens right before a block take; 0 as in the paper.
     """
 
     policy: Literal["quoka"] = "quoka"
     block: Annotated[int, Field(ge=64, le=512, multiple_of=PAGE_TOKENS)] = 128
     queries: Annotated[int, Field(ge=1, le=512)] = Field(default_factory=_default_queries)
     dense_prefix: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    recency_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     @field_validator("queries")
     @classmethod
@@ -347,8 +354,9 @@ class AttentionPolicy(_Contract):
         """Return what the client should know about a policy that is served all the same."""
         if isinstance(self.decode, Dense) and self.early_termination is not None:
             return [DENSE_TERMINATION_WARNING]
-        if isinstance(self.decode, Tactic) and (self.decode.max_tokens or TACTIC_TAIL_TOKENS) < TACTIC_TAIL_TOKENS:
-            return [TACTIC_CAP_WARNING]
+        if isinstance(self.decode, Tactic) and self.decode.max_tokens is not None:
+            read_first = self.decode.sinks + TACTIC_TAIL_TOKENS
+            return [TACTIC_CAP_WARNING] if self.decode.max_tokens < read_first else []
         return []
 
 

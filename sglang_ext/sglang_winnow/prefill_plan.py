@@ -109,7 +109,7 @@ class PrefillPlan:
         for chunk in self.chunks:
             if (state := chunk.state) is not None:
                 statistics.add(chunk.table_row, Field.PREFILL_TOKENS, len(chunk.counted))
-                state.last_prefill = chunk.end
+                state.begin_prefill(chunk.end)
                 state.prefilled = max(state.prefilled, chunk.counted.stop)
                 sparse_from = dense_until(state, indexes.page_size) + 1
                 if state.kept is None and sparse_from <= ALWAYS:
@@ -196,6 +196,8 @@ def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:
         block=policy.block,
         queries=policy.queries,
         dense_prefix=policy.dense_prefix,
+        sinks=policy.sinks,
+        recency_ratio=policy.recency_ratio,
     )
 
 

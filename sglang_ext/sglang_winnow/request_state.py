@@ -29,7 +29,8 @@ class RequestState:
         prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
         last_prefill: where the last prefill ended; after a retraction, behind the prompt.
         kept: what SnapKV or PyramidKV keeps of the prompt, from the first prefill on.
-        stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot.
+        stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
+            since the last prefill.
     """
 
     policy: AttentionPolicy
@@ -40,6 +41,11 @@ class RequestState:
     last_prefill: int = 0
     kept: SnapKVState | None = None
     stage: int = -1
+
+    def begin_prefill(self, end: int) -> None:
+        """Note a prefill of the tokens before ``end``: they may lie in other pages than a selector has looked at."""
+        self.last_prefill = end
+        self.stage = -1
 
 
 class RequestTable:

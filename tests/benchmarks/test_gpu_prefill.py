@@ -46,8 +46,9 @@ def test_launches() -> None:
 
 def test_contestants() -> None:
     budget, ratio, whole = contestants_of([1024], [12], 128, [16])
-    assert budget.told == {"budget": 1024, "block": 128, "queries": 16, "dense_prefix": 0}
-    assert ratio.told == {"budget_ratio": 0.12, "block": 128, "queries": 16, "dense_prefix": 0}
+    of_both = {"block": 128, "queries": 16, "dense_prefix": 0, "sinks": 16, "recency_ratio": 0.5}
+    assert budget.told == {"budget": 1024, **of_both}
+    assert ratio.told == {"budget_ratio": 0.12, **of_both}
     assert (budget.name, ratio.name, whole.name) == ("quoka", "quoka", "whole")
     chunk = Chunk(8192, 16384)
     assert [block.budget for block in budget.blocks(chunk)] == [1024] * 64

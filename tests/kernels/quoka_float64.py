@@ -54,6 +54,8 @@ def plain_prefill(
     block: int,
     kept: int,
     dense_prefix: int = 0,
+    sinks: int = 0,
+    recency_ratio: float = 0.0,
 ) -> PlainPrefill:
     group, vector = queries.shape[1] // cache.kv_heads, cache.vector_bytes
     result = PlainPrefill(torch.zeros(queries.shape, dtype=torch.float64))
@@ -64,6 +66,8 @@ def plain_prefill(
         if begin >= end:
             continue
         allowed = budget if budget is not None else math.ceil((budget_ratio or 0.0) * start)
+        allowed = max(allowed, sinks)
+        recent = min(int(recency_ratio * allowed), allowed - sinks)
         is_dense = start <= allowed or start < dense_prefix
         result.selected[start] = []
         of_heads = []
@@ -73,7 +77,9 @@ def plain_prefill(
             seen = list(range(start))
             if not is_dense:
                 scores = plain_scores(of_block, cache.keys[slots[:start], head].double(), kept)
-                seen = sorted(range(start), key=lambda token: -scores[token])[:allowed]
+                always = [*range(sinks), *range(start - recent, start)]
+                others = sorted(range(sinks, start - recent), key=lambda token: -scores[token])
+                seen = [*always, *others[: allowed - len(always)]]
                 of_heads.append(torch.tensor(scores))
                 result.selected[start].append(set(seen))
                 result.read_bytes += start * (vector + 4)

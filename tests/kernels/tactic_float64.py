@@ -18,7 +18,8 @@ Array = NDArray[np.float64]
 class Expected:
     positions: list[int]
     tokens: list[int]  # of each query head's list
-    share: float
+    held: list[float]  # share that is believed to be selected, of each query head
+    total: list[float]  # logarithm of what is believed to be all mass
     capped: bool
 
 
@@ -48,12 +49,10 @@ def in_steps(score: float) -> float:
     return math.ldexp(math.trunc(fraction * 2**10) / 2**10, exponent)
 
 
-def place_step(score: float, last_score: float, count: int, scale: float) -> int:
-    """Where a query head that takes ``count`` tokens, the last with ``last_score``, has a cluster: in 0 … 63."""
-    octaves = math.floor(4 * (score - last_score) * scale * math.log2(math.e))
-    fraction, exponent = math.frexp(count)
-    of_count = 4 * (exponent - 1) + math.floor(4 * (2 * fraction - 1))
-    return min(max(of_count - 8 - octaves, 0), 63)
+def share_step(weight: float, total: float) -> int:
+    """In which of the steps 0 … 63 a share of all mass is; both are logarithms."""
+    octaves = (total - weight) / math.log(2)
+    return min(max(math.floor(4 * (octaves - 2)), 0), 63)
 
 
 def select(
@@ -64,15 +63,20 @@ def select(
     scale: float,
     p: float,
     max_tokens: int | None,
+    sinks: int = 0,
+    in_order: bool = False,
 ) -> Expected:
     """``queries`` [group, head dim]; ``keys`` [length, head dim]; ``clusters`` in the order of their numbers."""
     newest_first = list(reversed(range(length)))
     clustered = {position for _, members in clusters for position in members}
-    kept = [position for position in newest_first if position not in clustered]
+    first = list(range(min(sinks, length)))
+    kept = first + [position for position in newest_first if position not in clustered and position >= sinks]
     total = len(clustered)
     best: dict[int, int] = {}
+    best_of_kept = [63] * len(kept)
     needed: dict[int, int] = {}
     per_head = []
+    totals: list[float] = []
     for query in queries:
         cluster_scores = [in_steps(float(query @ centroid)) for centroid, _ in clusters]
         order = sorted(range(len(clusters)), key=lambda c: (-cluster_scores[c], c))
@@ -94,18 +98,31 @@ def select(
         (place1, weight1), (place2, weight2) = points
         known_weights = [weight for weight in (weight1, weight2) if weight is not None] or [0.0]
         curve = fit(place1, known_weights[0], place2, known_weights[-1])
+        near = [cluster_scores[c] * scale for c in order[_window_starts(len(clusters), window)[0] :][:window]]
+        above_centroids = _log(curve[0] / place1 + curve[1]) - (float(np.mean(near)) if near else 0.0)
         fitted = fitted_weights([float(weights[i]) for i in unwrapped[:known]], total, *curve)
         count = smallest_count(fitted, outside, p)
         per_head.append((count, fitted, outside, [float(weights[i]) for i in kept], unwrapped))
+        mass = outside + fitted.sum()
+        totals.append(float(reference + math.log(mass)))
+        for begin in range(0, len(kept), 16):
+            mean = float(np.mean(weights[kept[begin : begin + 16]]))
+            step = share_step(_log(mean), _log(mass))
+            for place in range(begin, min(begin + 16, len(kept))):
+                best_of_kept[place] = min(best_of_kept[place], step)
         start = 0
         taken_of: dict[int, int] = {}
+        mean_of: dict[int, float] = {}
         for c in order:
             taken = min(len(clusters[c][1]), count - start)
             if taken > 0:
                 taken_of[c] = taken
+                of_known = weights[clusters[c][1][: max(0, known - start)]]
+                of_centroid = cluster_scores[c] * scale + above_centroids
+                mean_of[c] = _log(float(np.mean(of_known))) if len(of_known) else of_centroid
             start += len(clusters[c][1])
         for c, taken in taken_of.items():
-            step = place_step(cluster_scores[c], cluster_scores[list(taken_of)[-1]], count, scale)
+            step = share_step(mean_of[c], _log(mass))
             best[c] = min(best.get(c, step), step)
             needed[c] = max(needed.get(c, 0), taken)
     order_of_all = sorted(needed, key=lambda c: (best[c], c))
@@ -114,15 +131,33 @@ def select(
     limit = max_tokens if max_tokens is not None else len(positions)
     attended = set(positions[:limit])
     if min(limit, len(positions)) > 0.75 * length:
-        return Expected(newest_first, [count for count, *_ in per_head], 1.0, False)
+        everything = [1.0] * len(per_head)
+        return Expected(newest_first, [count for count, *_ in per_head], everything, totals, False)
     shares = []
     for count, fitted, outside, kept_weights, unwrapped in per_head:
         before_lost = next((place for place in range(count) if unwrapped[place] not in attended), count)
         held = sum(kept_weights[:limit]) + fitted[:before_lost].sum()
         shares.append(held / (outside + fitted.sum()))
-    front = min(64, limit, len(kept))
-    ordered = positions[:front] + positions[len(kept) : limit] + positions[front : min(len(kept), limit)]
-    return Expected(ordered, [count for count, *_ in per_head], float(np.mean(shares)), capped)
+    positions = positions[:limit]
+    if in_order:
+        of_clusters = {position: best[c] for c in order_of_all for position in clusters[c][1]}
+        step_of = dict(zip(kept, best_of_kept, strict=True)) | of_clusters
+        positions.sort(key=step_of.__getitem__)
+    return Expected(positions, [count for count, *_ in per_head], shares, totals, capped)
+
+
+def told_share(queries: Array, keys: Array, scale: float, expected: Expected, read: list[int]) -> float:
+    """What is told of a KV head that was to read what is ``expected`` and has read these positions: a mean."""
+    shares = []
+    for query, held, total in zip(queries, expected.held, expected.total, strict=True):
+        mass = float(np.exp(keys[read] @ query * scale - total).sum())
+        selected = mass if len(read) == len(expected.positions) else max(held, mass)
+        shares.append(mass / (selected + 1 - held))
+    return float(np.mean(shares))
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
 
 
 def _window_starts(clusters: int, window: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.kernels.attention_float64 import attend_head, attend_head_until_settl
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from winnow_kernels.attend import attend
 from winnow_kernels.cache import Context
-from winnow_kernels.early_termination import EarlyTermination, Termination
+from winnow_kernels.early_termination import EarlyTermination, Termination, probe_of
 from winnow_kernels.gather import Meter
 from winnow_kernels.selection import Selection
 
@@ -106,6 +107,28 @@ def test_early_termination_reads_what_the_plain_version_reads(
             skipped += expected.tiles - expected.tiles_read
         assert meter.skipped_tiles[request] == (skipped if thresholds[request] else 0)
     assert meter.attended.tolist() == attended.read.sum(1).tolist()
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 72, 80, 96, 112, 128, 256])
+def test_the_probe_is_spread_over_the_whole_head_dimension(head_dim: int) -> None:
+    probed = probe_of(torch.arange(head_dim)).tolist()
+    assert len(probed) == len(set(probed)) == min(32, head_dim)
+    gaps = [after - before for before, after in pairwise([-1, *probed, head_dim])]
+    assert max(gaps) <= math.ceil(head_dim / 32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128])
+def test_what_changes_in_the_last_dimensions_alone_is_not_settled(head_dim: int) -> None:
+    """A tile later the output's last tenth is another, all else the same."""
+    cache = random_cache(1024, 1, head_dim)
+    cache.keys.zero_()
+    cache.values[:] = 1.0
+    cache.values[:, :, -(head_dim // 10) :] = 20.0 * (torch.arange(1024) // 64 % 3)[:, None, None]
+    selection = Selection(torch.arange(1024)[None, None], torch.tensor([[1024]]))
+    thresholds = Termination.of([EarlyTermination(0.02, 0.001, 2)], torch.device("cpu"))
+    queries = random_queries(1, 2, head_dim)
+    attended = attend(queries, cache, selection, 1.0, Meter(1, torch.device("cpu")), thresholds)
+    assert attended.read.item() > 6 * 64
 
 
 def test_infinite_patience_changes_nothing() -> None:

@@ -50,17 +50,18 @@ class Server:
         spans = self.index.lookup(context, context.lengths // SPAN * SPAN)
         return [starts[:count].tolist() for starts, count in zip(spans.starts, spans.counts, strict=True)]
 
-    def hold(self, holder: int, pages: list[int]) -> list[int]:
+    def hold(self, holder: int, pages: list[int], sinks: int = 0) -> list[int]:
         """The entries that ``holder`` holds of the spans of ``pages``."""
-        return self.index.hold(holder, torch.tensor(pages, dtype=torch.int64)).entries.tolist()
+        return self.index.hold(holder, torch.tensor(pages, dtype=torch.int64), sinks).entries.tolist()
 
-    def assert_entry(self, entry: int, pages: list[int]) -> None:
-        """The entry holds the clusters of the keys that are in ``pages`` now."""
+    def assert_entry(self, entry: int, pages: list[int], left_out: int = 0) -> None:
+        """The entry holds the clusters of the keys that are in ``pages`` now, but for the first."""
         slots = (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
         for cache, layer in zip(self.caches, self.index.layers, strict=True):
-            labels, centroids = kmeans(cache.keys[slots].transpose(0, 1), SPAN // 16)
+            labels, centroids = kmeans(cache.keys[slots[left_out:]].transpose(0, 1), SPAN // 16)
             assert torch.equal(layer.centroids[:, entry], centroids)
-            assert torch.equal(layer.offsets[:, entry].long(), labels.argsort(dim=1, stable=True))
+            offsets = left_out + labels.argsort(dim=1, stable=True)
+            assert torch.equal(layer.offsets[:, entry, : SPAN - left_out].long(), offsets)
             assert layer.sizes[:, entry].tolist() == [row.bincount(minlength=SPAN // 16).tolist() for row in labels]
             assert bool((layer.firsts[:, entry, 0] == entry * SPAN).all())
 
@@ -178,6 +179,37 @@ def test_live_entries_are_kept_when_there_are_more_than_the_pool_has_spans() -> 
     assert 36 <= server.index.entries <= 2 * 36
 
 
+def test_the_span_in_which_sinks_end_is_a_requests_own() -> None:
+    server = Server(capacity=5)
+    pages = list(range(1, 9))
+    entries = {sinks: server.hold(sinks, pages, sinks) for sinks in (0, 16, 40)}
+    assert {first for first, _ in entries.values()} == {entries[0][0], entries[16][0], entries[40][0]}
+    assert len({first for first, _ in entries.values()}) == 3
+    assert len({second for _, second in entries.values()}) == 1
+    for sinks, (first, second) in entries.items():
+        server.assert_entry(first, pages[:4], sinks)
+        server.assert_entry(second, pages[4:])
+    # Found again, and not built.
+    assert server.index.hold(3, torch.tensor(pages), 16).built_tokens == 0
+    # There is no space for others: their second span is of no use without the first.
+    assert len(server.hold(4, pages, 33)) == 2
+    assert server.hold(5, pages, 34) == []
+
+
+def test_spans_of_sinks_alone_are_not_built() -> None:
+    server = Server(capacity=2)
+    pages = list(range(1, 17))
+    held = server.index.hold(1, torch.tensor(pages), 2 * SPAN + 10)
+    assert held.built_tokens == 2 * SPAN - 10
+    server.assert_entry(held.entries.tolist()[0], pages[8:12], 10)
+    context = server.context(pages, pages, pages)
+    spans = server.index.lookup(context, torch.full((3,), 4 * SPAN), torch.tensor([2 * SPAN + 10, 3 * SPAN, 500]))
+    assert spans.counts.tolist() == [2, 1, 0]
+    assert spans.tokens.tolist() == [2 * SPAN - 10, SPAN, 0]
+    assert spans.starts[0].tolist() == [2 * SPAN, 3 * SPAN]
+    assert server.index.hold(2, torch.tensor(pages), 4 * SPAN).built_tokens == 0
+
+
 def test_whole_spans_are_built() -> None:
     server = Server()
     with pytest.raises(ValueError, match="tokens"):
@@ -267,11 +299,11 @@ def test_a_holder_grows() -> None:
 @given(data=st.data(), capacity=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
 def test_held_entries_are_sound_whatever_comes_and_goes(data: st.DataObject, capacity: int) -> None:
-    """Tenants share prefixes, finish, and are evicted; pages are written anew; entries are replaced."""
+    """Tenants share prefixes, finish, and are evicted; pages are written anew; entries are replaced; sinks differ."""
     server = Server(capacity=capacity)
     free = list(range(1, SLOTS // PAGE))
     prefixes: list[tuple[int, ...]] = [()]
-    running: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+    running: dict[int, tuple[tuple[int, ...], list[int], int]] = {}
     writes = 0
     for holder in range(data.draw(st.integers(1, 14), label="events")):
         event = data.draw(st.sampled_from(["start", "start", "grow", "finish", "evict"]), label="event")
@@ -287,30 +319,30 @@ def test_held_entries_are_sound_whatever_comes_and_goes(data: st.DataObject, cap
                 writes += 1
                 server.write(new, seed=writes)
             pages = (*pages, *new)
-            running[who] = pages, server.hold(who, list(pages))
+            running[who] = pages, server.hold(who, list(pages), who % 2 * 16), who % 2 * 16
             prefixes = [*prefixes, *(pages[:end] for end in range(4, len(pages) + 1, 4) if pages[:end] not in prefixes)]
-            others = {
-                span for other, (its, entries) in running.items() if other != who for span in _spans(its, entries)
-            }
-            wanted = {pages[at : at + 4] for at in range(0, len(pages), 4)}
+            others = {span for other, held in running.items() if other != who for span in _spans(*held)}
+            wanted = {(pages[at : at + 4], who % 2 * 16 * (at == 0)) for at in range(0, len(pages), 4)}
             assert len(running[who][1]) == len(wanted) or len(others | wanted) > capacity
         elif event == "finish" and running:
             who = data.draw(st.sampled_from(sorted(running)), label="who")
             del running[who]
             server.index.release(who)
         elif event == "evict":
-            used = {page for pages, _ in running.values() for page in pages}
+            used = {page for pages, *_ in running.values() for page in pages}
             gone = {page for pages in prefixes for page in pages} - used
             prefixes = [pages for pages in prefixes if not gone & set(pages)]
             free = [*sorted(gone), *free]
-        for pages, entries in running.values():
-            for span, entry in _spans(pages, entries).items():
-                server.assert_entry(entry, list(span))
+        for held in running.values():
+            for (span, left_out), entry in _spans(*held).items():
+                server.assert_entry(entry, list(span), left_out)
 
 
-def _spans(pages: tuple[int, ...], entries: list[int]) -> dict[tuple[int, ...], int]:
-    """The spans of a request that are held, and their entries."""
-    return {pages[4 * number : 4 * number + 4]: entry for number, entry in enumerate(entries)}
+def _spans(pages: tuple[int, ...], entries: list[int], sinks: int) -> dict[tuple[tuple[int, ...], int], int]:
+    """The spans of a request that are held, with how much they leave out, and their entries."""
+    return {
+        (pages[4 * number : 4 * number + 4], sinks if number == 0 else 0): entry for number, entry in enumerate(entries)
+    }
 
 
 def test_holders_bring_whole_spans() -> None:

@@ -39,8 +39,9 @@ def _refresh(queries: Tensor, slots: Tensor, cache: LayerCache, p: DeltaParamete
     pages = [list(range(first, min(first + page_size, length))) for first in range(0, length, page_size)]
     most, recent = math.ceil(p.budget / page_size), math.ceil(p.recency / page_size)
     kept = pages[::-1][:recent]
-    older = sorted(pages[: -len(kept)], key=lambda page: -math.fsum(scores[t] for t in page))
-    newest, *others = kept + older[: most - len(kept)]
+    sinks = pages[: -len(kept)][: math.ceil(p.sinks / page_size)]
+    older = sorted(pages[len(sinks) : -len(kept)], key=lambda page: -math.fsum(scores[t] for t in page))
+    newest, *others = kept + sinks + older[: max(0, most - len(kept) - len(sinks))]
     return newest[::-1] + [token for page in others for token in page]
 
 
@@ -72,15 +73,16 @@ def _sharp_queries(requests: int, heads: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 4), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [0, 4, 30])
+def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dtype: torch.dtype, sinks: int) -> None:
     layers = 7
     caches = [random_cache(SLOTS, kv_heads, DIM, seed=layer, dtype=dtype) for layer in range(layers)]
     context = scattered_context([203, 1, 65, 160], SLOTS, page_size)
     parameters = [
-        DeltaParameters(64, 20, 2, (2, 5)),
-        DeltaParameters(64, 20, 2, (2, 5)),
-        DeltaParameters(17, 17, 0, (0, 3)),
-        DeltaParameters(48, 16, 1, (3, 5)),
+        DeltaParameters(64, 20, 2, (2, 5), sinks),
+        DeltaParameters(64, 20, 2, (2, 5), sinks),
+        DeltaParameters(17, 17, 0, (0, 3), sinks),
+        DeltaParameters(48, 16, 1, (3, 5), sinks),
     ]
     step = DeltaStep(context, SCALE, None, parameters, page_size)
     plain = [_PlainStep(_slots(context, row), parameters[row], page_size) for row in range(4)]
@@ -105,16 +107,17 @@ def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dty
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=4),
     budget=st.integers(1, 600),
     recency=st.integers(1, 600),
+    sinks=st.integers(0, 80),
     page_size=st.sampled_from([1, 3, 16, 64]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=40, deadline=None)
-def test_keeps_recency_and_budget_and_is_dense_when_the_budget_covers_the_context(
-    lengths: list[int], budget: int, recency: int, page_size: int, seed: int
+def test_keeps_recency_sinks_and_budget_and_is_dense_when_the_budget_covers_the_context(
+    lengths: list[int], budget: int, recency: int, sinks: int, page_size: int, seed: int
 ) -> None:
     recency = min(recency, budget)
     cache, context = random_cache(SLOTS, 2, DIM, seed), scattered_context(lengths, SLOTS, page_size, seed)
-    parameters = [DeltaParameters(budget, recency, 0, (0,))] * len(lengths)
+    parameters = [DeltaParameters(budget, recency, 0, (0,), sinks)] * len(lengths)
     step = DeltaStep(context, SCALE, None, parameters, page_size)
     queries = random_queries(len(lengths), 4, DIM, seed)
     step.attend(0, queries, cache, Meter(len(lengths), CPU))
@@ -124,9 +127,10 @@ def test_keeps_recency_and_budget_and_is_dense_when_the_budget_covers_the_contex
     for row, length in enumerate(lengths):
         positions = positions_of(selection, context, row, 0)
         assert positions == positions_of(selection, context, row, 1)
-        assert len(positions) <= math.ceil(budget / page_size) * page_size
+        pages = max(math.ceil(budget / page_size), math.ceil(recency / page_size) + math.ceil(sinks / page_size))
+        assert len(positions) <= pages * page_size
         oldest_kept = max(0, (length - 1) // page_size - math.ceil(recency / page_size) + 1) * page_size
-        assert set(range(oldest_kept, length)) <= set(positions)
+        assert {*range(min(sinks, length)), *range(oldest_kept, length)} <= set(positions)
         if budget >= length:
             torch.testing.assert_close(output[row].double(), dense[row], atol=1e-5, rtol=0)
 
@@ -205,18 +209,19 @@ def test_a_maximum_over_ranks_gives_the_scores_of_all_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "recency", "full_layers", "delta_layers", "field"),
+    ("budget", "recency", "full_layers", "delta_layers", "sinks", "field"),
     [
-        (0, 1, 0, (1,), "budget"),
-        (16, 0, 0, (1,), "recency"),
-        (16, 17, 0, (1,), "recency"),
-        (16, 16, 0, (), "delta_layers"),
-        (16, 16, 0, (3, 3), "delta_layers"),
-        (16, 16, 2, (1, 3), "delta_layers"),
+        (0, 1, 0, (1,), 0, "budget"),
+        (16, 0, 0, (1,), 0, "recency"),
+        (16, 17, 0, (1,), 0, "recency"),
+        (16, 16, 0, (), 0, "delta_layers"),
+        (16, 16, 0, (3, 3), 0, "delta_layers"),
+        (16, 16, 2, (1, 3), 0, "delta_layers"),
+        (16, 16, 0, (1,), -1, "sinks"),
     ],
 )
 def test_bad_parameters_are_refused_by_name(
-    budget: int, recency: int, full_layers: int, delta_layers: tuple[int, ...], field: str
+    budget: int, recency: int, full_layers: int, delta_layers: tuple[int, ...], sinks: int, field: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
-        DeltaParameters(budget, recency, full_layers, delta_layers)
+        DeltaParameters(budget, recency, full_layers, delta_layers, sinks)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from winnow_kernels.kmeans import drawn_members, kmeans
+from winnow_kernels.kmeans import drawn_behind, drawn_members, kmeans
 
 
 def _keys(problems: int, count: int, dim: int, seed: int = 0) -> Tensor:
@@ -96,6 +96,13 @@ def test_drawn_members_are_the_first_centroids() -> None:
     labels, _ = kmeans(keys, 8, iterations=1)
     expected = torch.cdist(keys[0], keys[0, drawn]).argmin(1)
     assert torch.equal(labels[0], expected)
+
+
+def test_first_centroids_lie_behind_what_is_left_out() -> None:
+    assert torch.equal(drawn_behind(0, 64, 8), drawn_members(64, 8))
+    drawn = drawn_behind(20, 64, 8)
+    assert torch.equal(drawn, 20 + drawn_members(44, 8))
+    assert drawn_behind(61, 64, 8).tolist() == [61, 62, 63, *[-1] * 5]
 
 
 @pytest.mark.parametrize(("clusters", "iterations", "field"), [(0, 1, "clusters"), (9, 1, "clusters"), (2, 0, "iter")])

@@ -42,17 +42,21 @@ def test_the_papers_numbers() -> None:
 
 
 @given(
-    layers=st.integers(1, 64), budget=st.integers(1, 5000), prompt=st.integers(1, 20_000), window=st.integers(1, 256)
+    layers=st.integers(1, 64),
+    budget=st.integers(1, 5000),
+    prompt=st.integers(1, 20_000),
+    window=st.integers(1, 256),
+    sinks=st.integers(0, 64),
 )
-def test_each_layer_keeps_the_window_and_the_mean_is_the_budget(
-    layers: int, budget: int, prompt: int, window: int
+def test_each_layer_has_room_for_window_and_sinks_and_the_mean_is_the_budget(
+    layers: int, budget: int, prompt: int, window: int, sinks: int
 ) -> None:
     window = min(window, prompt)
-    parameters = PyramidKVParameters(budget, 5, layers)
-    budgets = [parameters.layer_budget(layer, prompt, window) for layer in range(layers)]
-    assert sum(budgets) == layers * budget
-    if window < budget < prompt:
-        assert all(window <= each <= prompt for each in budgets)
+    parameters = PyramidKVParameters(budget, 5, layers, sinks=sinks)
+    always = min(prompt, window + sinks)
+    budgets = [always + parameters.layer_votes(layer, prompt, window) for layer in range(layers)]
+    assert sum(budgets) == layers * min(prompt, max(budget, always))
+    assert all(always <= each <= prompt for each in budgets)
 
 
 def test_a_model_without_layers_is_refused() -> None:

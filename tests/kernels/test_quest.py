@@ -41,19 +41,28 @@ def _upper(queries: Tensor, keys: Tensor) -> float:
 
 
 def _expected(
-    queries: Tensor, context: Context, cache: LayerCache, request: int, head: int, budget: int, page_size: int
+    queries: Tensor,
+    context: Context,
+    cache: LayerCache,
+    request: int,
+    head: int,
+    budget: int,
+    page_size: int,
+    sinks: int = 0,
 ) -> list[int]:
     """The positions that a KV head reads, in order."""
     length, size = int(context.lengths[request]), queries.shape[1] // cache.kv_heads
     own = queries[request, head * size : (head + 1) * size]
     newest = (length - 1) // page_size
+    first = min(math.ceil(sinks / page_size), newest)
     upper = {}
-    for page in range(newest):
+    for page in range(first, newest):
         slots = context.slots[request, page * page_size : (page + 1) * page_size]
         upper[page] = _upper(own, cache.keys[slots, head])
-    others = sorted(upper, key=lambda page: upper[page], reverse=True)[: math.ceil(budget / page_size) - 1]
+    wanted = max(0, math.ceil(budget / page_size) - 1 - first)
+    others = sorted(upper, key=lambda page: upper[page], reverse=True)[:wanted]
     positions = list(range(length - 1, newest * page_size - 1, -1))
-    for page in others:
+    for page in [*range(first), *others]:
         positions += range(page * page_size, (page + 1) * page_size)
     return positions
 
@@ -61,26 +70,28 @@ def _expected(
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 4), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [0, 4, 30])
+def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dtype: torch.dtype, sinks: int) -> None:
     cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
     context = scattered_context([101, 1, 16, 33], SLOTS, page_size)
     budgets = [40, 16, 5, 1]
     queries = random_queries(4, kv_heads * group, DIM)
     bounds = _bounds(cache, page_size)
-    step = QuestStep(context, SCALE, None, [QuestParameters(budget, 0) for budget in budgets], bounds)
+    step = QuestStep(context, SCALE, None, [QuestParameters(budget, 0, sinks) for budget in budgets], bounds)
     meter = Meter(4, CPU)
 
     output = step.attend(0, queries, cache, meter)
     selection = step.select(0, queries, cache, Meter(4, CPU))
 
     expected = [
-        [_expected(queries, context, cache, r, h, budget, page_size) for h in range(kv_heads)]
+        [_expected(queries, context, cache, r, h, budget, page_size, sinks) for h in range(kv_heads)]
         for r, budget in enumerate(budgets)
     ]
     for request, of_heads in enumerate(expected):
         for head, own in enumerate(of_heads):
             assert positions_of(selection, context, request, head) == own
-            assert len(own) <= math.ceil(budgets[request] / page_size) * page_size
+            pages = max(math.ceil(budgets[request] / page_size), 1 + math.ceil(sinks / page_size))
+            assert len(own) <= pages * page_size
     torch.testing.assert_close(
         output.double(), output_over(queries, context, cache, SCALE, expected), atol=1e-5, rtol=0
     )
@@ -95,22 +106,26 @@ def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dty
 @given(
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=4),
     budget=st.integers(1, 600),
+    sinks=st.integers(0, 80),
     page_size=st.sampled_from([1, 3, 16, 64]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=40, deadline=None)
-def test_selects_within_context_and_budget_with_the_newest_page(
-    lengths: list[int], budget: int, page_size: int, seed: int
+def test_selects_within_context_and_budget_with_the_newest_page_and_the_sinks(
+    lengths: list[int], budget: int, sinks: int, page_size: int, seed: int
 ) -> None:
     cache = random_cache(SLOTS, 2, DIM, seed)
     context = scattered_context(lengths, SLOTS, page_size, seed)
     queries = random_queries(len(lengths), 4, DIM, seed)
-    step = QuestStep(context, SCALE, None, [QuestParameters(budget, 0)] * len(lengths), _bounds(cache, page_size))
+    parameters = [QuestParameters(budget, 0, sinks)] * len(lengths)
+    step = QuestStep(context, SCALE, None, parameters, _bounds(cache, page_size))
     selection = step.select(0, queries, cache, Meter(len(lengths), CPU))
     for request, length in enumerate(lengths):
         for head in range(2):
             positions = positions_of(selection, context, request, head)
-            assert set(range((length - 1) // page_size * page_size, length)) <= set(positions)
+            assert {*range(min(sinks, length)), *range((length - 1) // page_size * page_size, length)} <= set(positions)
+            pages = max(math.ceil(budget / page_size), 1 + math.ceil(sinks / page_size))
+            assert len(positions) <= pages * page_size
             if budget >= length:
                 assert sorted(positions) == list(range(length))
 
@@ -170,7 +185,10 @@ def test_no_key_scores_above_its_pages_upper_score() -> None:
     assert (scores <= upper[..., None] + 1e-4).all()
 
 
-@pytest.mark.parametrize(("budget", "full_layers", "field"), [(0, 2, "budget"), (16, -1, "full_layers")])
-def test_bad_parameters_are_refused_by_name(budget: int, full_layers: int, field: str) -> None:
+@pytest.mark.parametrize(
+    ("budget", "full_layers", "sinks", "field"),
+    [(0, 2, 0, "budget"), (16, -1, 0, "full_layers"), (16, 2, -1, "sinks")],
+)
+def test_bad_parameters_are_refused_by_name(budget: int, full_layers: int, sinks: int, field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
-        QuestParameters(budget, full_layers)
+        QuestParameters(budget, full_layers, sinks)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.quoka_float64 import plain_prefill, plain_scores
+from tests.kernels.selected_tokens import positions_of
 from winnow_kernels import quoka
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.dense import attend_all, prefill
@@ -48,6 +49,9 @@ def slots_of(length: int, *, scattered: bool) -> Tensor:
         (50, 178, {"budget": 40, "block": 64, "kept": 100}),
         (90, 250, {"budget_ratio": 0.3, "block": 32, "kept": 8, "dense_prefix": 170}),
         (75, 235, {"budget": 1, "block": 64, "kept": 1}),
+        (300, 300, {"budget": 40, "block": 32, "kept": 4, "sinks": 16, "recency_ratio": 0.5}),
+        (100, 300, {"budget_ratio": 0.2, "block": 64, "kept": 8, "sinks": 5, "recency_ratio": 0.3}),
+        (300, 300, {"budget_ratio": 0.1, "block": 32, "kept": 8, "sinks": 24, "recency_ratio": 1.0}),
     ],
 )
 def test_prefill_equals_the_plain_version(
@@ -83,19 +87,26 @@ def test_prefill_in_half_precision(dtype: torch.dtype) -> None:
 @given(
     length=st.integers(1, 700),
     cuts=st.lists(st.integers(1, 20), max_size=5),
-    budget=st.one_of(st.integers(1, 300), st.floats(0.05, 1.0)),
+    budget=st.one_of(st.integers(20, 300), st.floats(0.05, 1.0)),
     dense_prefix=st.sampled_from([0, 100, 5000]),
+    always=st.sampled_from([{}, {"sinks": 16}, {"sinks": 20, "recency_ratio": 0.4}]),
     with_norms=st.booleans(),
     seed=st.integers(0, 100),
 )
 # Derandomized: scores that differ by rounding alone may be ranked otherwise in another batch of blocks.
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_chunks_change_nothing(
-    length: int, cuts: list[int], budget: float, dense_prefix: int, with_norms: bool, seed: int
+    length: int,
+    cuts: list[int],
+    budget: float,
+    dense_prefix: int,
+    always: dict[str, Any],
+    with_norms: bool,
+    seed: int,
 ) -> None:
     block = 32
-    name = "budget" if isinstance(budget, int) else "budget_ratio"
-    parameters = QuokaPrefillParameters(block=block, queries=4, dense_prefix=dense_prefix, **{name: budget})  # type: ignore[arg-type]
+    options: dict[str, Any] = {"budget" if isinstance(budget, int) else "budget_ratio": budget, **always}
+    parameters = QuokaPrefillParameters(block=block, queries=4, dense_prefix=dense_prefix, **options)
     cache = random_cache(SLOTS, 2, DIM, seed)
     queries, slots = random_queries(length, 4, DIM, seed), slots_of(length, scattered=bool(seed % 2))
     at_once, reads_at_once = quoka_prefill(queries, slots, cache, SCALE, parameters)
@@ -129,7 +140,46 @@ def test_batches_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert not many
 
 
-@pytest.mark.parametrize("parameters", [QuokaPrefillParameters(budget=600), QuokaPrefillParameters(budget_ratio=1.0)])
+@given(
+    length=st.integers(1, 500),
+    sinks=st.integers(0, 64),
+    budget=st.one_of(st.integers(0, 200), st.floats(0, 1, exclude_min=True)),
+    recency_ratio=st.floats(0, 1),
+    block=st.sampled_from([16, 48]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_budget_holds_sinks_and_what_is_recent(
+    length: int, sinks: int, budget: float, recency_ratio: float, block: int
+) -> None:
+    amount: dict[str, Any] = {"budget_ratio": budget}
+    if isinstance(budget, int):
+        amount = {"budget": max(1, sinks + budget)}
+    parameters = QuokaPrefillParameters(block=block, queries=4, sinks=sinks, recency_ratio=recency_ratio, **amount)
+    cache, queries, slots = (
+        random_cache(SLOTS, 2, DIM),
+        random_queries(length, 4, DIM),
+        slots_of(length, scattered=True),
+    )
+    selections = dict(select_for_blocks(queries, slots, cache, parameters))
+    assert sorted(selections) == [s for s in range(0, length, block) if s > parameters.tokens(s)]
+    for start, positions in selections.items():
+        assert positions.shape == (2, parameters.tokens(start))
+        recent = parameters.recent(start)
+        assert recent == min(int(recency_ratio * parameters.tokens(start)), parameters.tokens(start) - sinks)
+        for row in positions.tolist():
+            assert len(set(row)) == len(row)
+            assert {*range(sinks), *range(start - recent, start)} <= set(row) <= set(range(start))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        QuokaPrefillParameters(budget=600),
+        QuokaPrefillParameters(budget_ratio=1.0),
+        QuokaPrefillParameters(budget_ratio=1.0, sinks=16, recency_ratio=0.5),
+        QuokaPrefillParameters(budget_ratio=0.1, sinks=500),
+    ],
+)
 def test_a_budget_of_everything_is_dense(parameters: QuokaPrefillParameters) -> None:
     cache, queries, slots = random_cache(SLOTS, 2, DIM), random_queries(500, 4, DIM), slots_of(500, scattered=True)
     outputs, reads = quoka_prefill(queries, slots, cache, SCALE, parameters)
@@ -148,6 +198,17 @@ def test_what_is_selected_is_what_the_odd_query_looks_for() -> None:
     cache.keys[slots[57], 0] = 0.1 * odd
     parameters = QuokaPrefillParameters(budget=1, block=32, queries=1)
     assert dict(select_for_blocks(queries, slots, cache, parameters))[192].tolist() == [[57]]
+
+
+def test_sinks_are_selected_though_nothing_looks_like_them() -> None:
+    """A sink's key lies opposite to all queries, and its value matters; the paper's selection leaves it out."""
+    cache, slots = random_cache(SLOTS, 1, DIM), slots_of(256, scattered=False)
+    queries = torch.eye(DIM)[0].repeat(256, 1)[:, None] + 0.01 * random_queries(256, 1, DIM)
+    cache.keys[slots[:4], 0] = -torch.eye(DIM)[0]
+    for sinks, expected in ((0, False), (4, True)):
+        parameters = QuokaPrefillParameters(budget=20, block=64, queries=8, sinks=sinks)
+        for positions in dict(select_for_blocks(queries, slots, cache, parameters)).values():
+            assert ({0, 1, 2, 3} <= set(positions[0].tolist())) is expected
 
 
 @pytest.mark.parametrize(
@@ -181,16 +242,17 @@ def _step(context: Context, cache: LayerCache, parameters: list[QuokaDecodeParam
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 2), (1, 4), (3, 1)])
-def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [0, 4, 30])
+def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype, sinks: int) -> None:
     cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
     lengths = [333, 1, 16, 17, 500, 40]
     parameters = [
-        QuokaDecodeParameters(budget=50),
-        QuokaDecodeParameters(budget=5),
-        QuokaDecodeParameters(budget=3),
-        QuokaDecodeParameters(budget=9),
-        QuokaDecodeParameters(budget_ratio=0.11),
-        QuokaDecodeParameters(budget=4000),
+        QuokaDecodeParameters(budget=50, sinks=sinks),
+        QuokaDecodeParameters(budget=5, sinks=sinks),
+        QuokaDecodeParameters(budget=3, sinks=sinks),
+        QuokaDecodeParameters(budget=9, sinks=sinks),
+        QuokaDecodeParameters(budget_ratio=0.11, sinks=sinks),
+        QuokaDecodeParameters(budget=4000, sinks=sinks),
     ]
     context = scattered_context(lengths, SLOTS)
     queries = random_queries(len(lengths), kv_heads * group, DIM).to(dtype)
@@ -201,15 +263,17 @@ def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch
     for request, (length, own) in enumerate(zip(lengths, parameters, strict=True)):
         slots = context.slots[request, :length].tolist()
         newest = (length - 1) // PAGE * PAGE
-        budget = own.budget if own.budget is not None else math.ceil(own.budget_ratio * (length - 1))  # type: ignore[operator]
-        count = max(length - newest, min(length, budget))
+        budget = own.budget if own.budget is not None else math.ceil(own.budget_ratio * (length - 1)) + 1  # type: ignore[operator]
+        always = length - newest + min(sinks, newest)
+        count = max(always, min(length, budget))
         for head in range(kv_heads):
             of_group = queries[request, head * group : (head + 1) * group].double()[:, None]
             scores = plain_scores(of_group, cache.keys[slots[:newest], head].double(), 1)
-            ranked = sorted(range(newest), key=lambda token: -scores[token])[: count - length + newest]
+            ranked = sorted(range(min(sinks, newest), newest), key=lambda token: -scores[token])[: count - always]
             got = selection.slots[request, head, : int(selection.counts[request, head])].tolist()
             assert sorted(got[: length - newest]) == sorted(slots[newest:])
-            assert got[length - newest :] == [slots[token] for token in ranked]
+            assert sorted(got[length - newest : always]) == sorted(slots[: always - length + newest])
+            assert got[always:] == [slots[token] for token in ranked]
         expected_bytes[request] = kv_heads * newest * (cache.vector_bytes + 4)
     assert meter.read_bytes.tolist() == expected_bytes
     assert step.index_built_tokens == [(length - 1) // PAGE * PAGE for length in lengths]
@@ -246,6 +310,38 @@ def test_decode_with_a_budget_of_everything_is_dense(lengths: list[int], seed: i
     dense = attend_all(queries, context, cache, SCALE, Meter(len(lengths), CPU))
     torch.testing.assert_close(step.attend(0, queries, cache, meter), dense, atol=5e-6, rtol=0)
     assert meter.attended.tolist() == [2 * length for length in lengths]
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 300])
+def test_decode_with_a_share_of_one_keeps_every_token(length: int) -> None:
+    cache, context = random_cache(SLOTS, 2, DIM), scattered_context([length], SLOTS)
+    step, meter = _step(context, cache, [QuokaDecodeParameters(budget_ratio=1.0)])
+    selection = step.select(0, random_queries(1, 4, DIM), cache, meter)
+    for head in range(2):
+        assert sorted(positions_of(selection, context, 0, head)) == list(range(length))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    options=st.builds(lambda budget: {"budget": budget}, st.integers(1, 450))
+    | st.builds(lambda ratio: {"budget_ratio": ratio}, st.floats(0.001, 1)),
+    sinks=st.integers(0, 80),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_decode_keeps_sinks_and_the_newest_page_within_the_budget(
+    lengths: list[int], options: dict[str, Any], sinks: int, seed: int
+) -> None:
+    cache, context = random_cache(SLOTS, 2, DIM, seed), scattered_context(lengths, SLOTS, seed=seed)
+    parameters = QuokaDecodeParameters(**options, sinks=sinks)
+    step, meter = _step(context, cache, [parameters] * len(lengths))
+    selection = step.select(0, random_queries(len(lengths), 4, DIM, seed), cache, meter)
+    for request, length in enumerate(lengths):
+        always = {*range(min(sinks, length)), *range((length - 1) // PAGE * PAGE, length)}
+        for head in range(2):
+            positions = positions_of(selection, context, request, head)
+            assert always <= set(positions)
+            assert len(positions) == max(len(always), min(length, parameters.tokens(length - 1)))
 
 
 def test_the_index_is_what_scores_are_divided_by() -> None:

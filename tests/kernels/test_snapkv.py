@@ -44,23 +44,24 @@ def _check(
     prompt: int,
     window: int,
     budget: int,
+    sinks: int,
 ) -> None:
-    """The newest 64 generated tokens, the window, the most votes, then the other generated tokens, in that order."""
+    """The newest 64 generated tokens, the window, the sinks, the most votes, then the other generated tokens."""
     window = min(window, prompt)
     late = max(0, length - prompt - 64)
     assert positions[len(positions) - late :] == list(range(prompt + late - 1, prompt - 1, -1))
     kept = len(positions) - late
     positions = positions[: length - prompt - late] + positions[kept:] + positions[length - prompt - late : kept]
-    recent = list(range(length - 1, prompt - window - 1, -1))
-    always = recent[: length - prompt + min(window, budget)]
+    sinks = min(sinks, prompt - window)
+    always = list(range(length - 1, prompt - window - 1, -1)) + list(range(sinks))
     assert positions[: len(always)] == always
     chosen = positions[len(always) :]
-    assert len(chosen) == min(prompt - window, max(0, budget - window))
+    assert len(chosen) == min(prompt - window - sinks, max(0, budget - window - sinks))
     if chosen:
         own = votes[chosen]
         assert (own[:-1] >= own[1:] - 1e-6).all()
         left = torch.ones(len(votes), dtype=torch.bool)
-        left[chosen] = False
+        left[chosen + list(range(sinks))] = False
         assert not left.any() or float(own[-1]) >= float(votes[left].max()) - 1e-6
         equal = [(a, b) for a, b in itertools.pairwise(chosen) if votes[a] == votes[b]]
         assert all(a < b for a, b in equal)
@@ -68,7 +69,8 @@ def _check(
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 4), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [0, 4, 30])
+def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype, sinks: int) -> None:
     cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
     prompts, generated, budgets, windows, kernels = (
         [300, 40, 64, 9],
@@ -80,7 +82,7 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype)
     context = scattered_context([p + g for p, g in zip(prompts, generated, strict=True)], SLOTS)
     heads = kv_heads * group
     states = [
-        _state(prompt, heads, window, SnapKVParameters(budget, kernel))
+        _state(prompt, heads, window, SnapKVParameters(budget, kernel, sinks=sinks))
         for prompt, window, budget, kernel in zip(prompts, windows, budgets, kernels, strict=True)
     ]
     queries = random_queries(4, heads, DIM)
@@ -96,7 +98,7 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype)
         plain = window_votes(_prompt_queries(prompt, heads), context.slots[r, :prompt], cache, windows[r], SCALE)
         votes = pooled(plain, kernels[r])
         for h in range(kv_heads):
-            _check(positions[r][h], votes[h], prompt + generated[r], prompt, windows[r], budgets[r])
+            _check(positions[r][h], votes[h], prompt + generated[r], prompt, windows[r], budgets[r], sinks)
     torch.testing.assert_close(
         output.double(), output_over(queries, context, cache, SCALE, positions), atol=1e-5, rtol=0
     )
@@ -113,15 +115,19 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype)
         ),
         min_size=1,
         max_size=4,
-    )
+    ),
+    sinks=st.integers(0, 80),
 )
 @settings(max_examples=30, deadline=None)
-def test_keeps_budget_and_window_and_is_dense_when_the_budget_covers_the_prompt(
-    rows: list[tuple[int, int, int, int, int]],
+def test_keeps_budget_window_and_sinks_and_is_dense_when_the_budget_covers_the_prompt(
+    rows: list[tuple[int, int, int, int, int]], sinks: int
 ) -> None:
     cache = random_cache(SLOTS, 2, DIM)
     context = scattered_context([prompt + generated for prompt, generated, *_ in rows], SLOTS)
-    states = [_state(prompt, 4, window, SnapKVParameters(budget, kernel)) for prompt, _, budget, window, kernel in rows]
+    states = [
+        _state(prompt, 4, window, SnapKVParameters(budget, kernel, sinks=sinks))
+        for prompt, _, budget, window, kernel in rows
+    ]
     queries = random_queries(len(rows), 4, DIM)
     step = SnapKVStep(context, SCALE, None, states)
     selection = step.select(0, queries, cache, Meter(len(rows), CPU))
@@ -130,9 +136,9 @@ def test_keeps_budget_and_window_and_is_dense_when_the_budget_covers_the_prompt(
     for request, (prompt, generated, budget, window, _) in enumerate(rows):
         for head in range(2):
             positions = positions_of(selection, context, request, head)
-            assert len(positions) == generated + min(budget, prompt)
-            always = range(prompt - min(window, budget, prompt), prompt + generated)
-            assert set(always) <= set(positions)
+            assert len(positions) == generated + min(max(budget, min(window, prompt) + sinks), prompt)
+            always = {*range(min(sinks, prompt)), *range(max(0, prompt - window), prompt + generated)}
+            assert always <= set(positions)
         if budget >= prompt:
             torch.testing.assert_close(output[request].double(), dense[request], atol=1e-5, rtol=0)
 
@@ -180,8 +186,9 @@ def test_a_batch_may_mix_snapkv_and_pyramidkv() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "kernel_size", "field"), [(0, 5, "budget"), (16, 4, "kernel_size"), (16, -1, "kernel_size")]
+    ("budget", "kernel_size", "sinks", "field"),
+    [(0, 5, 0, "budget"), (16, 4, 0, "kernel_size"), (16, -1, 0, "kernel_size"), (16, 5, -1, "sinks")],
 )
-def test_bad_parameters_are_refused_by_name(budget: int, kernel_size: int, field: str) -> None:
+def test_bad_parameters_are_refused_by_name(budget: int, kernel_size: int, sinks: int, field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
-        SnapKVParameters(budget, kernel_size)
+        SnapKVParameters(budget, kernel_size, sinks=sinks)

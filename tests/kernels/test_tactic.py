@@ -15,6 +15,7 @@ from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import dense_output
 from tests.kernels.test_clusters import members_of
+from winnow_kernels.attend import attend
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.gather import Meter
@@ -44,27 +45,45 @@ class Case:
         return sharpness * random_queries(self.context.requests, heads, DIM, seed)
 
 
+NEVER = Termination.of([EarlyTermination(0.0, 0.0, 1)] * 4, CPU)
+"""What puts tokens in order and never comes to stop."""
+
+
 def case(
-    lengths: list[int], clustered: list[int], kv_heads: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0
+    lengths: list[int],
+    clustered: list[int],
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    sinks: list[int] | None = None,
 ) -> Case:
     cache = random_cache(SLOTS, kv_heads, DIM, seed, dtype)
     index = ClusterIndex([cache], PageGenerations(SLOTS, 16, CPU), SPAN)
     context = scattered_context(lengths, SLOTS, seed=seed)
-    for row, tokens in enumerate(clustered):
-        index.ensure(context, row, tokens)
+    for row, (tokens, of_row) in enumerate(zip(clustered, sinks or [0] * len(clustered), strict=True)):
+        index.ensure(context, row, tokens, of_row)
     return Case(cache, context, index, torch.tensor(clustered))
 
 
 def expected_of(
-    a_case: Case, step: TacticStep, queries: Tensor, request: int, head: int, parameters: TacticParameters
-) -> tactic_float64.Expected:
+    a_case: Case,
+    step: TacticStep,
+    queries: Tensor,
+    request: int,
+    head: int,
+    parameters: TacticParameters,
+    in_order: bool = False,
+) -> tuple[tactic_float64.Expected, float]:
+    """What is selected, and the share that is told if all of it is read."""
     centroids = a_case.index.read(0, step.spans).centroids[head, request].double().numpy()
     members = members_of(a_case.index, 0, step.spans, request, head)
     length = int(a_case.context.lengths[request])
     keys = a_case.cache.keys[a_case.context.slots[request, :length], head].double().numpy()
     grouped = queries.double().unflatten(1, (a_case.cache.kv_heads, -1))[request, head].numpy()
     clusters = list(zip(centroids, members, strict=False))
-    return tactic_float64.select(grouped, keys, length, clusters, SCALE, parameters.p, parameters.max_tokens)
+    asked = (parameters.p, parameters.max_tokens, parameters.sinks)
+    expected = tactic_float64.select(grouped, keys, length, clusters, SCALE, *asked, in_order)
+    return expected, tactic_float64.told_share(grouped, keys, SCALE, expected, expected.positions)
 
 
 def slots_of(selection: Selection, request: int, head: int) -> list[int]:
@@ -73,20 +92,27 @@ def slots_of(selection: Selection, request: int, head: int) -> list[int]:
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 4), (1, 4), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype) -> None:
-    a_case = case([1500, 200, 900, 100], [1408, 128, 640, 0], kv_heads, dtype)
-    parameters = [TacticParameters(0.9), TacticParameters(0.5), TacticParameters(0.8, 400), TacticParameters(0.3, 60)]
-    step = a_case.step(parameters)
+@pytest.mark.parametrize("sinks", [[0, 0, 0, 0], [16, 1, 150, 16], [300, 127, 16, 40]])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_equals_the_plain_version(
+    kv_heads: int, group: int, dtype: torch.dtype, sinks: list[int], in_order: bool
+) -> None:
+    a_case = case([1500, 200, 900, 100], [1408, 128, 640, 0], kv_heads, dtype, sinks=sinks)
+    asked = [(0.9, None), (0.5, None), (0.8, 400), (0.3, 60)]
+    parameters = [TacticParameters(*of_row, sinks=first) for of_row, first in zip(asked, sinks, strict=True)]
+    step = a_case.step(parameters, NEVER if in_order else None)
     queries = a_case.queries(group, sharpness=2.0).to(dtype)
-    selection = step.select(0, queries, a_case.cache, Meter(4, CPU))
+    meter = Meter(4, CPU)
+    selection = step.select(0, queries, a_case.cache, meter)
+    step.note(selection, attend(queries, a_case.cache, selection, SCALE, meter))
     for request, of_request in enumerate(parameters):
-        expected = [expected_of(a_case, step, queries, request, head, of_request) for head in range(kv_heads)]
-        for head in range(kv_heads):
-            slots = a_case.context.slots[request, expected[head].positions].tolist()
+        of_heads = [expected_of(a_case, step, queries, request, head, of_request, in_order) for head in range(kv_heads)]
+        for head, (expected, _) in enumerate(of_heads):
+            slots = a_case.context.slots[request, expected.positions].tolist()
             assert slots_of(selection, request, head) == slots
-        share = sum(e.share for e in expected) / kv_heads
+        share = sum(share for _, share in of_heads) / kv_heads
         assert float(step.estimated_share[request]) == pytest.approx(share, rel=1e-4)
-        assert bool(step.capped[request]) == any(e.capped for e in expected)
+        assert bool(step.capped[request]) == any(expected.capped for expected, _ in of_heads)
     assert step.capped.tolist()[:2] == [False, False]
     assert bool(step.capped[3])
 
@@ -96,35 +122,37 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype)
     unclustered=st.integers(1, 400),
     p=st.floats(0.05, 0.99),
     cap=st.one_of(st.none(), st.integers(1, 900)),
+    sinks=st.one_of(st.just(0), st.integers(1, 500)),
     sharpness=st.floats(0.1, 10.0),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=25, deadline=None)
 def test_what_always_holds(
-    lengths: list[int], unclustered: int, p: float, cap: int | None, sharpness: float, seed: int
+    lengths: list[int], unclustered: int, p: float, cap: int | None, sinks: int, sharpness: float, seed: int
 ) -> None:
     clustered = [max(0, length - unclustered) // SPAN * SPAN for length in lengths]
-    a_case = case(lengths, clustered, seed=seed)
+    a_case = case(lengths, clustered, seed=seed, sinks=[sinks] * len(lengths))
     queries = a_case.queries(2, sharpness, seed)
     counts = []
     for share in (p, min(1.0, p + 0.1)):
-        of_each = [TacticParameters(share, cap) for _ in lengths]
+        of_each = [TacticParameters(share, cap, sinks=sinks) for _ in lengths]
         step = a_case.step(of_each)
-        selection = step.select(0, queries, a_case.cache, Meter(len(lengths), CPU))
+        meter = Meter(len(lengths), CPU)
+        selection = step.select(0, queries, a_case.cache, meter)
+        step.note(selection, attend(queries, a_case.cache, selection, SCALE, meter))
+        in_order = a_case.step(of_each, NEVER).select(0, queries, a_case.cache, meter)
         counts.append(selection.counts)
         for request, length in enumerate(lengths):
             context = a_case.context.slots[request, :length].tolist()
-            kept = context[clustered[request] :][::-1]
+            kept = context[:sinks] + context[max(sinks, clustered[request]) :][::-1]
             for head in range(2):
                 slots = slots_of(selection, request, head)
                 assert len(set(slots)) == len(slots)
                 assert set(slots) <= set(context)
-                assert slots[: len(kept[: min(cap or 64, 64)])] == kept[: min(cap or 64, 64)]
-                assert set(kept[: cap or None]) <= set(slots)
+                assert slots == context[::-1] or slots[: len(kept[: cap or None])] == kept[: cap or None]
+                assert sorted(slots_of(in_order, request, head)) == sorted(slots)
                 assert len(slots) <= 0.75 * length or slots == context[::-1]
                 assert cap is None or len(slots) <= cap or min(cap, length) > 0.75 * length
-            if not step.capped[request]:
-                assert float(step.estimated_share[request]) >= min(share, 0.999) - 1e-6
             assert 0 < float(step.estimated_share[request]) <= 1 + 1e-6
     assert (counts[0] <= counts[1]).all()
 
@@ -136,10 +164,12 @@ def test_neighbours_do_not_matter() -> None:
     queries = a_case.queries(4, sharpness=3.0)
     step = a_case.step(parameters)
     together = step.select(0, queries, a_case.cache, Meter(4, CPU))
+    step.attend(0, queries, a_case.cache, Meter(4, CPU))
     for row in range(4):
         single = replace(a_case, context=a_case.context.rows([row]), clustered=a_case.clustered[[row]])
         alone_step = single.step([parameters[row]])
         alone = alone_step.select(0, queries[[row]], a_case.cache, Meter(1, CPU))
+        alone_step.attend(0, queries[[row]], a_case.cache, Meter(1, CPU))
         for head in range(2):
             assert slots_of(together, row, head) == slots_of(alone, 0, head)
         torch.testing.assert_close(step.estimated_share[row], alone_step.estimated_share[0])
@@ -168,6 +198,7 @@ def test_any_scale_of_scores(sharpness: float) -> None:
     for sign in (1, -1):
         step = a_case.step([TacticParameters(0.9)])
         selection = step.select(0, sign * queries, a_case.cache, Meter(1, CPU))
+        assert step.attend(0, sign * queries, a_case.cache, Meter(1, CPU)).isfinite().all()
         assert step.estimated_share.isfinite().all()
         assert (selection.counts >= 104).all()
     if sharpness < 1:
@@ -197,6 +228,7 @@ def test_most_of_the_context_becomes_all_of_it() -> None:
     selection = step.select(0, a_case.queries(2), a_case.cache, meter)
     assert selection.counts.tolist() == [[1000, 1000], [1000, 1000], [750, 750]]
     assert slots_of(selection, 0, 1) == a_case.context.slots[0].flip(0).tolist()
+    step.attend(0, a_case.queries(2), a_case.cache, Meter(3, CPU))
     assert step.capped.tolist() == [False, False, True]
     assert step.estimated_share.tolist() == pytest.approx([1.0, 1.0, 0.75], abs=1e-3)
     # The members that the third looks up: two bytes of an offset, four of where a cluster begins.
@@ -211,7 +243,65 @@ def test_a_span_that_is_gone_is_attended_in_full() -> None:
     selection = step.select(0, a_case.queries(2, sharpness=8.0), a_case.cache, Meter(1, CPU))
     kept = [*range(999, 895, -1), *range(4 * SPAN - 1, 3 * SPAN - 1, -1)]
     slots, kept_slots = slots_of(selection, 0, 0), a_case.context.slots[0, kept].tolist()
-    assert (slots[:64], slots[64 - len(kept) :]) == (kept_slots[:64], kept_slots[64:])
+    assert slots[: len(kept)] == kept_slots
+
+
+def test_a_sink_that_its_cluster_hides() -> None:
+    """Token 0 holds two fifths of the attention, and its cluster's centroid nothing of what the query looks for."""
+    a_case = case([2500], [2432], kv_heads=1)
+    cache, slots = a_case.cache, a_case.context.slots[0]
+    generator = torch.Generator().manual_seed(0)
+    topics = torch.randn(80, DIM, generator=generator)
+    cache.keys[:, 0] = topics[torch.randint(80, (SLOTS,), generator=generator)] + 0.2 * cache.keys[:, 0]
+    query = a_case.queries(1, sharpness=1.5)
+    query[..., 0] = 4 / SCALE
+    query[..., 1] = -0.02 / SCALE
+    cache.keys[..., :2] = 0.0
+    held_by_others = torch.logsumexp(query[0, 0] @ cache.keys[slots[1:], 0].T * SCALE, -1)
+    cache.keys[slots[:16], 0] = 0.0
+    cache.keys[slots[:16], 0, 1] = 20.0
+    cache.keys[slots[:16], 0, 0] = held_by_others / 4 * torch.tensor([1.0] + [-1 / 15] * 15)
+    weights = (query[0, 0] @ cache.keys[slots, 0].T * SCALE).softmax(-1)
+    assert 0.35 < float(weights[0]) < 0.5
+    shares = []
+    for sinks in (0, 16):
+        index = ClusterIndex([cache], PageGenerations(SLOTS, 16, CPU), SPAN)
+        index.ensure(a_case.context, 0, 2432, sinks)
+        step = replace(a_case, index=index).step([TacticParameters(0.9, sinks=sinks)])
+        selection = step.select(0, query, cache, Meter(1, CPU))
+        step.note(selection, attend(query, cache, selection, SCALE, Meter(1, CPU)))
+        chosen = torch.tensor(slots_of(selection, 0, 0))
+        assert len(chosen) < 0.75 * 2500
+        shares.append((float(step.estimated_share[0]), float(weights[torch.isin(slots, chosen)].sum())))
+    (told_without, true_without), (told, true) = shares
+    assert told_without > 0.88
+    assert true_without < 0.6
+    assert told == pytest.approx(true, abs=0.02)
+    assert true >= 0.9
+
+
+def test_requests_with_other_sinks_share_a_prefix() -> None:
+    sinks = [16, 0, 40, 300, 16]
+    parameters = [TacticParameters(0.8, sinks=of_row) for of_row in sinks]
+    base = case([1500], [0])
+    everybody = Context(base.context.slots.expand(5, -1), base.context.lengths.expand(5))
+    index = ClusterIndex([base.cache], PageGenerations(SLOTS, 16, CPU), SPAN)
+    built = [index.ensure(everybody, row, 1408, of_row) for row, of_row in enumerate(sinks)]
+    # Only the span in which the sinks end differs.
+    assert built == [1408 - 16, SPAN, SPAN - 40, 3 * SPAN - 300, 0]
+    together = Case(base.cache, everybody, index, torch.full((5,), 1408))
+    queries = together.queries(2, sharpness=4.0)
+    step = together.step(parameters)
+    selection = step.select(0, queries, base.cache, Meter(5, CPU))
+    step.note(selection, attend(queries, base.cache, selection, SCALE, Meter(5, CPU)))
+    for row, of_row in enumerate(sinks):
+        single = case([1500], [1408], sinks=[of_row])
+        alone_step = single.step([parameters[row]])
+        alone = alone_step.select(0, queries[[row]], single.cache, Meter(1, CPU))
+        alone_step.note(alone, attend(queries[[row]], single.cache, alone, SCALE, Meter(1, CPU)))
+        for head in range(2):
+            assert slots_of(selection, row, head) == slots_of(alone, 0, head)
+        torch.testing.assert_close(step.estimated_share[row], alone_step.estimated_share[0])
 
 
 def test_counts_what_it_reads() -> None:
@@ -250,23 +340,22 @@ def test_a_cap_keeps_the_front_of_the_order() -> None:
     kept = 1500 - 1408
     assert 400 < len(uncut) < 0.75 * 1500
     assert len(cut) == 300
-    # The newest tile, clusters, the other tokens in no cluster.
-    assert cut[: 300 - (kept - 64)] == uncut[: 300 - (kept - 64)]
-    assert cut[-(kept - 64) :] == uncut[-(kept - 64) :]
+    assert kept < 300
+    assert cut == uncut[:300]
 
 
 def test_query_heads_that_need_few_tokens_come_first_with_theirs() -> None:
     a_case = case([1500], [1408], kv_heads=1)
     queries = a_case.queries(2) * torch.tensor([1.0, 12.0])[:, None]
-    step = a_case.step([TacticParameters(0.7)])
+    step = a_case.step([TacticParameters(0.7)], NEVER)
     estimate = step.estimate(0, queries, a_case.cache, Meter(1, CPU))
     many, few = estimate.tokens[0, 0].tolist()
     assert many > 4 * few
     selection = step.select(0, queries, a_case.cache, Meter(1, CPU))
-    clusters = slots_of(selection, 0, 0)[64:]
-    members = members_of(a_case.index, 0, step.spans, 0, 0)
-    first = [position for number in estimate.ranking.clusters[0, 0, 1].tolist() for position in members[number]]
-    assert set(a_case.context.slots[0, first[: int(few)]].tolist()) <= set(clusters[: int(1.5 * few)])
+    unclustered = a_case.context.slots[0, 1408:].tolist()
+    clusters = [slot for slot in slots_of(selection, 0, 0) if slot not in unclustered]
+    weights = (a_case.cache.keys[clusters, 0] @ queries[0, 1] * SCALE).double().softmax(0)
+    assert float(weights[: int(few) // 2].sum()) > 0.9
 
 
 def test_early_termination_reads_less() -> None:
@@ -274,8 +363,8 @@ def test_early_termination_reads_less() -> None:
     a_case.cache.values.fill_(1.0)
     termination = Termination.of([EarlyTermination(0.01, 0.01, 4)], CPU)
     meter = Meter(1, CPU)
-    step = a_case.step([TacticParameters(0.95)], termination)
-    output = step.attend(0, a_case.queries(4), a_case.cache, meter)
+    step = a_case.step([TacticParameters(0.6)], termination)
+    output = step.attend(0, a_case.queries(2, sharpness=2.0), a_case.cache, meter)
     torch.testing.assert_close(output, torch.ones_like(output))
     assert int(meter.skipped_tiles) > 0
 
@@ -329,6 +418,8 @@ def test_bounds(p: float, cap: int | None, field: str) -> None:
         TacticParameters(p, cap)
     with pytest.raises(ValueError, match="full_layers"):
         TacticParameters(0.5, full_layers=-1)
+    with pytest.raises(ValueError, match="sinks"):
+        TacticParameters(0.5, sinks=-1)
 
 
 def test_parameters_for_each_request() -> None:

@@ -437,6 +437,42 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             {"decode": {"policy": "streaming_llm", "sinks": 4, "window": 96}},
         ),
         (
+            {"max_budget": 40},
+            {"decode": {"policy": "quest", "sinks": 30}},
+            "attention.decode.budget",
+            {"decode": {"policy": "quest", "sinks": 24, "budget": 40}},
+        ),
+        (
+            {"max_budget": 40},
+            {"decode": {"policy": "tactic", "sinks": 30}},
+            "attention.decode.max_tokens",
+            {"decode": {"policy": "tactic", "sinks": 24, "max_tokens": 40}},
+        ),
+        (
+            {"max_budget": 40},
+            {"decode": {"policy": "snapkv", "budget_ratio": 0.5}},
+            "attention.decode.budget_ratio",
+            {"decode": {"policy": "snapkv", "sinks": 7, "budget": 40}},
+        ),
+        (
+            {"max_budget": 140},
+            {"decode": {"policy": "delta"}},
+            "attention.decode.budget",
+            {"decode": {"policy": "delta", "sinks": 12, "budget": 140}},
+        ),
+        (
+            {"max_budget": 30},
+            {"decode": {"policy": "streaming_llm", "sinks": 64, "window": 512}},
+            "attention.decode.window",
+            {"decode": {"policy": "streaming_llm", "sinks": 14, "window": 16}},
+        ),
+        (
+            {"min_budget": 20},
+            {"decode": {"policy": "quoka", "budget_ratio": 0.5}},
+            "attention.decode.budget_ratio",
+            {"decode": {"policy": "quoka", "budget": 32}},
+        ),
+        (
             {"early_termination": False},
             {"decode": {"policy": "tactic"}, "early_termination": {}},
             "attention.early_termination",
@@ -459,8 +495,17 @@ def test_bounds_refuse_or_clamp(
 
 def test_a_clamped_policy_that_cannot_be_is_refused() -> None:
     bounds = Bounds.model_validate_json('{"max_budget": 16, "on_violation": "clamp"}')
-    with pytest.raises(PolicyForbidden, match="less than the budget"):
+    with pytest.raises(PolicyForbidden, match=r"must be less than 16: .* \(max_budget of this key is 16\)"):
         bounds.apply(parse_policy({"decode": {"policy": "snapkv"}}))
+
+
+def test_a_client_is_told_that_a_bound_lowered_its_sinks() -> None:
+    bounds = Bounds.model_validate_json('{"max_budget": 20, "on_violation": "clamp"}')
+    _, changes = bounds.apply(parse_policy({"decode": {"policy": "quest"}}))
+    assert changes[1] == (
+        "attention.decode.sinks was set to 4: it must be at most 4, for max_budget (20) holds them and what is recent"
+        " (bounds of this key)"
+    )
 
 
 @given(
@@ -469,7 +514,7 @@ def test_a_clamped_policy_that_cannot_be_is_refused() -> None:
         {},
         optional={
             "min_p": st.floats(0.1, 1),
-            "max_budget": st.integers(64, 4096),
+            "max_budget": st.integers(16, 4096),
             "max_budget_ratio": st.floats(0.1, 1),
             "early_termination": st.booleans(),
         },

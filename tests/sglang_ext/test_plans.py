@@ -103,6 +103,8 @@ def test_pages_are_looked_at_again_after_the_first_step_behind_a_prefill() -> No
         state.prompt_length = 150
         own.prefill(*chunks)
         assert [_stage_of_pages(state, length) for length in (201, 202, 300)] == [0, 1, 1]
+        assert state.stage == -1
+        state.stage = 0
 
 
 @pytest.mark.usefixtures("_every_length_is_sparse")
@@ -130,6 +132,14 @@ def test_dense_prefill_counts_bytes_as_a_sparse_one_does() -> None:
     assert own.told(Field.PREFILL_CONTEXT_BYTES) == [LAYERS * sum(part.context_bytes for part in parts)]
     assert own.told(Field.PREFILL_READ_BYTES) == own.told(Field.PREFILL_CONTEXT_BYTES)
     assert own.told(Field.PREFILL_CONTEXT) == [LAYERS * KV_HEADS * 300 * 301 / 2]
+
+
+def test_a_block_always_selects_what_the_policy_says() -> None:
+    policy = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "sinks": 8, "recency_ratio": 0.25}}
+    own = Pass([300], [policy])
+    plan = PrefillPlan(own.context, own.rows, own.states, [0], [300], own.indexes, own.statistics)
+    assert plan.chunks[0].quoka is not None
+    assert (plan.chunks[0].quoka.sinks, plan.chunks[0].quoka.recent(128)) == (8, 16)
 
 
 def test_plain_dense_rows_are_not_read_as_those_that_may_stop() -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sglang_winnow import crossover
-from sglang_winnow.policy import DECODE_POLICIES, PolicyError
+from sglang_winnow.policy import DECODE_POLICIES, PAGE_TOKENS, PolicyError
 from sglang_winnow.server_information import PARAMETER, ServedModel
 from tests.models import ModelShape, write_model, write_weights
 from tests.policy_strategies import Json, json_values, mutated_policies, valid_policies
@@ -35,46 +35,55 @@ LONGEST = 1200
 # What the indexes of this pool and torch's own caches may still come to once the first requests have been served.
 MOST_GROWTH = 128 * 2**20
 
-_tokens = st.integers(16, 400)
+_tokens = st.integers(PAGE_TOKENS, 400)
 _ratio = st.floats(0.01, 0.7)
 
 
 @st.composite
 def _acting_decode(draw: st.DrawFn) -> Json:
     """A decode policy that the model has layers for, and that a prompt of ``LONGEST`` tokens is long enough for."""
-    budget = st.fixed_dictionaries({"budget": _tokens}) | st.fixed_dictionaries({"budget_ratio": _ratio})
+    sinks = draw(st.integers(0, 40))
+    tokens = st.integers(sinks + PAGE_TOKENS, 400)
+    budget = st.fixed_dictionaries({"budget": tokens}) | st.fixed_dictionaries({"budget_ratio": _ratio})
     name = draw(st.sampled_from(DECODE_POLICIES))
     fields: Json = {}
     match name:
         case "streaming_llm":
-            fields = {"sinks": draw(st.integers(0, 100)), "window": draw(_tokens)}
+            fields = {"window": draw(_tokens)}
         case "quest":
-            fields = {"budget": draw(_tokens), "full_layers": draw(st.integers(0, SHAPE.layers))}
+            fields = {"budget": draw(tokens), "full_layers": draw(st.integers(0, SHAPE.layers))}
         case "snapkv" | "pyramidkv":
             fields = draw(budget) | {"kernel_size": draw(st.sampled_from([1, 5, 63]))}
-            fields["observation_window"] = draw(st.integers(1, int(min(fields.get("budget", 400), 300)) - 1))
+            widest = int(min(fields.get("budget", 400), 300)) - sinks - 1
+            fields["observation_window"] = draw(st.integers(1, widest))
         case "delta":
             full_layers = draw(st.integers(0, SHAPE.layers - 1))
             layers = draw(st.sets(st.integers(full_layers, SHAPE.layers - 1), min_size=1))
             recency = draw(st.integers(16, 100))
-            fields = {"recency": recency, "budget": recency + draw(st.integers(0, 300))}
+            fields = {"recency": recency, "budget": recency + sinks + draw(st.integers(0, 300))}
             fields |= {"full_layers": full_layers, "delta_layers": sorted(layers)}
         case "tactic":
-            fields = {"p": draw(_ratio), "max_tokens": draw(_tokens | st.none())}
+            fields = {"p": draw(_ratio), "max_tokens": draw(tokens | st.none())}
             fields["full_layers"] = draw(st.integers(0, SHAPE.layers))
         case "quoka":
             fields = draw(budget)
-    return {"policy": name} | fields
+    return {"policy": name} | ({} if name == "dense" else {"sinks": sinks}) | fields
 
 
 @st.composite
 def _acting_prefill(draw: st.DrawFn) -> Json:
     block = 16 * draw(st.integers(4, CHUNK // 16))
-    budget = st.fixed_dictionaries({"budget": _tokens}) | st.fixed_dictionaries({"budget_ratio": _ratio})
+    sinks = draw(st.integers(0, 40))
+    tokens = st.integers(sinks + PAGE_TOKENS, 400)
+    budget = st.fixed_dictionaries({"budget": tokens}) | st.fixed_dictionaries({"budget_ratio": _ratio})
     queries = draw(st.integers(1, block))
-    return {"policy": "quoka", "block": block, "queries": queries, "dense_prefix": draw(st.integers(0, 600))} | draw(
-        budget
-    )
+    return {
+        "policy": "quoka",
+        "sinks": sinks,
+        "block": block,
+        "queries": queries,
+        "dense_prefix": draw(st.integers(0, 600)),
+    } | draw(budget)
 
 
 _acting_termination = st.fixed_dictionaries(

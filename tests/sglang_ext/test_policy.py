@@ -74,12 +74,12 @@ def prefill(**fields: Any) -> dict[str, Any]:
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dense": {},
     "streaming_llm": {"sinks": 4, "window": 1024},
-    "quest": {"budget": 2048, "full_layers": 2},
-    "snapkv": {"budget": 1024, "observation_window": 32, "kernel_size": 5},
-    "pyramidkv": {"budget": 1024, "observation_window": 128, "kernel_size": 5},
-    "delta": {"budget": 1024, "recency": 128, "full_layers": 2},
-    "tactic": {"p": 0.9, "full_layers": 2},
-    "quoka": {"budget": 1024},
+    "quest": {"sinks": 16, "budget": 2048, "full_layers": 2},
+    "snapkv": {"sinks": 16, "budget": 1024, "observation_window": 32, "kernel_size": 5},
+    "pyramidkv": {"sinks": 16, "budget": 1024, "observation_window": 32, "kernel_size": 5},
+    "delta": {"sinks": 16, "budget": 1024, "recency": 128, "full_layers": 2},
+    "tactic": {"sinks": 16, "p": 0.9, "full_layers": 2},
+    "quoka": {"sinks": 16, "budget": 1024},
 }
 
 
@@ -94,7 +94,7 @@ def test_defaults_of_everything_else() -> None:
     policy = parse_policy({"prefill": {"policy": "quoka"}, "early_termination": {}})
     assert json.loads(policy.canonical()) == {
         "decode": {"policy": "dense"},
-        "prefill": {"policy": "quoka", "budget": 1024, "block": 128, "queries": 32, "dense_prefix": 0},
+        "prefill": {"policy": "quoka", "sinks": 16, "budget": 1024, "block": 128, "queries": 32, "dense_prefix": 0},
         "early_termination": {"scale": 0.03, "direction": 0.01, "patience": 4},
     }
     assert PREFILL_POLICIES == ("dense", "quoka")
@@ -153,12 +153,12 @@ def test_fingerprints_and_namespaces_tell_policies_apart(one: dict[str, Any], ot
 def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
     policy = parse_policy({**decode(policy="tactic"), **prefill(), "early_termination": {"scale": 1}})
     assert policy.canonical() == (
-        '{"decode":{"full_layers":2,"p":0.9,"policy":"tactic"},'
+        '{"decode":{"full_layers":2,"p":0.9,"policy":"tactic","sinks":16},'
         '"early_termination":{"direction":0.01,"patience":4,"scale":1.0},'
-        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":32}}'
+        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":32,"sinks":16}}'
     )
-    assert policy.fingerprint() == "6f344d3884e485f0"
-    assert policy.prefill_namespace() == "winnow-351e94cc885a1d20"
+    assert policy.fingerprint() == "daa0235c6775dd21"
+    assert policy.prefill_namespace() == "winnow-87a96ed4ac1c5e56"
     assert AttentionPolicy().prefill_namespace() is None
 
 
@@ -176,7 +176,13 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         (decode(policy="quest", budget=True), "attention.decode.budget: must be a valid integer"),
         (decode(policy="quest", budget=None), "attention.decode.budget: must be a valid integer"),
         (decode(policy="quest", full_layers=1025), "attention.decode.full_layers: must be less than or equal to 1024"),
-        (decode(policy="quest", p=0.5), "attention.decode.p: unknown field; there are policy, budget, full_layers"),
+        (decode(policy="quest", p=0.5), "attention.decode.p: unknown field; there are policy, sinks, budget, full_"),
+        (decode(policy="quest", budget=31), "budget: must be at least 32: it holds 16 sinks and the newest page; it"),
+        (decode(policy="quest", sinks=2033), "attention.decode.budget: must be at least 2049: it holds 2033 sinks"),
+        (decode(policy="tactic", max_tokens=31), "attention.decode.max_tokens: must be at least 32: it holds 16 sinks"),
+        (decode(policy="quoka", budget=19, sinks=4), "attention.decode.budget: must be at least 20: it holds 4 sinks"),
+        (prefill(budget=31), "attention.prefill.budget: must be at least 32: it holds 16 sinks and the newest page"),
+        (decode(policy="dense", sinks=4), "attention.decode.sinks: unknown field; there are policy"),
         (decode(policy="dense", budget=64), "attention.decode.budget: unknown field; there are policy"),
         (decode(policy="streaming_llm", sinks=-1), "attention.decode.sinks: must be greater than or equal to 0"),
         (decode(policy="streaming_llm", window=0), "attention.decode.window: must be greater than or equal to 16"),
@@ -184,15 +190,23 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         (decode(policy="snapkv", budget=None), "attention.decode.budget: must be given when budget_ratio is not"),
         (decode(policy="snapkv", budget_ratio=0), "attention.decode.budget_ratio: must be greater than 0"),
         (decode(policy="snapkv", budget_ratio=1.1), "attention.decode.budget_ratio: must be less than or equal to 1"),
-        (decode(policy="snapkv", budget=32), "attention.decode.observation_window: must be less than the budget (32)"),
         (
-            decode(policy="pyramidkv", budget=64),
-            "attention.decode.observation_window: must be less than the budget (64)",
+            decode(policy="snapkv", budget=48),
+            "attention.decode.observation_window: must be less than 32: the budget (48) also holds 16 sinks; it is 32",
+        ),
+        (
+            decode(policy="pyramidkv", budget=64, observation_window=48),
+            "attention.decode.observation_window: must be less than 48: the budget (64) also holds 16 sinks; it is 48",
         ),
         (decode(policy="snapkv", kernel_size=4), "attention.decode.kernel_size: must be odd"),
         (decode(policy="snapkv", kernel_size=65), "attention.decode.kernel_size: must be less than or equal to 63"),
+        (prefill(recency_ratio=1.5), "attention.prefill.recency_ratio: must be less than or equal to 1"),
+        (prefill(recency_ratio=-0.5), "attention.prefill.recency_ratio: must be greater than or equal to 0"),
         (decode(policy="delta", recency=15), "attention.decode.recency: must be greater than or equal to 16"),
-        (decode(policy="delta", budget=127), "attention.decode.recency: must be at most the budget (127); it is 128"),
+        (
+            decode(policy="delta", budget=143),
+            "attention.decode.recency: must be at most 127: the budget (143) also holds 16 sinks; it is 128",
+        ),
         (decode(policy="delta", delta_layers=[]), "attention.decode.delta_layers: must have at least 1 item"),
         (decode(policy="delta", delta_layers=list(range(2, 67))), "delta_layers: must have at most 64 items"),
         (decode(policy="delta", delta_layers=[4, 4]), "attention.decode.delta_layers: must be strictly increasing"),
@@ -228,7 +242,7 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
             decode(policy="tactic", early_termination={}),
             "attention.decode.early_termination: unknown field; it belongs beside 'decode', not into it",
         ),
-        (decode(policy="snapkv", p=1), "attention.decode.p: unknown field; there are policy, budget_ratio, budget, "),
+        (decode(policy="snapkv", p=1), "attention.decode.p: unknown field; there are policy, sinks, budget_ratio, "),
         ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination"),
         ([], "attention: must be an object"),
         (None, "attention: must be an object"),
@@ -296,10 +310,11 @@ def test_dense_with_early_termination_is_warned_about() -> None:
     assert AttentionPolicy().warnings() == []
 
 
-@pytest.mark.parametrize("tokens", [16, TACTIC_TAIL_TOKENS - 1, TACTIC_TAIL_TOKENS, None])
-def test_a_cap_below_the_unclustered_tokens_is_warned_about(tokens: int | None) -> None:
-    warnings = AttentionPolicy(decode=Tactic(max_tokens=tokens)).warnings()
-    assert warnings == ([TACTIC_CAP_WARNING] if tokens is not None and tokens < TACTIC_TAIL_TOKENS else [])
+@pytest.mark.parametrize("sinks", [0, 16])
+@pytest.mark.parametrize("tokens", [32, TACTIC_TAIL_TOKENS - 1, TACTIC_TAIL_TOKENS, TACTIC_TAIL_TOKENS + 16, None])
+def test_a_cap_below_the_unclustered_tokens_is_warned_about(tokens: int | None, sinks: int) -> None:
+    warnings = AttentionPolicy(decode=Tactic(sinks=sinks, max_tokens=tokens)).warnings()
+    assert warnings == ([TACTIC_CAP_WARNING] if tokens is not None and tokens < TACTIC_TAIL_TOKENS + sinks else [])
 
 
 @given(prompt=st.integers(1, 10_000), generated=st.integers(1, 20_000))

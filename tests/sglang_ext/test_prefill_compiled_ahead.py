@@ -19,7 +19,13 @@ from winnow_kernels.quoka import QuokaPrefillParameters
 
 PAGE, LONGEST, KV_HEADS, GROUP, DIM = 16, 40_000, 2, 4, 64
 DEFAULTS = QuokaPrefill()
-QUOKA = QuokaPrefillParameters(budget=DEFAULTS.budget, block=DEFAULTS.block, queries=DEFAULTS.queries)
+QUOKA = QuokaPrefillParameters(
+    budget=DEFAULTS.budget,
+    block=DEFAULTS.block,
+    queries=DEFAULTS.queries,
+    sinks=DEFAULTS.sinks,
+    recency_ratio=DEFAULTS.recency_ratio,
+)
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ CONTEXT = 1024
 DENSE = AttentionPolicy()
 QUOKA = parse_policy('{"prefill": {"policy": "quoka", "block": 64}}')
 QUOKA_WIDE = parse_policy('{"prefill": {"policy": "quoka", "block": 96}}')
+QUOKA_OF_THE_PAPER = parse_policy('{"prefill": {"policy": "quoka", "block": 64, "sinks": 0, "recency_ratio": 0}}')
+QUOKA_WITHOUT_SINKS = parse_policy('{"prefill": {"policy": "quoka", "block": 64, "sinks": 0}}')
 QUEST = parse_policy('{"decode": {"policy": "quest"}}')
 SNAPKV = parse_policy('{"decode": {"policy": "snapkv", "observation_window": 32}}')
 TERMINATED = parse_policy('{"early_termination": {}}')
@@ -231,7 +233,8 @@ def test_a_densely_prefilled_prompt_is_shared_by_all(policy: AttentionPolicy) ->
 
 def test_sparse_prefill_shares_with_its_own_policy_and_key_only() -> None:
     engine = Engine()
-    for policy, key in [(QUOKA, None), (QUOKA, "a"), (QUOKA, "b"), (QUOKA_WIDE, "a"), (DENSE, None), (DENSE, "a")]:
+    of_keys = [(QUOKA, None), (QUOKA, "a"), (QUOKA, "b"), (QUOKA_WIDE, "a"), (DENSE, None), (DENSE, "a")]
+    for policy, key in [*of_keys, (QUOKA_WITHOUT_SINKS, None), (QUOKA_OF_THE_PAPER, None)]:
         first, second = (engine.request(prompt(300), policy, key) for _ in range(2))
         assert engine.prefill(first) == 0
         engine.end(first)

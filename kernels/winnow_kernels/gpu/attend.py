@@ -29,7 +29,7 @@ from torch import Tensor
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.early_termination import TILE
 from winnow_kernels.gpu.attended_tile import attend_tile
-from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection, ToldShares
 from winnow_kernels.gpu.early_termination import terminating_attend_kernel
 from winnow_kernels.gpu.merge import INFINITY, MOST_SPLITS, merge_kernel, run_of, spare_of, splits_of
 
@@ -135,6 +135,7 @@ def attend(
     thresholds: Tensor | None,
     buffers: AttendBuffers,
     output: Tensor,
+    told: ToldShares | None = None,
 ) -> None:
     """Attend to what each row and KV head selected, and count it in ``batch.counts``, the context too.
 
@@ -152,6 +153,7 @@ def attend(
             infinite patience where a row has none; None if no row has any.
         buffers: made for at least as many rows, and for layers like this.
         output: [rows, query heads, head dim]; rows and heads may be strided.
+        told: where the shares of the mass that were attended are added; None if nobody is told any.
     """
     rows, query_heads, head_dim = queries.shape
     kv_heads = cache.kv_heads
@@ -217,10 +219,14 @@ def attend(
         output,
         buffers.log_sum_exp,
         batch.counts,
+        # Tensors in their places, where nobody is told anything.
+        buffers.log_sum_exp if told is None else told.beliefs,
+        buffers.log_sum_exp if told is None else told.shares,
         output.stride(0),
         output.stride(1),
         2 * cache.vector_bytes,
         termination=thresholds is not None,
+        told=told is not None,
         **shape,
         num_warps=4,
     )

@@ -18,6 +18,8 @@ WHOLE_TO_THE_END: Final = -2
 """As a selection's count: like ``WHOLE``, and early termination leaves this layer of the row alone."""
 ELSEWHERE: Final = 0
 """As a selection's count: another kernel attends for the row in this layer, and counts what it reads."""
+NO_MASS: Final = -1e30
+"""Logarithm of no mass; finite, so that differences stay numbers."""
 
 
 class Count(IntEnum):
@@ -70,6 +72,29 @@ class DecodeBatch:
     def longest(self) -> int:
         """Tokens of the longest context that there is room for."""
         return self.page_table.shape[1] * self.page_size
+
+
+@dataclass(frozen=True, eq=False)
+class ToldShares:
+    """What selectors believe of the attention mass in a layer, and what rows are told that they have attended of it.
+
+    Attributes:
+        beliefs: float32 [rows, query heads, 2]; logarithms, base 2, of the mass of the tokens selected and of that of
+            all others. Both are ``NO_MASS`` where everything is read, and in rows that are told nothing.
+        shares: float64 [rows, query heads]; share of the attention mass that was attended, added up over layers: of
+            what was read exactly, of the rest as believed.
+    """
+
+    beliefs: Tensor
+    shares: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, query_heads: int, device: torch.device) -> ToldShares:
+        """Return what begins a step."""
+        return cls(
+            torch.full((rows, query_heads, 2), NO_MASS, dtype=torch.float32, device=device),
+            torch.zeros(rows, query_heads, dtype=torch.float64, device=device),
+        )
 
 
 @dataclass(frozen=True, eq=False)

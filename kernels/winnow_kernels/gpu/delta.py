@@ -65,20 +65,22 @@ class DeltaRows:
         roles: int8 [layers, rows]; 0 for a row of another family, else what the layer is to the row: ``FULL``,
             ``REFRESH`` or ``REUSE``.
         budgets: int32 [rows]; pages for all KV heads; 0 for a row that is left untouched, whatever its roles.
-        recent: int32 [rows]; newest pages that are always kept, from 1 to the budget.
+        recent: int32 [rows]; newest pages that are always kept, at least 1.
+        sinks: int32 [rows]; first tokens, whose pages are always kept, too; the budget holds both.
         by_score: int32 [rows]; not 0 where pages must come by descending score, as early termination needs them.
     """
 
     roles: Tensor
     budgets: Tensor
     recent: Tensor
+    sinks: Tensor
     by_score: Tensor
 
     @classmethod
     def empty(cls, rows: int, layers: int, device: torch.device) -> DeltaRows:
         """Return the parameters of ``rows`` rows of other families."""
         roles = torch.zeros(layers, rows, dtype=torch.int8, device=device)
-        return cls(roles, *torch.zeros(3, rows, dtype=torch.int32, device=device))
+        return cls(roles, *torch.zeros(4, rows, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +275,7 @@ def select(layer: int, batch: DecodeBatch, rows: DeltaRows, slots: Tensor, buffe
         rows.roles[layer],
         rows.budgets,
         rows.recent,
+        rows.sinks,
         rows.by_score,
         batch.page_table,
         batch.lengths,
@@ -550,6 +553,7 @@ def _select_kernel(
     roles_ptr: tl.tensor,
     budgets_ptr: tl.tensor,
     recent_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     by_score_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
@@ -578,6 +582,7 @@ def _select_kernel(
         length,
         kept,
         tl.load(recent_ptr + row),
+        tl.load(sinks_ptr + row),
         tl.load(by_score_ptr + row) != 0,
         kv_heads,
         width,

@@ -177,8 +177,9 @@ def _compare(
 
     As ``winnow_kernels.early_termination.tiles_read``.
     """
-    step: tl.constexpr = head_dim // _PROBE if head_dim > _PROBE else 1
-    is_probe = ((dim % step == 0) & (dim // step < _PROBE) & (dim < head_dim))[None, :]
+    # Element i of the probe is number i * head_dim // _PROBE: this is one if that of its own i is.
+    number = tl.cdiv(dim * _PROBE, head_dim)
+    is_probe = ((number * head_dim // _PROBE == dim) & (dim < head_dim))[None, :]
     probe = tl.where(is_probe, after, 0.0)
     # Both sums in one reduction: it waits for other warps.
     squares, products = tl.split(tl.sum(tl.join(probe * probe, probe * before), axis=1))

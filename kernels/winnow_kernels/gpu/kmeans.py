@@ -41,6 +41,7 @@ def cluster_spans(
     pools: KeyPools,
     pages: Tensor,
     entries: Tensor,
+    left_out: Tensor,
     drawn: Tensor,
     tables: ClusterTables,
     iterations: int = ITERATIONS,
@@ -51,7 +52,9 @@ def cluster_spans(
         pools: every layer's keys.
         pages: integers [n, pages of a span].
         entries: integers [n]; where in ``tables`` each span's clusters go; no two the same.
-        drawn: integers [clusters]; which keys of a span are its first centroids (``kmeans.drawn_members``).
+        left_out: integers [n]; how many of a span's first tokens are in no cluster, less than all.
+        drawn: integers [n, clusters], contiguous; which keys of a span are its first centroids
+            (``kmeans.drawn_behind``).
         tables: of all layers, contiguous.
         iterations: at least 1.
 
@@ -69,6 +72,7 @@ def cluster_spans(
         pools.first,
         pages,
         entries,
+        left_out,
         drawn,
         tables.centroids,
         tables.sizes,
@@ -90,6 +94,7 @@ def cluster_spans(
     )
     _order_kernel[grid](
         entries,
+        left_out,
         tables.offsets,
         kv_heads,
         capacity,
@@ -127,16 +132,17 @@ def _keys_at(
     keys_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     positions: tl.tensor,
+    first: tl.tensor,
     slot_stride: tl.tensor,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
     block_dim: tl.constexpr,
 ) -> tl.tensor:
-    """Return the keys at ``positions`` of a span: [positions, block_dim]."""
+    """Return the keys at ``positions`` of a span: [positions, block_dim]; 0 for those before ``first``."""
     slots = tl.load(pages_ptr + positions // page_size).to(tl.int64) * page_size + positions % page_size
     dims = tl.arange(0, block_dim)
     addresses = keys_ptr + slots[:, None] * slot_stride + dims[None, :]
-    return tl.load(addresses, mask=(dims < head_dim)[None, :], other=0.0)
+    return tl.load(addresses, mask=(positions >= first)[:, None] & (dims < head_dim)[None, :], other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -145,6 +151,7 @@ def _lloyd_kernel(
     first_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     entries_ptr: tl.tensor,
+    left_out_ptr: tl.tensor,
     drawn_ptr: tl.tensor,
     centroids_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
@@ -163,33 +170,40 @@ def _lloyd_kernel(
     block_dim: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the centroids, sizes and firsts of one problem, and the labels of its keys."""
+    """Write the centroids, sizes and firsts of one problem, and the labels of its keys; any of those left out."""
     # float32 is for comparison with the reference, and must not be cut to tf32.
     dtype: tl.constexpr = first_ptr.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
     place = _place(entries_ptr, kv_heads, capacity)
     labels_ptr += place * span
-    pages_ptr += tl.program_id(0) // kv_heads * (span // page_size)
+    number = tl.program_id(0) // kv_heads
+    pages_ptr += number * (span // page_size)
+    left_out = tl.load(left_out_ptr + number).to(tl.int32)
     keys_ptr = layer_keys(addresses_ptr, first_ptr, tl.program_id(1)) + tl.program_id(0) % kv_heads * head_stride
     cluster = tl.arange(0, block_clusters)
     is_cluster = cluster < clusters
-    drawn = tl.load(drawn_ptr + cluster, mask=is_cluster, other=0).to(tl.int32)
-    centroids = _keys_at(keys_ptr, pages_ptr, drawn, slot_stride, head_dim, page_size, block_dim)
+    drawn_ptr += number * clusters + cluster
+    drawn = tl.load(drawn_ptr, mask=is_cluster, other=-1).to(tl.int32)
+    centroids = _keys_at(keys_ptr, pages_ptr, drawn, 0, slot_stride, head_dim, page_size, block_dim)
     sizes = tl.zeros([block_clusters], tl.int32)
     for _ in range(iterations):
+        # Read anew, for it would find no room in registers.
+        is_filled = tl.load(drawn_ptr, mask=is_cluster, other=-1) >= 0
         norms = centroids.to(tl.float32)
-        half_norms = tl.where(is_cluster, tl.sum(norms * norms, 1) / 2, float("inf"))
+        half_norms = tl.where(is_filled, tl.sum(norms * norms, 1) / 2, float("inf"))
         sums = tl.zeros([block_clusters, block_dim], tl.float32)
         sizes = tl.zeros([block_clusters], tl.int32)
         for start in range(0, span, tile):
             positions = start + tl.arange(0, tile)
-            keys = _keys_at(keys_ptr, pages_ptr, positions, slot_stride, head_dim, page_size, block_dim)
+            keys = _keys_at(keys_ptr, pages_ptr, positions, left_out, slot_stride, head_dim, page_size, block_dim)
             products = tl.dot(centroids, tl.trans(keys), input_precision=precision)
             labels = tl.argmin(half_norms[:, None] - products, 0)
             is_member = cluster[:, None] == labels[None, :]
             sums = tl.dot(is_member.to(dtype), keys, sums, input_precision=precision)
             sizes += tl.sum(is_member.to(tl.int32), 1)
             tl.store(labels_ptr + positions, labels.to(labels_ptr.dtype.element_ty))
+        # Keys that are left out are read as zeros: they add to no sum, and all count for one cluster.
+        sizes -= tl.where(cluster == tl.argmin(half_norms, 0), left_out, 0)
         means = (sums / tl.maximum(sizes, 1).to(tl.float32)[:, None]).to(dtype)
         centroids = tl.where((sizes > 0)[:, None], means, centroids)
     dims = tl.arange(0, block_dim)
@@ -207,6 +221,7 @@ def _lloyd_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _order_kernel(
     entries_ptr: tl.tensor,
+    left_out_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     kv_heads: tl.tensor,
     capacity: tl.tensor,
@@ -214,10 +229,15 @@ def _order_kernel(
     clusters: tl.constexpr,
     block_span: tl.constexpr,
 ) -> None:
-    """Replace one problem's labels by the offsets of its keys, label by label, and in each by position."""
+    """Replace one problem's labels by the offsets of its keys, label by label, and in each by position.
+
+    Keys that are in no cluster, the first, come last.
+    """
     offsets_ptr += _place(entries_ptr, kv_heads, capacity) * span
     offsets = tl.arange(0, block_span)
     labels = tl.load(offsets_ptr + offsets, mask=offsets < span, other=clusters).to(tl.int32)
+    is_left_out = offsets < tl.load(left_out_ptr + tl.program_id(0) // kv_heads).to(tl.int32)
+    labels = tl.where(is_left_out, clusters, labels)
     # No other thread may write over a label that has not been read.
     tl.debug_barrier()
     first = 0
@@ -226,3 +246,4 @@ def _order_kernel(
         ends = first + tl.cumsum(is_member.to(tl.int32))
         tl.store(offsets_ptr + ends - 1, offsets.to(offsets_ptr.dtype.element_ty), mask=is_member)
         first = tl.max(ends)
+    tl.store(offsets_ptr + first + offsets, offsets.to(offsets_ptr.dtype.element_ty), mask=is_left_out)

@@ -82,7 +82,7 @@ def spare_of(run: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def merge_kernel(
+def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
     partial_outputs_ptr: tl.tensor,
     partial_masses_ptr: tl.tensor,
     tiles_read_ptr: tl.tensor,
@@ -92,6 +92,8 @@ def merge_kernel(
     output_ptr: tl.tensor,
     log_sum_exp_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    beliefs_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
     output_row_stride: tl.tensor,
     output_head_stride: tl.tensor,
     token_bytes: tl.tensor,
@@ -100,11 +102,12 @@ def merge_kernel(
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     termination: tl.constexpr,
+    told: tl.constexpr,
 ) -> None:
-    """Merge the splits of one query head; the first of a group counts what its KV head read.
+    """Merge the splits of one query head and add the share that it attended; the first of a group counts what was read.
 
-    Grid: (rows × KV heads, ``group``). Arguments are those of ``winnow_kernels.gpu.attend.attend_kernel``, and
-    ``token_bytes``, those of a key and a value.
+    Grid: (rows × KV heads, ``group``). Arguments are those of ``winnow_kernels.gpu.attend.attend_kernel``,
+    ``token_bytes``, those of a key and a value, and where shares are ``told`` those of ``ToldShares``.
     """
     pair = tl.program_id(0)
     of_group = tl.program_id(1)
@@ -137,7 +140,21 @@ def merge_kernel(
     of_row = (pair % kv_heads) * group + of_group
     target = output_ptr + row.to(tl.int64) * output_row_stride + of_row * output_head_stride
     tl.store(target + dim, merged.to(output_ptr.dtype.element_ty), mask=dim < head_dim)
-    tl.store(log_sum_exp_ptr + head, (highest + tl.log2(total)) * LN_2)
+    mass = highest + tl.log2(total)
+    tl.store(log_sum_exp_ptr + head, mass * LN_2)
+
+    tiles = tl.cdiv(tokens, _TILE)
+    read = tiles
+    of_splits = split * 0
+    if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
+        if stops:
+            of_splits = tl.load(tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split, mask=present, other=0)
+            read = tl.sum(of_splits, axis=0)
+    if told:
+        # What is selected weighs at least as much as what was read of it, and just that if it was read to the end.
+        selected = tl.where(read < tiles, tl.maximum(tl.load(beliefs_ptr + head * 2), mass), mass)
+        unread = tl.exp2(selected - mass) - 1.0 + tl.exp2(tl.load(beliefs_ptr + head * 2 + 1) - mass)
+        tl.store(shares_ptr + head, tl.load(shares_ptr + head) + (1.0 / (1.0 + unread)).to(tl.float64))
 
     if of_group == 0:
         column = tl.arange(0, _COUNTS)
@@ -146,10 +163,6 @@ def merge_kernel(
         attended = tokens
         if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
             if stops:
-                tiles_ptr = tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split
-                of_splits = tl.load(tiles_ptr, mask=present, other=0)
-                read = tl.sum(of_splits, axis=0)
-                tiles = tl.cdiv(tokens, _TILE)
                 # Of all tiles only a selection's last may hold fewer tokens; its split has read it if it read all.
                 last = tiles - 1
                 has_last = tl.sum(tl.where(split == last % splits, of_splits, 0), axis=0) > last // splits

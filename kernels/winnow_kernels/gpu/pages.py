@@ -74,25 +74,28 @@ def select_pages(
     length: tl.tensor,
     kept: tl.tensor,
     recent: tl.tensor,
+    sinks: tl.tensor,
     is_ordered: tl.tensor,
     copies: tl.tensor,
     copy_stride: tl.tensor,
     page_size: tl.constexpr,
     pages: tl.constexpr,
 ) -> None:
-    """Write the slots of the tokens in one head's pages: recent pages from the newest back, then those that score most.
+    """Write the slots of the tokens in one head's pages: from the newest back, those of sinks, those that score most.
 
     The newest page is read from its newest token back, the others from their first on. Of equal scores the earlier
     page's comes first. Every thread of the program has to come here.
 
     Args:
-        scores_ptr: float32 [pages of the context]; those of recent pages are not read.
+        scores_ptr: float32 [pages of the context]; those of pages that are always kept are not read.
         list_ptr: int32 [kept], scratch of this program's own.
         table_ptr: int32 [pages of the context]; the context's pages.
         slots_ptr: int32 [tokens in the pages kept]; the result.
         length: tokens in the context.
         kept: pages to select, at least 1 and no more than the context has.
         recent: newest pages that are always kept, at least 1.
+        sinks: tokens at the context's beginning whose pages are always kept, too; these and the recent ones are no more
+            than ``kept`` where the context has as many.
         is_ordered: whether the others come by descending score; if not, in the context's order.
         copies: how many heads get the result.
         copy_stride: slots from one head's result to the next.
@@ -101,16 +104,18 @@ def select_pages(
     """
     newest = (length - 1) // page_size
     recent = tl.minimum(recent, kept)
-    candidates = newest + 1 - recent
-    all_keys = _keys(scores_ptr, tl.arange(0, pages), candidates)
-    least = threshold(all_keys, tl.full([pages], 1, tl.int32), tl.maximum(kept - recent, 1))
-    equal_room = kept - recent - tl.sum((all_keys > least).to(tl.int32), axis=0)
-    listed = recent
+    first = tl.minimum(tl.cdiv(sinks, page_size), kept - recent)
+    always = recent + first
+    end = newest + 1 - recent
+    all_keys = _keys(scores_ptr, tl.arange(0, pages), first, end)
+    least = threshold(all_keys, tl.full([pages], 1, tl.int32), tl.maximum(kept - always, 1))
+    equal_room = kept - always - tl.sum((all_keys > least).to(tl.int32), axis=0)
+    listed = always
     at_once: tl.constexpr = min(pages, _PAGES_COMPACTED)
-    for begin in range(0, tl.where(kept > recent, candidates, 0), at_once):
+    for begin in range(0, tl.where(kept > always, end, 0), at_once):
         page = begin + tl.arange(0, at_once)
-        keys = _keys(scores_ptr, page, candidates)
-        is_equal = (page < candidates) & (keys == least)
+        keys = _keys(scores_ptr, page, first, end)
+        is_equal = (page >= first) & (page < end) & (keys == least)
         is_first = is_equal & (tl.cumsum(is_equal.to(tl.int32), axis=0) <= equal_room)
         is_chosen = (keys > least) | is_first
         rank = tl.cumsum(is_chosen.to(tl.int32), axis=0)
@@ -125,10 +130,10 @@ def select_pages(
     for begin in range(0, kept, expanded):
         place = begin + tl.arange(0, expanded)
         is_kept = place < kept
-        other = tl.load(list_ptr + place, mask=is_kept & (place >= recent), other=0)
-        page = tl.where(place < recent, newest - place, other)
+        other = tl.load(list_ptr + place, mask=is_kept & (place >= always), other=0)
+        page = tl.where(place < recent, newest - place, tl.where(place < always, place - recent, other))
         if is_ordered:
-            place = _places_by_score(scores_ptr, list_ptr, place, page, kept, recent)
+            place = _places_by_score(scores_ptr, list_ptr, place, page, kept, always)
         first_slot = tl.load(table_ptr + page, mask=is_kept, other=0) * page_size
         is_newest = (place == 0)[:, None]
         behind = in_newest + (place[:, None] - 1) * page_size + within
@@ -139,24 +144,24 @@ def select_pages(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _keys(scores_ptr: tl.tensor, page: tl.tensor, candidates: tl.tensor) -> tl.tensor:
-    """Return the keys of pages; ``LOWEST`` of what is no candidate."""
-    is_candidate = page < candidates
+def _keys(scores_ptr: tl.tensor, page: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """Return the keys of pages; ``LOWEST`` of what is no candidate: those from ``first`` to before ``end`` are."""
+    is_candidate = (page >= first) & (page < end)
     return tl.where(is_candidate, ordered(tl.load(scores_ptr + page, mask=is_candidate, other=0.0)), LOWEST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places_by_score(
-    scores_ptr: tl.tensor, list_ptr: tl.tensor, place: tl.tensor, page: tl.tensor, kept: tl.tensor, recent: tl.tensor
+    scores_ptr: tl.tensor, list_ptr: tl.tensor, place: tl.tensor, page: tl.tensor, kept: tl.tensor, always: tl.tensor
 ) -> tl.tensor:
-    """Return where each of the pages at ``place`` in the list comes if the list, from ``recent`` on, is sorted.
+    """Return where each of the pages at ``place`` in the list comes if the list, from ``always`` on, is sorted.
 
     A page's place is how many precede it: that takes kept² comparisons, for a few hundred pages less than a sort.
     """
-    is_listed = (place >= recent) & (place < kept)
+    is_listed = (place >= always) & (place < kept)
     key = ordered(tl.load(scores_ptr + page, mask=is_listed, other=0.0))
     preceding = tl.zeros_like(place)
-    for begin in range(recent, kept, _PAGES_COMPARED):
+    for begin in range(always, kept, _PAGES_COMPARED):
         other_place = begin + tl.arange(0, _PAGES_COMPARED)
         is_other = other_place < kept
         other_page = tl.load(list_ptr + other_place, mask=is_other, other=0)
@@ -165,4 +170,4 @@ def _places_by_score(
             (other[None, :] == key[:, None]) & (other_place[None, :] < place[:, None])
         )
         preceding += tl.sum(precedes.to(tl.int32), axis=1)
-    return tl.where(is_listed, recent + preceding, place)
+    return tl.where(is_listed, always + preceding, place)

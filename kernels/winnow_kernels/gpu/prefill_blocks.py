@@ -34,6 +34,8 @@ class Block:
         first_query: where the query of position ``begin`` lies among the queries of the pass.
         budget: tokens before ``start`` to select, less than ``start``; or ``WHOLE``.
         speakers: queries that speak for the block, at most (N_Q in the paper); 0 if ``budget`` is ``WHOLE``.
+        sinks: first tokens that are always selected, inside the budget.
+        recent: tokens right before ``start`` that are, too; sinks and these are no more than the budget.
     """
 
     row: int
@@ -43,6 +45,8 @@ class Block:
     first_query: int
     budget: int
     speakers: int
+    sinks: int = 0
+    recent: int = 0
 
     @property
     def queries(self) -> int:
@@ -55,7 +59,7 @@ class PrefillBlocks:
 
     Attributes:
         blocks: on the host; launches depend on them.
-        fields: int32 [blocks, 7], on the device: each block's attributes, in the order of ``Block``.
+        fields: int32 [blocks, 9], on the device: each block's attributes, in the order of ``Block``.
         page_table: int32 [rows, pages]; the token of a row at position i lies in slot
             ``page_table[row, i // page_size] * page_size + i % page_size``.
         page_size: tokens in a page; a power of two.
@@ -69,6 +73,8 @@ class PrefillBlocks:
     @classmethod
     def of(cls, blocks: Sequence[Block], page_table: Tensor, page_size: int) -> PrefillBlocks:
         """Copy ``blocks`` to the device of ``page_table``."""
-        rows = [(b.row, b.start, b.begin, b.end, b.first_query, b.budget, b.speakers) for b in blocks]
-        fields = torch.tensor(rows, dtype=torch.int32).view(-1, 7)
+        rows = [
+            (b.row, b.start, b.begin, b.end, b.first_query, b.budget, b.speakers, b.sinks, b.recent) for b in blocks
+        ]
+        fields = torch.tensor(rows, dtype=torch.int32).view(-1, 9)
         return cls(blocks, to_device(fields, page_table.device), page_table, page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from winnow_kernels.gpu.prefill_blocks import WHOLE, Block
@@ -25,17 +26,23 @@ def blocks_of(
     """
     found = []
     for start in _starts(prefix_length, length, parameters.block):
-        dense = parameters.is_dense(start)
-        budget = WHOLE if dense else parameters.tokens(start)
-        speakers = 0 if dense else parameters.queries
-        found.append(_block(row, first_query, prefix_length, length, start, parameters.block, budget, speakers))
+        block = _block(row, first_query, prefix_length, length, start, parameters.block)
+        if not parameters.is_dense(start):
+            block = replace(
+                block,
+                budget=parameters.tokens(start),
+                speakers=parameters.queries,
+                sinks=parameters.sinks,
+                recent=parameters.recent(start),
+            )
+        found.append(block)
     return found
 
 
 def dense_blocks_of(row: int, first_query: int, prefix_length: int, length: int) -> list[Block]:
     """Return the blocks of a request that is dense; arguments as those of ``blocks_of``."""
     return [
-        _block(row, first_query, prefix_length, length, start, DENSE_BLOCK, WHOLE, 0)
+        _block(row, first_query, prefix_length, length, start, DENSE_BLOCK)
         for start in _starts(prefix_length, length, DENSE_BLOCK)
     ]
 
@@ -44,9 +51,8 @@ def _starts(prefix_length: int, length: int, block: int) -> range:
     return range(prefix_length // block * block, length, block) if length > prefix_length else range(0)
 
 
-def _block(
-    row: int, first_query: int, prefix_length: int, length: int, start: int, block: int, budget: int, speakers: int
-) -> Block:
+def _block(row: int, first_query: int, prefix_length: int, length: int, start: int, block: int) -> Block:
+    """Return what a pass has of a block, which attends to everything before it."""
     begin = max(start, prefix_length)
     return Block(
         row=row,
@@ -54,6 +60,6 @@ def _block(
         begin=begin,
         end=min(start + block, length),
         first_query=first_query + begin - prefix_length,
-        budget=budget,
-        speakers=speakers,
+        budget=WHOLE,
+        speakers=0,
     )

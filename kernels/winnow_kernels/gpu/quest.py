@@ -31,19 +31,22 @@ class QuestRows:
     """The parameters of a batch's rows.
 
     Attributes:
-        budgets: int32 [rows]; pages for each KV head, 0 for a row of another family.
+        budgets: int32 [rows]; pages for each KV head, no fewer than those of the sinks and the newest; 0 for a row of
+            another family.
+        sinks: int32 [rows]; first tokens, whose pages are always kept.
         full_layers: int32 [rows]; how many of the first layers attend to everything.
         by_score: int32 [rows]; not 0 where pages must come by descending score, as early termination needs them.
     """
 
     budgets: Tensor
+    sinks: Tensor
     full_layers: Tensor
     by_score: Tensor
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> QuestRows:
         """Return the parameters of ``rows`` rows of other families."""
-        return cls(*torch.zeros(3, rows, dtype=torch.int32, device=device))
+        return cls(*torch.zeros(4, rows, dtype=torch.int32, device=device))
 
 
 def select(
@@ -104,6 +107,7 @@ def select(
     )
     _select_kernel[(batch.rows, kv_heads)](
         rows.budgets,
+        rows.sinks,
         rows.full_layers,
         rows.by_score,
         batch.page_table,
@@ -205,6 +209,7 @@ def _score_kernel(
 @triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
 def _select_kernel(
     budgets_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     full_layers_ptr: tl.tensor,
     by_score_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
@@ -248,6 +253,7 @@ def _select_kernel(
         length,
         kept,
         1,
+        tl.load(sinks_ptr + row),
         tl.load(by_score_ptr + row) != 0,
         1,
         0,

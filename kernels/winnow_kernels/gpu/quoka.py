@@ -6,7 +6,8 @@
   in that one becomes a candidate. Programs share out a context's scores, and each counts what precedes its own, so that
   the order, the context's, does not depend on which is first.
 - Settling selects among the candidates, of which there are some hundred at most unless scores are all but equal, by
-  bisection, and writes the newest page.
+  bisection, and writes the newest page and the sinks. These are scored below every other key, so that no threshold
+  ever reaches them.
 
 Batches with early termination take a fourth, which sorts what was selected by comparing each with each.
 """
@@ -36,6 +37,8 @@ _BINS = tl.constexpr(BINS)
 _MOST_CANDIDATES = tl.constexpr(MOST_CANDIDATES)
 _WHOLE = tl.constexpr(WHOLE)
 _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
+# Below any cosine.
+_SCORE_OF_SINKS = tl.constexpr(-3.0)
 # As torch.nn.functional.normalize.
 _LEAST_NORM = tl.constexpr(1e-12)
 _KEYS_AT_ONCE: Final = 64
@@ -53,16 +56,18 @@ class QuokaRows:
     Attributes:
         budgets: int32 [rows]; tokens for each KV head in this step (``QuokaDecodeParameters.tokens``), 0 for a row of
             another family.
+        sinks: int32 [rows]; first tokens, always attended to.
         by_score: int32 [rows]; not 0 where keys must come by descending score, as early termination needs them.
     """
 
     budgets: Tensor
+    sinks: Tensor
     by_score: Tensor
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> QuokaRows:
         """Return the parameters of ``rows`` rows of other families."""
-        return cls(*torch.zeros(2, rows, dtype=torch.int32, device=device))
+        return cls(*torch.zeros(3, rows, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +112,9 @@ def select(
 ) -> None:
     """Write the slots and counts of the family's rows in a layer, and count the keys and norms that are read.
 
-    The newest page comes first, in the context's order; then, also in the context's order or by descending score, the
-    keys that score most. Of equal scores the earlier key's comes first. A row whose selection is wider than there is
-    room for attends to its whole context.
+    The newest page comes first, then the sinks, both in the context's order; then, also in the context's order or by
+    descending score, the keys that score most. Of equal scores the earlier key's comes first. A row whose selection is
+    wider than there is room for attends to its whole context.
 
     Args:
         queries: [rows, query heads, head dim]; rows and heads may be strided.
@@ -139,6 +144,7 @@ def select(
         cache.keys,
         reciprocals,
         rows.budgets,
+        rows.sinks,
         batch.page_table,
         batch.lengths,
         buffers.scores,
@@ -161,6 +167,7 @@ def select(
     )
     shared = (
         rows.budgets,
+        rows.sinks,
         rows.by_score,
         batch.page_table,
         batch.lengths,
@@ -196,6 +203,7 @@ def select(
     if any_by_score:
         _sort_kernel[(programs_on(cache.keys.device, SORTING_PROGRAMS),)](
             rows.budgets,
+            rows.sinks,
             rows.by_score,
             batch.page_table,
             batch.lengths,
@@ -218,6 +226,7 @@ def _score_kernel(
     keys_ptr: tl.tensor,
     reciprocals_ptr: tl.tensor,
     budgets_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -242,7 +251,8 @@ def _score_kernel(
     """Score the keys before the newest page; a pair is a row and a KV head, number row × KV heads + KV head."""
     page_bits: tl.constexpr = page_size.bit_length() - 1
     all_pairs = tl.arange(0, pair_block)
-    earlier, wanted, count = _shares(lengths_ptr, budgets_ptr, all_pairs // kv_heads, all_pairs < pairs, page_size)
+    all_rows, in_batch = all_pairs // kv_heads, all_pairs < pairs
+    earlier, _all_sinks, wanted, count = _shares(lengths_ptr, budgets_ptr, sinks_ptr, all_rows, in_batch, page_size)
     blocks = tl.where((wanted >= 0) & (count <= width), tl.cdiv(earlier, block), 0)
     member = tl.arange(0, group_block)
     channel = tl.arange(0, dim_block)
@@ -263,6 +273,7 @@ def _score_kernel(
         norms = tl.sqrt(tl.sum(queries * queries, axis=1))
         mean = tl.sum(queries / tl.maximum(norms, _LEAST_NORM)[:, None], axis=0) / group
         scored = (tl.load(lengths_ptr + row) - 1) // page_size * page_size
+        sinks = tl.load(sinks_ptr + row)
         own_table_ptr = page_table_ptr + row * table_stride
         own_keys_ptr = keys_ptr + head * kv_head_stride
         own_scores_ptr = scores_ptr + pair.to(tl.int64) * longest
@@ -279,6 +290,7 @@ def _score_kernel(
             ).to(tl.float32)
             reciprocal = tl.load(reciprocals_ptr + slot * kv_heads + head, mask=is_scored, other=0.0)
             scores = tl.sum(keys * mean[None, :], axis=1) * reciprocal
+            scores = tl.where(place < sinks, _SCORE_OF_SINKS, scores)
             tl.store(own_scores_ptr + place, scores, mask=is_scored)
             tl.atomic_add(own_histogram_ptr + _bin_of(scores), 1, mask=is_scored, sem="relaxed")
         part = tl.minimum(end, after)
@@ -287,6 +299,7 @@ def _score_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _split_kernel(
     budgets_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     by_score_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
@@ -304,7 +317,7 @@ def _split_kernel(
 ) -> None:
     """Select what lies above the threshold's bin and list what lies in it, both in the context's order."""
     row = tl.program_id(0).to(tl.int64)
-    earlier, wanted, count = _shares(lengths_ptr, budgets_ptr, row, True, page_size)
+    earlier, _, wanted, count = _shares(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
     chunk = tl.cdiv(earlier, tl.num_programs(2) * block) * block
     begin = tl.program_id(2) * chunk
     if (wanted <= 0) | (count > width) | (begin >= earlier):
@@ -354,6 +367,7 @@ def _split_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _settle_kernel(
     budgets_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     by_score_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
@@ -372,9 +386,9 @@ def _settle_kernel(
     page_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Select among the candidates, write the newest page and the count, and clear the histogram."""
+    """Select among the candidates, write the newest page, the sinks and the count, and clear the histogram."""
     row = tl.program_id(0).to(tl.int64)
-    earlier, wanted, count = _shares(lengths_ptr, budgets_ptr, row, True, page_size)
+    earlier, sinks, wanted, count = _shares(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
     if wanted < 0:
         return
     row_and_head = row * tl.num_programs(1) + tl.program_id(1)
@@ -385,7 +399,12 @@ def _settle_kernel(
     own_table_ptr = page_table_ptr + row * table_stride
     within = tl.arange(0, page_size)
     newest_page = tl.load(own_table_ptr + earlier // page_size)
-    tl.store(slots_ptr + row_and_head * width + within, newest_page * page_size + within, mask=within < count - wanted)
+    in_newest = count - wanted - sinks
+    own_slots_ptr = slots_ptr + row_and_head * width
+    tl.store(own_slots_ptr + within, newest_page * page_size + within, mask=within < in_newest)
+    for start in range(0, sinks, page_size):
+        first_slot = tl.load(own_table_ptr + start // page_size) * page_size
+        tl.store(own_slots_ptr + in_newest + start + within, first_slot + within, mask=start + within < sinks)
     own_histogram_ptr = histograms_ptr + row_and_head * _BINS
     critical, above, inside_bin = _critical_bin(own_histogram_ptr, earlier, wanted)
     # Other threads may still read what this one clears.
@@ -420,6 +439,7 @@ def _settle_kernel(
 @triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def _sort_kernel(
     budgets_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     by_score_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
@@ -438,14 +458,15 @@ def _sort_kernel(
     """Write the slots of what was selected by descending score: a key's place is how many precede it."""
     all_pairs = tl.arange(0, pair_block)
     in_batch = all_pairs < pairs
-    _, all_wanted, all_counts = _shares(lengths_ptr, budgets_ptr, all_pairs // kv_heads, in_batch, page_size)
-    is_sorted = tl.load(by_score_ptr + all_pairs // kv_heads, mask=in_batch, other=0) != 0
+    all_rows = all_pairs // kv_heads
+    _, _, all_wanted, all_counts = _shares(lengths_ptr, budgets_ptr, sinks_ptr, all_rows, in_batch, page_size)
+    is_sorted = tl.load(by_score_ptr + all_rows, mask=in_batch, other=0) != 0
     blocks = tl.where(is_sorted & (all_wanted > 0) & (all_counts <= width), tl.cdiv(all_wanted, block), 0)
     part, end = own_share(blocks)
     for each in range(part, end):
         pair, first, _after = owner_of(each, blocks)
         row = (pair // kv_heads).to(tl.int64)
-        _earlier, wanted, count = _shares(lengths_ptr, budgets_ptr, row, True, page_size)
+        _earlier, _sinks, wanted, count = _shares(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
         own_scores_ptr = scores_ptr + pair.to(tl.int64) * longest
         own_offset = pair.to(tl.int64) * width + count - wanted
         number = (each - first) * block + tl.arange(0, block)
@@ -464,17 +485,25 @@ def _sort_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shares(
-    lengths_ptr: tl.tensor, budgets_ptr: tl.tensor, row: tl.tensor, in_batch: tl.tensor, page_size: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return how many tokens lie before the newest page, how many of them are selected, and how many with the page.
+    lengths_ptr: tl.tensor,
+    budgets_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    row: tl.tensor,
+    in_batch: tl.tensor,
+    page_size: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return how many tokens lie before the newest page, and how many of these are sinks, selected, and read in all.
 
-    Those selected before the newest page are −1 for rows of other families.
+    What is read in all is the newest page, the sinks, and what is selected by score, which is −1 for rows of other
+    families.
     """
     length = tl.load(lengths_ptr + row, mask=in_batch, other=1)
     budget = tl.load(budgets_ptr + row, mask=in_batch, other=0)
     earlier = (length - 1) // page_size * page_size
-    wanted = tl.maximum(tl.minimum(length, budget) - (length - earlier), 0)
-    return earlier, tl.where(budget > 0, wanted, -1), length - earlier + wanted
+    sinks = tl.minimum(tl.load(sinks_ptr + row, mask=in_batch, other=0), earlier)
+    always = length - earlier + sinks
+    wanted = tl.maximum(tl.minimum(length, budget) - always, 0)
+    return earlier, sinks, tl.where(budget > 0, wanted, -1), always + wanted
 
 
 @triton.jit  # type: ignore[untyped-decorator]

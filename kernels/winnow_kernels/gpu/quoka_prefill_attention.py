@@ -29,6 +29,7 @@ from torch import Tensor
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu.merge import INFINITY
 from winnow_kernels.gpu.prefill_blocks import PrefillBlocks
+from winnow_kernels.gpu.quoka_prefill_tables import BEGIN, BLOCK_COLUMNS, BUDGET, END, FIRST_QUERY, REQUEST, START
 
 if TYPE_CHECKING:
     from winnow_kernels.gpu.quoka_prefill_selection import BlockSelection
@@ -164,14 +165,14 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
     block = tl.num_programs(2) - 1 - tl.program_id(2)
     kv_head = tl.program_id(1)
     first_row = tl.program_id(0) * tile_rows
-    block_ptr = fields_ptr + block * 7
-    start = tl.load(block_ptr + 1)
-    begin = tl.load(block_ptr + 2)
-    queries = tl.load(block_ptr + 3) - begin
+    block_ptr = fields_ptr + block * BLOCK_COLUMNS
+    start = tl.load(block_ptr + START)
+    begin = tl.load(block_ptr + BEGIN)
+    queries = tl.load(block_ptr + END) - begin
     if first_row < queries * group:
-        page_row = tl.load(block_ptr)
-        first_query = tl.load(block_ptr + 4)
-        budget = tl.load(block_ptr + 5)
+        page_row = tl.load(block_ptr + REQUEST)
+        first_query = tl.load(block_ptr + FIRST_QUERY)
+        budget = tl.load(block_ptr + BUDGET)
         packed = first_row + tl.arange(0, tile_rows)
         row = packed // group
         head = kv_head * group + packed % group
@@ -239,12 +240,12 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
             slot = next_slot
 
         # Rows are computed again, from what is loaded again: else they would take registers through the loop.
-        zero = tl.load(block_ptr + 3) - begin - queries
+        zero = tl.load(block_ptr + END) - begin - queries
         packed = zero + first_row + tl.arange(0, tile_rows)
         row = packed // group
         head = kv_head * group + packed % group
         is_row = (row < queries)[:, None] & (dim < head_dim)[None, :]
-        of_rows = (tl.load(block_ptr + 4) + row).to(tl.int64) * output_stride + head * output_head_stride
+        of_rows = (tl.load(block_ptr + FIRST_QUERY) + row).to(tl.int64) * output_stride + head * output_head_stride
         result = (weighted / mass[:, None]).to(output_ptr.dtype.element_ty)
         tl.store(output_ptr + of_rows[:, None] + dim[None, :], result, mask=is_row)
 

@@ -1,5 +1,7 @@
 """Scoring all keys before each block: the highest product with one of its speakers, over the key's norm.
 
+Tokens that are always selected score infinity, so that nothing else has to know of them.
+
 A program keeps the speakers of several blocks of one request, 128 vectors in all, in shared memory, and multiplies a
 run of keys with them on tensor cores: 2 × speakers × keys × head dim operations for each KV head. Keys are read once
 for each such group of blocks, mostly from the L2 cache, since groups that score the same keys run next to each other; 4
@@ -27,11 +29,13 @@ from winnow_kernels.gpu.quoka_prefill_tables import (
     NORMS,
     NORMS_STRIDE,
     NUMBER,
+    RECENT,
     REQUEST,
     REQUEST_COLUMNS,
     ROW,
     SCORES,
     SCORES_STRIDE,
+    SINKS,
     SPARSE_COLUMNS,
     START,
     TOKENS,
@@ -91,7 +95,7 @@ def norms_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def score_kernel(
+def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
     keys_ptr: tl.tensor,
     speakers_ptr: tl.tensor,
     reciprocals_ptr: tl.tensor,
@@ -125,6 +129,8 @@ def score_kernel(
     block_ptr = fields_ptr + tl.load(own_sparse_ptr + NUMBER, mask=is_member, other=0) * BLOCK_COLUMNS
     start = tl.load(block_ptr + START, mask=is_member, other=0)
     row_end = tl.cdiv(start, ALIGNMENT) * ALIGNMENT
+    sinks = tl.load(block_ptr + SINKS, mask=is_member, other=0)
+    recent_from = start - tl.load(block_ptr + RECENT, mask=is_member, other=0)
     begin = tl.program_id(1) * run
     end = tl.minimum(tl.max(start, axis=0), begin + run)
     if begin >= end:
@@ -166,7 +172,10 @@ def score_kernel(
             scores = highest * reciprocal[:, None]
             scores_ptrs = own_scores_ptr[None, :] + place[:, None]
             # Of a number and nan it is the number.
-            scores = tl.where(place[:, None] < start[None, :], tl.maximum(scores, LEAST_SCORE), -float("inf"))
+            scores = tl.maximum(scores, LEAST_SCORE)
+            is_kept = (place[:, None] < sinks[None, :]) | (place[:, None] >= recent_from[None, :])
+            scores = tl.where(is_kept, float("inf"), scores)
+            scores = tl.where(place[:, None] < start[None, :], scores, -float("inf"))
             is_in_row = place[:, None] < row_end[None, :]
             if first_speaker > 0:
                 scores = tl.maximum(scores, tl.load(scores_ptrs, mask=is_in_row, other=0.0))

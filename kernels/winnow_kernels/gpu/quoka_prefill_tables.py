@@ -20,6 +20,8 @@ END: Final = tl.constexpr(_FIELDS.index("end"))
 FIRST_QUERY: Final = tl.constexpr(_FIELDS.index("first_query"))
 BUDGET: Final = tl.constexpr(_FIELDS.index("budget"))
 SPEAKERS: Final = tl.constexpr(_FIELDS.index("speakers"))
+SINKS: Final = tl.constexpr(_FIELDS.index("sinks"))
+RECENT: Final = tl.constexpr(_FIELDS.index("recent"))
 
 # A sparse block: its number in the pass, where the scores of its first KV head lie, and how far apart its KV heads are.
 SPARSE_COLUMNS: Final = tl.constexpr(3)

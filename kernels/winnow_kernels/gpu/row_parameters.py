@@ -52,7 +52,7 @@ class Parameter(IntEnum):
     TACTIC_FULL_LAYERS = 10
     QUOKA_BUDGET = 11
     SPARSE_FROM = 12  # tokens; up to and with so many the request runs dense
-    QUOKA_RATIO = 13  # bits of a float64; of the tokens before the newest, where there is no budget
+    QUOKA_RATIO = 13  # bits of a float64; where there is no budget, of the tokens before the newest, beside which it is
     TACTIC_P = 14  # bits of a float64
     SCALE = 15  # of early termination; bits of a float32, as the next two
     DIRECTION = 16
@@ -164,15 +164,26 @@ class RowParameters:
 
     @property
     def quest(self) -> QuestRows:
-        return QuestRows(self[Parameter.QUEST_PAGES], self[Parameter.QUEST_FULL_LAYERS], self[Parameter.BY_SCORE])
+        return QuestRows(
+            self[Parameter.QUEST_PAGES],
+            self[Parameter.SINKS],
+            self[Parameter.QUEST_FULL_LAYERS],
+            self[Parameter.BY_SCORE],
+        )
 
     @property
     def quoka(self) -> QuokaRows:
-        return QuokaRows(self[Parameter.QUOKA_BUDGET], self[Parameter.BY_SCORE])
+        return QuokaRows(self[Parameter.QUOKA_BUDGET], self[Parameter.SINKS], self[Parameter.BY_SCORE])
 
     def delta(self, roles: Tensor) -> DeltaRows:
         """Return DELTA's parameters with ``roles``, int8 [layers, rows]."""
-        return DeltaRows(roles, self[Parameter.DELTA_PAGES], self[Parameter.DELTA_RECENT], self[Parameter.BY_SCORE])
+        return DeltaRows(
+            roles,
+            self[Parameter.DELTA_PAGES],
+            self[Parameter.DELTA_RECENT],
+            self[Parameter.SINKS],
+            self[Parameter.BY_SCORE],
+        )
 
     def stored(self, positions: Tensor, offsets: Tensor, kept: Tensor) -> StoredRows:
         """Return SnapKV's parameters with ``positions``, ``offsets`` and ``kept`` as in ``StoredRows``."""
@@ -203,7 +214,8 @@ def _gather_kernel(
     owner = tl.load(families_ptr + column, mask=is_column, other=-1)
     value = tl.load(own_ptr + column, mask=is_column, other=0)
     bits = tl.load(own_ptr + _QUOKA_RATIO)
-    budget = tl.ceil(bits.to(tl.float64, bitcast=True) * (length - 1).to(tl.float64)).to(tl.int64)
+    budget = tl.ceil(bits.to(tl.float64, bitcast=True) * (length - 1).to(tl.float64)).to(tl.int64) + 1
+    budget = tl.maximum(budget, tl.load(own_ptr + _SINKS) + 1)
     value = tl.where((column == _QUOKA_BUDGET) & (bits != 0), budget, value)
     applies = is_sparse & ((owner < 0) | (owner == family))
     tl.store(values_ptr + column * rows + row, tl.where(applies, value, 0).to(tl.int32), mask=is_column)
@@ -217,6 +229,7 @@ def _gather_kernel(
 
 _SPARSE_FROM = tl.constexpr(int(Parameter.SPARSE_FROM))
 _FAMILY = tl.constexpr(int(Parameter.FAMILY))
+_SINKS = tl.constexpr(int(Parameter.SINKS))
 _QUOKA_RATIO = tl.constexpr(int(Parameter.QUOKA_RATIO))
 _QUOKA_BUDGET = tl.constexpr(int(Parameter.QUOKA_BUDGET))
 _TACTIC_P = tl.constexpr(int(Parameter.TACTIC_P))

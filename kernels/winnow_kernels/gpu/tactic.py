@@ -15,14 +15,16 @@ counts: a sampled key for each query head. Beside that each query head writes an
 through a row's spans once, in step 1. All but 2 and 4 deal a row's clusters out to many programs, so that a single
 request keeps the GPU busy; what they take is their chain of dependent loads.
 
-Where the order of reading matters (``in_order``: early termination, or a cap that cuts), two launches more after the
-union for a counting sort (``winnow_kernels.gpu.tactic_order``), and where there may be a cap a third, for what is left
+Sinks are tokens in no cluster like those behind all spans: the same programs score and write them.
+
+Where the order matters (``in_order``: early termination, or a cap that cuts), two launches more after the union for a
+counting sort (``winnow_kernels.gpu.tactic_order``), and where there may be a cap a third, for what is left
 of the share (``winnow_kernels.gpu.tactic_order_capped``). Rows that do not need them leave them at once.
 
-The set of tokens is the reference's, up to rounding (``winnow_kernels.gpu.tactic_fit``). Without ``in_order`` clusters
-come by number.
-A row or KV head that attends to everything has ``WHOLE`` for a count: no selection is wider than three quarters of the
-longest context.
+The set of tokens is the reference's, up to rounding (``winnow_kernels.gpu.tactic_fit``). Without ``in_order`` those in
+no cluster come first, then clusters by number.
+A row or KV head that attends to everything has ``WHOLE_TO_THE_END`` for a count: no selection is wider than three
+quarters of the longest context.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from winnow_kernels.gpu import (
     tactic_slots,
     tactic_union,
 )
-from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection, ToldShares
 from winnow_kernels.gpu.tactic_fit import fit_kernel
 from winnow_kernels.gpu.tactic_order import place_kernel, step_kernel
 from winnow_kernels.gpu.tactic_order_capped import capped_share_kernel
@@ -75,16 +77,19 @@ class TacticBatch:
     """The parameters of a batch's rows.
 
     Attributes:
-        entries: int32 [rows, spans]; index entries of the row's leading usable spans, span 0 first. Beyond them any.
-        clustered: int32 [rows]; tokens in these spans, less than the row's length. What comes behind them is always
-            attended to.
+        entries: int32 [rows, spans]; index entries of the row's usable spans, first that in which its sinks end.
+            Beyond them any.
+        clustered: int32 [rows]; where the last of these spans ends, less than the row's length; without spans, 0 up to
+            ``sinks``. What comes behind it is always attended to.
+        sinks: int32 [rows]; first tokens that are in no cluster and always attended to.
         p: float64 [rows]; share of the attention mass, 0 for a row of another family.
         caps: int32 [rows]; cap on the union of each KV head, 0 for none.
-        by_priority: int32 [rows]; not 0 where clusters must come in order, as early termination needs them.
+        by_priority: int32 [rows]; not 0 where tokens must come in order, as early termination needs them.
     """
 
     entries: Tensor
     clustered: Tensor
+    sinks: Tensor
     p: Tensor
     caps: Tensor
     by_priority: Tensor
@@ -92,30 +97,27 @@ class TacticBatch:
     @classmethod
     def empty(cls, rows: int, spans: int, device: torch.device) -> TacticBatch:
         """Return the parameters of ``rows`` rows of other families, with room for ``spans`` spans each."""
-        clustered, caps, by_priority = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        clustered, sinks, caps, by_priority = torch.zeros(4, rows, dtype=torch.int32, device=device)
         entries = torch.zeros(rows, spans, dtype=torch.int32, device=device)
-        return cls(entries, clustered, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
+        return cls(entries, clustered, sinks, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
 
 
 @dataclass(frozen=True, eq=False)
 class TacticStatistics:
-    """What the fit believes, of the layers so far in a step; whoever begins a step sets them to 0.
+    """What is believed of a layer's selections, and what is known of those of the layers so far in a step.
 
     Attributes:
-        shares: float64 [rows, query heads]; share of the attention mass that is believed to be attended, added up over
-            layers. ``TacticStep.estimated_share`` is its mean over query heads.
-        capped: int32 [rows]; not 0 where a cap has cut a selection.
+        told: beliefs of this layer; ``attend`` adds up shares. ``TacticStep.estimated_share`` is their mean over query
+            heads.
+        capped: int32 [rows]; not 0 where a cap has cut a selection. Whoever begins a step sets it to 0.
     """
 
-    shares: Tensor
+    told: ToldShares
     capped: Tensor
 
     @classmethod
     def empty(cls, rows: int, query_heads: int, device: torch.device) -> TacticStatistics:
-        return cls(
-            torch.zeros(rows, query_heads, dtype=torch.float64, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
-        )
+        return cls(ToldShares.empty(rows, query_heads, device), torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 def selection_width(longest: int) -> int:
@@ -170,7 +172,7 @@ def select(
         workspace: for as many rows, heads and spans.
         statistics: what is added to.
         scale: what scores are multiplied by before the softmax.
-        in_order: whether some row may be ``by_priority`` or capped; without it their clusters would come by number.
+        in_order: whether some row may be ``by_priority`` or capped; without it no row is put in order.
         capped: whether some row may have a cap; ``in_order`` must be true then.
 
     Raises:
@@ -182,7 +184,7 @@ def select(
     group = query_heads // kv_heads
     capacity, of_span = clusters.sizes.shape[1:]
     span = clusters.offsets.shape[2]
-    block, known_block = workspace.scores.shape[2], workspace.known.shape[2]
+    block, known_block, kept_blocks = (t.shape[2] for t in (workspace.scores, workspace.known, workspace.kept_weights))
     if batch.longest > MOST_TOKENS:
         raise ValueError(f"batch: contexts of at most {MOST_TOKENS} tokens, not {batch.longest}")
     if width < selection_width(batch.longest):
@@ -196,8 +198,8 @@ def select(
     dim_block = max(16, triton.next_power_of_2(head_dim))
     member_bytes = cache.vector_bytes + clusters.firsts.element_size() + clusters.offsets.element_size()
     scale_log2 = scale * _LOG2_E
-    of_row = (batch.lengths, rows.entries, rows.clustered, rows.p, rows.caps)
-    without_entries = (batch.lengths, rows.clustered, rows.p, rows.caps)
+    of_row = (batch.lengths, rows.entries, rows.clustered, rows.sinks, rows.p, rows.caps)
+    without_entries = (batch.lengths, rows.clustered, rows.sinks, rows.p, rows.caps)
     of_order = (*without_entries, rows.by_priority)
     of_index = (clusters.sizes, clusters.firsts, clusters.offsets)
     key_strides = (queries.stride(0), keys.stride(0), keys.stride(1))
@@ -222,17 +224,20 @@ def select(
         workspace.scores,
         *by_number,
         workspace.tails,
+        workspace.kept_weights,
         scale_log2,
         *key_strides,
         *row_strides,
         clusters.entry_bytes,
         kv_heads * cache.vector_bytes,
         block,
+        kept_blocks,
         **heads,
         **dims,
         **layout,
         of_program=tactic_scores.OF_PROGRAM,
         tail_splits=TAIL_SPLITS,
+        in_order=in_order,
         num_warps=4,
     )
     for fewest, most in widths:
@@ -331,10 +336,14 @@ def select(
         num_warps=4,
     )
     if in_order:
-        order_grid = (tactic_order.SPLITS, kv_heads, batch.rows)
-        step_kernel[order_grid](
+        step_kernel[(tactic_order.STEP_PROGRAMS, kv_heads, batch.rows)](
             *of_order,
             workspace.scores,
+            workspace.cluster_sizes,
+            workspace.masses,
+            workspace.ranks,
+            workspace.fits,
+            workspace.kept_weights,
             workspace.cuts,
             workspace.totals,
             workspace.listed,
@@ -343,17 +352,30 @@ def select(
             workspace.steps,
             workspace.step_sums,
             workspace.places,
+            workspace.kept_placed,
+            workspace.kept_steps,
+            workspace.kept_sums,
+            workspace.windows,
             scale_log2,
+            kept_blocks,
             clusters=block,
             **heads,
             group_block=group_block,
+            span=span,
+            of_span=of_span,
             num_warps=4,
         )
-        place_kernel[order_grid](
+        place_kernel[(tactic_order.PLACE_PROGRAMS, kv_heads, batch.rows)](
             workspace.placed,
             workspace.steps,
             workspace.step_sums,
             workspace.places,
+            workspace.targets,
+            workspace.kept_placed,
+            workspace.kept_steps,
+            workspace.kept_sums,
+            workspace.kept_targets,
+            kept_blocks,
             clusters=block,
             num_warps=4,
         )
@@ -395,8 +417,12 @@ def select(
         workspace.totals,
         *lists,
         workspace.places,
+        workspace.targets,
+        workspace.kept_placed,
+        workspace.kept_targets,
+        workspace.fits,
         workspace.shares,
-        statistics.shares,
+        statistics.told.beliefs,
         statistics.capped,
         selection.slots,
         selection.counts,
@@ -404,6 +430,7 @@ def select(
         capacity,
         member_bytes - cache.vector_bytes,
         width,
+        kept_blocks,
         clusters=block,
         **heads,
         **layout,

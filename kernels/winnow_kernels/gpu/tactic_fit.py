@@ -53,6 +53,8 @@ from winnow_kernels.gpu.tactic_state import (
     is_idle,
     keys_at,
     member_slots,
+    shape_of,
+    span_table,
 )
 from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, packed_of, weight_of
 from winnow_kernels.tactic import WINDOW_CLUSTERS
@@ -85,6 +87,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     lengths_ptr: tl.tensor,
     entries_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -121,8 +124,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     head, row = tl.program_id(0), tl.program_id(1)
     kv_head = head // group
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    count = tokens // span * of_span
+    length, sinks, tokens, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, tokens, cap) | (count <= fewest) | (count > block):
         return
     of_head = row.to(tl.int64) * (kv_heads * group) + head
@@ -172,7 +174,7 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         all_sums = tl.sum(all_weights.to(tl.float64), axis=1)
         outside, first = _one_of(all_sums, 0), _one_of(all_sums, 1)
         near_mean, far_mean = _means(_one_of(all_sums, 2), near_tokens, _one_of(all_sums, 3), far_tokens)
-        near_centre, far_centre = _centre(near_before, near_tokens), _centre(far_before, far_tokens)
+        near_centre, far_centre = window_centre(near_before, near_tokens), window_centre(far_before, far_tokens)
         a, b = _curve(near_centre, near_mean, far_centre, far_mean)
         end = _last_positive(a, b, known, tokens)
         total = outside + first + curve_mass(a, b, known, end.to(tl.float64))
@@ -194,8 +196,9 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             start = tl.sum(tl.load(cluster_sizes_ptr + numbers, mask=is_before, other=0), axis=0)
             last_address = addresses_of(entries_ptr, cut_last, cut_last >= 0, kv_head, capacity, of_span)
             size = tl.minimum(tl.load(cluster_sizes_ptr + cut_last), known - start)
+            table_ptr = span_table(table_ptr + row * table_stride, sinks, span, page_size)
             cut_taken, held = _members_for(
-                queries_ptr, keys_ptr + kv_head * head_stride, firsts_ptr, offsets_ptr, table_ptr + row * table_stride,
+                queries_ptr, keys_ptr + kv_head * head_stride, firsts_ptr, offsets_ptr, table_ptr,
                 row.to(tl.int64) * query_stride + head * head_dim, last_address, cut_last, size, kv_head, before,
                 target, reference, scale_log2, slot_stride, capacity,
                 head_dim, dim_block, of_span, span, page_size,
@@ -260,7 +263,7 @@ def _means(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _centre(before: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+def window_centre(before: tl.tensor, tokens: tl.tensor) -> tl.tensor:
     """Return a window's centre in places, which count from 1: float64."""
     return before.to(tl.float64) + (tokens.to(tl.float64) + 1) * 0.5
 

@@ -31,17 +31,20 @@ from winnow_kernels.gpu.tactic_state import (
     SLICE,
     addresses_of,
     is_idle,
+    kept_positions,
     keys_at,
+    shape_of,
     slots_at,
+    span_table,
     through,
     tied,
     united,
 )
 from winnow_kernels.gpu.threshold import LOWEST, counted, counted_threshold, ordered
-from winnow_kernels.tactic import PLACE_STEPS
+from winnow_kernels.tactic import SHARE_STEPS
 
 _SLICE = tl.constexpr(SLICE)
-_STEPS = tl.constexpr(PLACE_STEPS)
+_STEPS = tl.constexpr(SHARE_STEPS)
 _TOKEN_TILE = tl.constexpr(64)
 # Listed clusters that are looked at together.
 _LISTED = tl.constexpr(1024)
@@ -58,6 +61,7 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
     lengths_ptr: tl.tensor,
     entries_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -94,12 +98,12 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
     head, row = tl.program_id(0), tl.program_id(1)
     kv_head = head // group
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, sinks, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, clustered, cap) | (cap == 0):
         return
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     slices: tl.constexpr = clusters // _SLICE
-    _totals, kept, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, cap, slices)
+    _totals, kept, taken, wanted = united(totals_ptr + of_kv_head * slices, length, clustered, count, cap, slices)
     if (taken < 0) | (kept + taken == length - clustered + wanted):
         return
     of_head = row.to(tl.int64) * (kv_heads * group) + head
@@ -116,11 +120,12 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
         of_query = tl.load(queries_ptr + query + dims, mask=dims < head_dim, other=0.0).to(tl.float32)
         held = held * 0
         for begin in range(0, kept, _TOKEN_TILE):
-            newest = begin + tl.arange(0, _TOKEN_TILE)
-            slots = slots_at(table_ptr, length - 1 - newest, newest < kept, page_size)
-            keys = keys_at(keys_ptr, slots, newest < kept, slot_stride, head_dim, dim_block).to(tl.float32)
+            places = begin + tl.arange(0, _TOKEN_TILE)
+            positions = kept_positions(places, length, sinks)
+            slots = slots_at(table_ptr, positions, places < kept, page_size)
+            keys = keys_at(keys_ptr, slots, places < kept, slot_stride, head_dim, dim_block).to(tl.float32)
             scores = tl.sum(keys * of_query[None, :], axis=1) * scale_log2
-            weights = tl.exp2(tl.where(newest < kept, scores - reference, NOTHING))
+            weights = tl.exp2(tl.where(places < kept, scores - reference, NOTHING))
             held += tl.sum(weights.to(tl.float64), axis=0)
     tokens = tl.load(cuts_ptr + of_head * CUTS + CUT_TOKENS)
     if wanted > taken:
@@ -152,6 +157,7 @@ def capped_share_kernel(  # noqa: PLR0915 - what is found on the way stays in re
             masses = tl.load(masses_ptr + of_head * clusters + numbers, mask=is_before, other=NOTHING)
             held += tl.sum(tl.exp2(masses - reference).to(tl.float64), axis=0)
             address = addresses_of(entries_ptr, last, last >= 0, kv_head, capacity, of_span)
+            table_ptr = span_table(table_ptr, sinks, span, page_size)
             for begin in range(0, tokens - start, _TOKEN_TILE):
                 ranks = begin + tl.arange(0, _TOKEN_TILE)
                 weights = member_weights(

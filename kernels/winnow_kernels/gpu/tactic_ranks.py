@@ -36,6 +36,7 @@ from winnow_kernels.gpu.tactic_state import (
     RANK_NEAR_TOKENS,
     RANKS,
     is_idle,
+    shape_of,
 )
 from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, counted, ordered, packed_of, weight_of
 from winnow_kernels.kmeans import CLUSTER_SIZE
@@ -69,6 +70,7 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     cluster_sizes_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -92,10 +94,9 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     """
     head, row = tl.program_id(0), tl.program_id(1)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, tokens = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, _, tokens, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, tokens, cap) | (tokens == 0):
         return
-    count = tokens // span * of_span
     if (count <= fewest) | (count > block):
         return
     # One at a time in each thread: such that comparisons, running sums and scattered stores have one layout, and no

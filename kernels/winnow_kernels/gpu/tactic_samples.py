@@ -19,7 +19,9 @@ from winnow_kernels.gpu.tactic_state import (
     is_idle,
     keys_at,
     places_of,
+    shape_of,
     slots_at,
+    span_table,
     through,
 )
 from winnow_kernels.gpu.threshold import count_of, counted, ordered, weight_of
@@ -51,6 +53,7 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
     table_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -84,15 +87,14 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
     """
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
+    length, sinks, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, clustered, cap) | (clustered == 0):
         return
-    count = clustered // span * of_span
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head
     of_group = of_kv_head * group
     queries = group_queries(queries_ptr, row, kv_head, query_stride, group, head_dim, dim_block)
     keys_ptr += kv_head * head_stride
-    table_ptr += row * table_stride
+    table_ptr = span_table(table_ptr + row * table_stride, sinks, span, page_size)
     cluster_sizes_ptr += of_kv_head * clusters
     cluster_firsts_ptr += of_kv_head * clusters
     offsets_ptr += kv_head.to(tl.int64) * capacity * span

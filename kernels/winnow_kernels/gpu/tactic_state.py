@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.gpu.batch import COUNTS, Count
+from winnow_kernels.gpu.batch import COUNTS, NO_MASS, Count
 from winnow_kernels.gpu.threshold import HIGHEST, weight_of
 from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.tactic import LISTED_SHARE, PLACE_STEPS, WHOLE_SHARE, WINDOW_CLUSTERS
+from winnow_kernels.tactic import LISTED_SHARE, SHARE_STEPS, WHOLE_SHARE, WINDOW_CLUSTERS
 
 LARGEST_GROUP: Final = 16
 """Query heads of a KV head: the rows of a tensor core's tile, which smaller groups are padded to."""
@@ -29,11 +29,13 @@ SLICE: Final = 128
 RUN: Final = 64
 """Listed clusters of a row and KV head that are put in order among themselves, and then among the others."""
 
-NOTHING: Final = tl.constexpr(-1e30)
-"""Logarithm of no mass; finite, so that differences stay numbers."""
+KEPT_BLOCK: Final = CLUSTER_SIZE
+"""Tokens in no cluster that are put in order together."""
+
+NOTHING: Final = tl.constexpr(NO_MASS)
 GROUP_BLOCK: Final = tl.constexpr(LARGEST_GROUP)
 _WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
-_SLICE_TOKENS = tl.constexpr(SLICE * CLUSTER_SIZE)
+_SLICE = tl.constexpr(SLICE)
 _COUNTS = tl.constexpr(COUNTS)
 _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
 
@@ -107,7 +109,7 @@ FIT_END = tl.constexpr(int(Fit.END))
 class TacticWorkspace:
     """What is handed on from launch to launch, for one layer at a time.
 
-    For a row, 9 bytes a cluster and query head, 36 a cluster and KV head, and 8 KiB a query head: 152 MiB for 32 rows
+    For a row, 13 bytes a cluster and query head, 48 a cluster and KV head, and 8 KiB a query head: 209 MiB for 32 rows
     of 128K tokens with 32 query and 8 KV heads. What else there is is less than a hundredth of that.
 
     Attributes:
@@ -118,6 +120,8 @@ class TacticWorkspace:
         known: int32 [rows, query heads, clusters / 4]; the clusters with exact weights.
         tails: float32 [rows, query heads, TAIL_SPLITS, 2]; of the tokens in no cluster: the largest score, and the sum
             of the weights relative to it.
+        kept_weights: float32 [rows, query heads, blocks]; of each KEPT_BLOCK tokens in no cluster, from the newest
+            back, the logarithm (base 2) of the mean weight. Where the order matters.
         windows: int32 [rows, query heads, WINDOWS]; clusters of both windows.
         window_masses: float32, same shape; logarithms of their masses, as the sample has them.
         histogram: int32 [rows, query heads, HISTOGRAM]; scratch of the searches.
@@ -133,10 +137,16 @@ class TacticWorkspace:
         needed: int32, same shape; how many members are taken.
         places: int32, same shape; how many tokens come before them (at first: of their run), where the order matters.
         placed: int32 [rows, KV heads]; how many clusters are listed, 0 where the order does not matter.
-        steps: int32 [rows, KV heads, clusters]; of these, without gaps between slices, the step of the best place in a
-            list of the group, and PLACE_STEPS times where they lie in the lists.
-        step_sums: int32 [rows, KV heads, clusters / RUN, PLACE_STEPS]; how many tokens are taken of the clusters of
+        steps: int32 [rows, KV heads, clusters]; of these, without gaps between slices, the step of the best share that
+            a token has for a query head of the group, and SHARE_STEPS times where they lie in the lists.
+        step_sums: int32 [rows, KV heads, clusters / RUN, SHARE_STEPS]; how many tokens are taken of the clusters of
             each run that are in a step or an earlier one.
+        targets: int32 [rows, KV heads, clusters]; as ``places``, with the tokens in no cluster that come before.
+        kept_placed: int32 [rows, KV heads, 2]; how many tokens in no cluster are put in order, 0 where the order does
+            not matter, and how many tokens of clusters are.
+        kept_steps: int32 [rows, KV heads, blocks]; the step of the best share that a token of a block has on average.
+        kept_sums: int32 [rows, KV heads, SHARE_STEPS]; tokens of blocks in a step or an earlier one.
+        kept_targets: int32 [rows, KV heads, blocks]; how many tokens come before a block, those of clusters included.
     """
 
     scores: Tensor
@@ -145,6 +155,7 @@ class TacticWorkspace:
     masses: Tensor
     known: Tensor
     tails: Tensor
+    kept_weights: Tensor
     windows: Tensor
     window_masses: Tensor
     histogram: Tensor
@@ -161,6 +172,11 @@ class TacticWorkspace:
     placed: Tensor
     steps: Tensor
     step_sums: Tensor
+    targets: Tensor
+    kept_placed: Tensor
+    kept_steps: Tensor
+    kept_sums: Tensor
+    kept_targets: Tensor
 
     @classmethod
     def empty(
@@ -168,6 +184,8 @@ class TacticWorkspace:
     ) -> TacticWorkspace:
         """Return space for ``rows`` rows with at most ``spans`` spans of ``span`` tokens each."""
         clusters = block_of(spans * span // CLUSTER_SIZE)
+        # A context may end within the span behind the last.
+        kept_blocks = (spans + 1) * span // KEPT_BLOCK
         heads, kv = (rows, query_heads), (rows, kv_heads)
 
         def space(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -180,6 +198,7 @@ class TacticWorkspace:
             masses=space(*heads, clusters, dtype=torch.float32),
             known=space(*heads, known_block_of(clusters)),
             tails=space(*heads, TAIL_SPLITS, 2, dtype=torch.float32),
+            kept_weights=space(*heads, kept_blocks, dtype=torch.float32),
             windows=space(*heads, WINDOWS),
             window_masses=space(*heads, WINDOWS, dtype=torch.float32),
             histogram=space(*heads, HISTOGRAM),
@@ -195,7 +214,12 @@ class TacticWorkspace:
             places=space(*kv, clusters),
             placed=space(*kv),
             steps=space(*kv, clusters),
-            step_sums=space(*kv, clusters // RUN, PLACE_STEPS),
+            step_sums=space(*kv, clusters // RUN, SHARE_STEPS),
+            targets=space(*kv, clusters),
+            kept_placed=space(*kv, 2),
+            kept_steps=space(*kv, kept_blocks),
+            kept_sums=space(*kv, SHARE_STEPS),
+            kept_targets=space(*kv, kept_blocks),
         )
 
 
@@ -207,6 +231,32 @@ def block_of(clusters: int) -> int:
 def known_block_of(block: int) -> int:
     """Return how many of ``block`` clusters can have exact weights, at most."""
     return int(LISTED_SHARE * block)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shape_of(
+    lengths_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    row: tl.tensor,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return of a row the tokens, its sinks, the tokens in clusters behind these, and the number of its clusters."""
+    length, end, sinks = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row), tl.load(sinks_ptr + row)
+    return length, sinks, tl.maximum(end - sinks, 0), tl.maximum(end // span - sinks // span, 0) * of_span
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def kept_positions(places: tl.tensor, length: tl.tensor, sinks: tl.tensor) -> tl.tensor:
+    """Return the positions of tokens in no cluster at ``places`` of their order: sinks, then the newest first."""
+    return tl.where(places < sinks, places, length - 1 - (places - sinks))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def span_table(table_ptr: tl.tensor, sinks: tl.tensor, span: tl.constexpr, page_size: tl.constexpr) -> tl.tensor:
+    """Return where a row's page table has the first span with clusters, that in which the sinks end."""
+    return table_ptr + sinks // span * (span // page_size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -223,7 +273,12 @@ def exceeds(count: tl.tensor, length: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def united(
-    totals_ptr: tl.tensor, length: tl.tensor, clustered: tl.tensor, cap: tl.tensor, slices: tl.constexpr
+    totals_ptr: tl.tensor,
+    length: tl.tensor,
+    clustered: tl.tensor,
+    count: tl.tensor,
+    cap: tl.tensor,
+    slices: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return what is taken for one KV head of a row that is not idle.
 
@@ -231,6 +286,7 @@ def united(
         totals_ptr: its slices' totals.
         length: tokens of the row.
         clustered: tokens of the row in clusters.
+        count: clusters of the row.
         cap: the row's.
         slices: how many slices a row can have.
 
@@ -239,8 +295,7 @@ def united(
         the cap, -1 where the whole context is attended to instead; tokens that are needed of clusters.
     """
     each = tl.arange(0, slices)
-    # A slice has as many clusters as ``SLICE``, each of CLUSTER_SIZE tokens on average.
-    totals = tl.load(totals_ptr + each, mask=each * _SLICE_TOKENS < clustered, other=0)
+    totals = tl.load(totals_ptr + each, mask=each * _SLICE < count, other=0)
     wanted = tl.sum(weight_of(totals), axis=0)
     kept = kept_tokens(length, clustered, cap)
     taken = tl.minimum(wanted, tl.where(cap > 0, cap, length) - kept)
@@ -249,7 +304,7 @@ def united(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def needs_order(taken: tl.tensor, wanted: tl.tensor, is_ordered: tl.tensor) -> tl.tensor:
-    """Return whether clusters of which so much is ``taken`` and ``wanted`` must be read in order."""
+    """Return whether clusters of which so much is ``taken`` and ``wanted`` must be put in order."""
     return (taken > 0) & ((is_ordered != 0) | (wanted > taken))
 
 
@@ -361,7 +416,7 @@ def member_slots(
     span: tl.constexpr,
     page_size: tl.constexpr,
 ) -> tl.tensor:
-    """Return the slots of members of clusters, int32; 0 where not ``is_member``."""
+    """Return the slots of members of clusters, int32; 0 where not ``is_member``. ``table_ptr`` is a ``span_table``."""
     first = tl.load(firsts_ptr + addresses, mask=is_member, other=0)
     offset_ptr = offsets_ptr + kv_head.to(tl.int64) * capacity * span + first + ranks
     offset = tl.load(offset_ptr, mask=is_member, other=0).to(tl.int32)

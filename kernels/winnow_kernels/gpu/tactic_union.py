@@ -19,6 +19,7 @@ from winnow_kernels.gpu.tactic_state import (
     CUTS,
     SLICE,
     is_idle,
+    shape_of,
     through,
 )
 from winnow_kernels.gpu.threshold import HIGHEST, count_of, counted, ordered, weight_of
@@ -35,6 +36,7 @@ def union_kernel(
     cluster_firsts_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     caps_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -55,8 +57,7 @@ def union_kernel(
     """List the clusters of some slices of which some query head of a group takes something, and how much of each."""
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, clustered = tl.load(lengths_ptr + row), tl.load(clustered_ptr + row)
-    count = clustered // span * of_span
+    length, _, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
     if is_idle(share, length, clustered, cap) | (part * of_program * _SLICE >= count):
         return
     of_kv_head = row.to(tl.int64) * kv_heads + kv_head

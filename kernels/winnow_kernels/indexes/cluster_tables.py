@@ -77,7 +77,7 @@ class LayerClusters:
         sizes: int16, or int32 if a span is too long for that, [KV heads, entries, clusters].
         firsts: int32, same shape; where in a head's ``offsets``, all entries in a row, a cluster's members begin.
         offsets: as ``sizes``, [KV heads, entries, span]; offsets of tokens in the span, cluster by cluster, and in each
-            cluster by position.
+            cluster by position; then those of the tokens that were left out.
     """
 
     centroids: Tensor
@@ -91,22 +91,39 @@ class LayerClusters:
         kv_heads, _, clusters, head_dim = self.centroids.shape
         return kv_heads * clusters * (head_dim * self.centroids.element_size() + self.sizes.element_size())
 
-    def build(self, cache: LayerCache, entries: Tensor, slots: Tensor) -> None:
-        """Cluster the keys at ``slots``, [n, span], into ``entries``, [n]."""
+    def build(self, cache: LayerCache, entries: Tensor, slots: Tensor, left_out: Tensor) -> None:
+        """Cluster the keys at ``slots`` into ``entries``.
+
+        Args:
+            cache: the layer's.
+            entries: int64 [n].
+            slots: int64 [n, span].
+            left_out: int64 [n]; how many of a span's first tokens are in no cluster, less than all.
+        """
+        for tokens in left_out.unique().tolist():
+            alike = left_out == tokens
+            self._build_alike(cache, entries[alike], slots[alike], tokens)
+
+    def _build_alike(self, cache: LayerCache, entries: Tensor, slots: Tensor, left_out: int) -> None:
         clusters, span = self.sizes.shape[2], self.offsets.shape[2]
+        # Of fewer keys than clusters each has one of its own.
+        filled = min(clusters, span - left_out)
         at_once = max(1, _KMEANS_BYTES // (4 * cache.kv_heads * span * clusters))
         for some, some_slots in zip(entries.split(at_once), slots.split(at_once), strict=True):
-            keys = cache.keys[some_slots].transpose(1, 2)
-            labels, centroids = kmeans(keys.flatten(0, 1), clusters)
+            keys = cache.keys[some_slots[:, left_out:]].transpose(1, 2)
+            labels, centroids = kmeans(keys.flatten(0, 1), filled)
             sizes = torch.zeros(labels.shape[0], clusters, dtype=torch.int64, device=labels.device)
             sizes.scatter_add_(1, labels, torch.ones_like(labels))
             heads_first = (len(some), cache.kv_heads)
+            centroids = torch.nn.functional.pad(centroids, (0, 0, 0, clusters - filled))
             self.centroids[:, some] = centroids.unflatten(0, heads_first).transpose(0, 1)
             self.sizes[:, some] = sizes.to(self.sizes.dtype).unflatten(0, heads_first).transpose(0, 1)
             firsts = (sizes.cumsum(1) - sizes).int().unflatten(0, heads_first).transpose(0, 1)
             self.firsts[:, some] = firsts + some[:, None].int() * span
-            by_cluster = labels.argsort(dim=1, stable=True).to(self.offsets.dtype)
-            self.offsets[:, some] = by_cluster.unflatten(0, heads_first).transpose(0, 1)
+            by_cluster = left_out + labels.argsort(dim=1, stable=True)
+            not_clustered = torch.arange(left_out, device=labels.device).expand(len(labels), -1)
+            offsets = torch.cat([by_cluster, not_clustered], 1).to(self.offsets.dtype)
+            self.offsets[:, some] = offsets.unflatten(0, heads_first).transpose(0, 1)
 
     def read(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Return centroids and sizes of ``entries``, int64 [requests, spans]: those of a request's spans in a row."""

@@ -4,6 +4,9 @@ Spans lie on a grid of absolute positions. An entry holds one span's clusters, f
 pages, not to a request. It says which pages it was built from and how often each had been begun by then, and is used
 only where all of that still holds: never after one of its pages has been written anew, never by a request whose context
 has other pages there.
+
+A request's first tokens, its sinks, are in no cluster. An entry says, too, how many of its span's first tokens it
+leaves out. Requests with other sinks have an entry of their own for the span in which these end, and share all others.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from winnow_kernels.gpu.key_pools import KeyPools
 from winnow_kernels.indexes.cluster_tables import ClusterTables
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
-from winnow_kernels.kmeans import CLUSTER_SIZE, drawn_members
+from winnow_kernels.kmeans import CLUSTER_SIZE, drawn_behind
 
 SPAN = 1024
 """Tokens in a span, unless a server says otherwise."""
@@ -57,6 +60,7 @@ class Spans:
         entries: int64 [requests, most]; beyond a request's number of spans any entry.
         starts: int64 [requests, most]; position of a span's first token; beyond, 0.
         counts: int64 [requests].
+        tokens: int64 [requests]; in the clusters of these spans: all but sinks.
         cluster_places: int64 [requests, most × clusters]; where the clusters are, counted through all entries.
         cluster_starts: int64, same shape; position of the first token of a cluster's span.
     """
@@ -64,6 +68,7 @@ class Spans:
     entries: Tensor
     starts: Tensor
     counts: Tensor
+    tokens: Tensor
     cluster_places: Tensor
     cluster_starts: Tensor
 
@@ -90,7 +95,8 @@ class HeldSpans:
     """What a request can use of its clusters.
 
     Attributes:
-        entries: int32 [spans]; of its leading spans, span 0 first. What lies behind them is in no cluster.
+        entries: int32 [spans]; of consecutive spans, first that in which the sinks end: span 0 where they are less
+            than a span. What lies behind these spans is in no cluster.
         built_tokens: how many tokens were clustered anew.
     """
 
@@ -99,7 +105,10 @@ class HeldSpans:
 
 
 class ClusterIndex:
-    """Clusters of spans, for all layers, built when first needed. An entry is found by its span's last page.
+    """Clusters of spans, for all layers, built when first needed.
+
+    An entry is found by its span's last page and how many tokens it leaves out. Of two spans that agree in both, only
+    the one that was built later is found.
 
     Space is found in this order: entries whose tag no longer holds; then
 
@@ -154,9 +163,9 @@ class ClusterIndex:
             raise ValueError(f"span: {span} tokens of {self.shape.head_dim} numbers are too many for a Triton program")
         self._grows = capacity is None
         entries = capacity or 0
-        self._by_last_page = torch.full_like(generations.counts, -1)
         self._tag_pages = torch.zeros(entries, span // page_size, dtype=torch.int64, device=device)
         self._tag_generations = torch.full_like(self._tag_pages, -1)
+        self._tag_left_out = torch.zeros(entries, dtype=torch.int64, device=device)
         self._last_used = torch.zeros(entries, dtype=torch.int64, device=device)
         self._holders = torch.zeros_like(self._last_used)
         self._held: dict[int, Tensor] = {}
@@ -167,9 +176,8 @@ class ClusterIndex:
     @classmethod
     def bytes_per_slot(cls, shape: PoolShape, page_size: int, span: int = SPAN) -> float:
         """Return what an index with an entry for every span of the pool adds to a slot."""
-        tag_numbers = 2 * span // page_size + 2
-        of_span = ClusterTables.bytes_per_entry(shape, span) + tag_numbers * torch.int64.itemsize
-        return of_span / span + torch.int64.itemsize / page_size
+        tag_numbers = 2 * span // page_size + 3
+        return (ClusterTables.bytes_per_entry(shape, span) + tag_numbers * torch.int64.itemsize) / span
 
     @property
     def entries(self) -> int:
@@ -179,15 +187,16 @@ class ClusterIndex:
     def warm_up(self) -> None:
         """Compile what ``ensure`` launches, which takes seconds: before the first request has to wait for it."""
         if self.in_triton:
-            self._launch(self._last_used.new_empty(0), self._tag_pages[:0])
+            self._launch(self._last_used.new_empty(0), self._tag_pages[:0], self._tag_left_out[:0])
 
-    def ensure(self, context: Context, request: int, tokens: int) -> int:
+    def ensure(self, context: Context, request: int, tokens: int, sinks: int = 0) -> int:
         """Build what is missing or outdated of the clusters of a request's first ``tokens`` tokens, all written.
 
         Args:
             context: the batch's contexts.
             request: the request's row.
             tokens: a multiple of the span (``clustered_until``).
+            sinks: how many of the first tokens are in no cluster.
 
         Returns:
             How many tokens were clustered anew.
@@ -197,10 +206,10 @@ class ClusterIndex:
         """
         if tokens % self.span:
             raise ValueError(f"tokens: must be a multiple of the span, {self.span}; it is {tokens}")
-        return self._ensure(self._span_pages(context, tokens)[request]).built_tokens
+        return self._ensure(self._span_pages(context, tokens)[request], sinks).built_tokens
 
-    def hold(self, holder: int, pages: Tensor) -> HeldSpans:
-        """Build what is missing as ``ensure`` does, and keep the leading usable spans' entries for ``holder``.
+    def hold(self, holder: int, pages: Tensor, sinks: int = 0) -> HeldSpans:
+        """Build what is missing as ``ensure`` does, and keep the first usable spans' entries for ``holder``.
 
         The entries stay as they are until the holder releases them or takes hold anew, as after further tokens were
         clustered. The holder must keep its pages for as long.
@@ -208,13 +217,14 @@ class ClusterIndex:
         Args:
             holder: a number of the caller's choice, the request's.
             pages: int64 [spans × pages in a span]; the request's leading pages, all written.
+            sinks: how many of the first tokens are in no cluster.
 
         Raises:
             ValueError: the pages are not those of whole spans.
         """
         if len(pages) * self.generations.page_size % self.span:
             raise ValueError(f"pages: must fill whole spans of {self.span} tokens; they are {len(pages)}")
-        held = self._ensure(pages.view(-1, self.span // self.generations.page_size))
+        held = self._ensure(pages.view(-1, self.span // self.generations.page_size), sinks)
         entries = held.entries.long()
         self._holders.index_add_(0, entries, torch.ones_like(entries))
         self.release(holder)
@@ -227,19 +237,33 @@ class ClusterIndex:
         if entries is not None:
             self._holders.index_add_(0, entries, -torch.ones_like(entries))
 
-    def lookup(self, context: Context, tokens: Tensor) -> Spans:
-        """Return the usable spans among each request's first ``tokens``, int64 [requests], multiples of the span."""
+    def lookup(self, context: Context, tokens: Tensor, sinks: Tensor | None = None) -> Spans:
+        """Return the usable spans among each request's first ``tokens``.
+
+        Args:
+            context: the batch's contexts.
+            tokens: int64 [requests]; multiples of the span.
+            sinks: int64 [requests]; how many of the first tokens are in no cluster; none by default.
+        """
         longest = int(tokens.max())
-        entries, usable = self._lookup(self._span_pages(context, longest))
         starts = torch.arange(0, longest, self.span, device=context.device)
-        usable &= starts < tokens[:, None]
+        left_out = (torch.zeros_like(tokens) if sinks is None else sinks)[:, None].sub(starts).clamp_min(0)
+        entries, usable = self._lookup(self._span_pages(context, longest), left_out)
+        usable &= (starts < tokens[:, None]) & (left_out < self.span)
         counts = usable.sum(1)
         # Usable spans first, in the order of their positions.
         order = (~usable).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
         inside = torch.arange(order.shape[1], device=context.device) < counts[:, None]
         entries, starts = entries.gather(1, order).where(inside, 0), starts[order].where(inside, 0)
         places = entries[..., None] * self.clusters + torch.arange(self.clusters, device=context.device)
-        return Spans(entries, starts, counts, places.flatten(1), starts.repeat_interleave(self.clusters, dim=1))
+        return Spans(
+            entries,
+            starts,
+            counts,
+            (self.span - left_out).where(usable, 0).sum(1),
+            places.flatten(1),
+            starts.repeat_interleave(self.clusters, dim=1),
+        )
 
     def read(self, layer: int, spans: Spans) -> Clusters:
         """Return the clusters of ``spans``."""
@@ -275,53 +299,73 @@ class ClusterIndex:
         pages = (first_slots // page_size).masked_fill(first_slots >= self.caches[0].slots, -1)
         return pages.view(context.requests, tokens // self.span, self.span // page_size)
 
-    def _lookup(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the entries of spans, given as their pages, [..., pages], and whether they may be used."""
+    def _lookup(self, pages: Tensor, left_out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the entries of spans and whether they may be used.
+
+        Args:
+            pages: [..., pages in a span].
+            left_out: [...]; how many of a span's first tokens must be in no cluster.
+        """
         if self.entries == 0:
-            return torch.zeros_like(pages[..., 0]), torch.zeros_like(pages[..., 0], dtype=torch.bool)
-        found = self._by_last_page[pages[..., -1]]
-        entries = found.clamp_min(0)
+            return torch.zeros_like(left_out), torch.zeros_like(left_out, dtype=torch.bool)
+        found = self._with_last_page(pages[..., -1], left_out)
+        entries = found.int().argmax(-1)
         matches = (self._tag_pages[entries] == pages) & (
             self._tag_generations[entries] == self.generations.counts[pages]
         )
-        return entries, matches.all(-1) & (found >= 0)
+        return entries, matches.all(-1) & found.any(-1)
 
-    def _ensure(self, pages: Tensor) -> HeldSpans:
-        """Make as many leading spans usable as there is space for; ``pages`` is [spans, pages in a span]."""
-        entries, usable = self._lookup(pages)
+    def _with_last_page(self, last_pages: Tensor, left_out: Tensor) -> Tensor:
+        """Return which entries have each span's last page and leave out as much, at most one: bool [..., entries]."""
+        is_tagged = self._tag_generations[:, -1] >= 0
+        alike = (self._tag_pages[:, -1] == last_pages[..., None]) & (self._tag_left_out == left_out[..., None])
+        return alike & is_tagged
+
+    def _ensure(self, pages: Tensor, sinks: int) -> HeldSpans:
+        """Make as many spans behind the sinks usable as there is space for; ``pages`` is [spans, pages in a span]."""
+        pages = pages[sinks // self.span :]
+        left_out = torch.zeros(len(pages), dtype=torch.int64, device=pages.device)
+        left_out[:1] = sinks % self.span
+        entries, usable = self._lookup(pages, left_out)
         missing = (~usable).nonzero()[:, 0]
-        usable_spans, built = len(pages), len(missing)
+        usable_spans = len(pages)
         self._uses += 1
         if len(missing):
             found = entries[usable]
             self._last_used[found] = self._uses
             free = self._claim(len(missing), found)
-            built = len(free)
-            if built < len(missing):
-                usable_spans = int(missing[built])
-                missing = missing[:built]
-            self._build(free, pages[missing])
+            if len(free) < len(missing):
+                usable_spans = int(missing[len(free)])
+                missing = missing[: len(free)]
+            self._build(free, pages[missing], left_out[missing])
             entries[missing] = free
         self._last_used[entries[:usable_spans]] = self._uses
-        return HeldSpans(entries[:usable_spans].int(), built * self.span)
+        built_tokens = len(missing) * self.span - int(left_out[missing].sum())
+        return HeldSpans(entries[:usable_spans].int(), built_tokens)
 
-    def _build(self, entries: Tensor, pages: Tensor) -> None:
+    def _build(self, entries: Tensor, pages: Tensor, left_out: Tensor) -> None:
         """Cluster spans, given as their pages, [n, pages in a span], into ``entries``, [n]."""
         # From here on until the tag is written they belong to no page.
         self._tag_generations[entries] = -1
         if self.in_triton:
-            self._launch(entries, pages)
+            self._launch(entries, pages, left_out)
         else:
             page_size = self.generations.page_size
             slots = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
             for cache, layer in zip(self.caches, self.layers, strict=True):
-                layer.build(cache, entries, slots)
+                layer.build(cache, entries, slots, left_out)
+        replaced = self._with_last_page(pages[:, -1], left_out).any(0)
+        self._tag_generations[replaced] = -1
         self._tag_pages[entries] = pages
         self._tag_generations[entries] = self.generations.counts[pages]
-        self._by_last_page[pages[:, -1]] = entries
+        self._tag_left_out[entries] = left_out
 
-    def _launch(self, entries: Tensor, pages: Tensor) -> None:
-        gpu_kmeans.cluster_spans(self._pools, pages, entries, self._drawn, self._tables)
+    def _launch(self, entries: Tensor, pages: Tensor, left_out: Tensor) -> None:
+        drawn = self._drawn.expand(len(pages), -1)
+        for tokens in left_out[left_out > 0].unique().tolist():
+            of_these = drawn_behind(tokens, self.span, self.clusters).int().to(drawn.device)
+            drawn = drawn.where((left_out != tokens)[:, None], of_these)
+        gpu_kmeans.cluster_spans(self._pools, pages, entries, left_out, drawn.contiguous(), self._tables)
 
     @cached_property
     def _pools(self) -> KeyPools:
@@ -329,13 +373,11 @@ class ClusterIndex:
 
     @cached_property
     def _drawn(self) -> Tensor:
-        return drawn_members(self.span, self.clusters).int().to(self.generations.counts.device)
+        return drawn_behind(0, self.span, self.clusters).int().to(self.generations.counts.device)
 
     def _claim(self, wanted: int, found: Tensor) -> Tensor:
         """Return up to ``wanted`` entries to build in, none of them held or among those ``found`` for this request."""
         live = (self._tag_generations == self.generations.counts[self._tag_pages]).all(1)
-        # Two spans with the same last page: only the one built later can be found.
-        live &= self._by_last_page[self._tag_pages[:, -1]] == torch.arange(self.entries, device=live.device)
         last_used = self._last_used.masked_fill(~live, -1)
         kept = self._holders > 0
         kept[found] = True
@@ -355,6 +397,7 @@ class ClusterIndex:
         of_tags = (more, self._tag_pages.shape[1])
         self._tag_pages = torch.cat([self._tag_pages, self._tag_pages.new_zeros(of_tags)])
         self._tag_generations = torch.cat([self._tag_generations, self._tag_generations.new_full(of_tags, -1)])
+        self._tag_left_out = torch.cat([self._tag_left_out, self._tag_left_out.new_zeros(more)])
         self._last_used = torch.cat([self._last_used, self._last_used.new_zeros(more)])
         self._holders = torch.cat([self._holders, self._holders.new_zeros(more)])
         self._tables = self._tables.grown(more)

@@ -56,7 +56,8 @@ class Bounds(BaseModel):
         decode, prefill: the policies allowed; None for all. A request that asks for none, and has no default, is dense.
         min_p: lowest share of the attention for ``tactic``.
         min_budget, max_budget: in tokens, of whatever a policy selects: its budget, ``streaming_llm``'s sinks and
-            window, ``tactic``'s ``max_tokens``.
+            window, ``tactic``'s ``max_tokens``. A budget holds the sinks: a ``max_budget`` that leaves no room for them
+            bounds them, too.
         min_budget_ratio, max_budget_ratio: of budgets that are a ratio. Where a budget has a bound and a ratio has
             none, a ratio is out of bounds.
         early_termination: whether it may be asked for.
@@ -100,7 +101,8 @@ class Bounds(BaseModel):
         try:
             return parse_policy(asked), [violation.told for violation in violations]
         except PolicyError as error:
-            raise PolicyForbidden(error.path, error.problem) from None
+            cause = "" if self.max_budget is None else f" (max_budget of this key is {self.max_budget})"
+            raise PolicyForbidden(error.path, error.problem + cause) from None
 
     def _check_kinds(self, policy: AttentionPolicy) -> None:
         for phase, asked, allowed in (
@@ -128,18 +130,31 @@ class Bounds(BaseModel):
             if self.max_budget is not None and "max_tokens" not in part:
                 yield _Violation(part, path, "max_tokens", f"must be given, at most {self.max_budget}", self.max_budget)
             yield from _out_of_range(part, path, "max_tokens", self.min_budget, self.max_budget)
+        most_sinks = self._most_sinks(part)
         if part["policy"] == "streaming_llm":
-            lowest, highest = (
-                None if bound is None else bound - part["sinks"] for bound in (self.min_budget, self.max_budget)
-            )
+            sinks = min(part["sinks"], most_sinks)
+            lowest, highest = (None if bound is None else bound - sinks for bound in (self.min_budget, self.max_budget))
             yield from _out_of_range(part, path, "window", lowest, highest)
+        if part.get("sinks", 0) > most_sinks:
+            rule = f"must be at most {most_sinks}, for max_budget ({self.max_budget}) holds them and what is recent"
+            yield _Violation(part, path, "sinks", rule, most_sinks)
 
-    def _of_ratio(self, part: dict[str, Any], path: str) -> Iterator[_Violation]:
-        unbounded = (self.max_budget is not None and self.max_budget_ratio is None) or (
+    def _most_sinks(self, part: dict[str, Any]) -> int:
+        """Return how many sinks a budget within the bounds has room for."""
+        if self.max_budget is None or ("budget_ratio" in part and not self._needs_tokens):
+            return MAX_TOKENS
+        return max(0, self.max_budget - _least_beside_sinks(part))
+
+    @property
+    def _needs_tokens(self) -> bool:
+        """Whether a budget must be in tokens, for there is no bound on a ratio."""
+        return (self.max_budget is not None and self.max_budget_ratio is None) or (
             self.min_budget is not None and self.min_budget_ratio is None
         )
-        if unbounded:
-            budget = self.max_budget or self.min_budget
+
+    def _of_ratio(self, part: dict[str, Any], path: str) -> Iterator[_Violation]:
+        if self._needs_tokens:
+            budget = self.max_budget or max(self.min_budget or 0, part["sinks"] + _least_beside_sinks(part))
             yield _Violation(part, path, "budget_ratio", "must be a budget in tokens", None)
             yield _Violation(part, path, "budget", "must be given", budget)
         else:
@@ -178,6 +193,17 @@ class _Violation:
     @property
     def _is_scalar(self) -> bool:
         return isinstance(self.part.get(self.field), int | float)
+
+
+def _least_beside_sinks(part: dict[str, Any]) -> int:
+    """Return how many tokens a policy's budget must have beside its sinks."""
+    match part["policy"]:
+        case "snapkv" | "pyramidkv":
+            return max(PAGE_TOKENS, int(part["observation_window"]) + 1)
+        case "delta":
+            return int(part["recency"])
+        case _:
+            return PAGE_TOKENS
 
 
 def _out_of_range(

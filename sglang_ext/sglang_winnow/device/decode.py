@@ -14,16 +14,16 @@ from torch import Tensor
 from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.parameters import FAMILIES, parameters_of
-from sglang_winnow.device.selectors import DeltaSelector, Selector
+from sglang_winnow.device.selectors import DeltaSelector, Selector, TacticSelector
 from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.stored_positions import OutOfPositionsError
 from sglang_winnow.families import dense_until, effective_budget
-from sglang_winnow.policy import Delta, Tactic
+from sglang_winnow.policy import DecodePolicy, Delta, Tactic
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.gpu.attend import AttendBuffers, attend
-from winnow_kernels.gpu.batch import WHOLE
+from winnow_kernels.gpu.batch import WHOLE, ToldShares
 from winnow_kernels.gpu.page_table import copy_page_table
 from winnow_kernels.gpu.row_parameters import Family, Parameter, ParameterTable
 
@@ -99,8 +99,7 @@ class DeviceDecode:
             if state is None or not self._acts(state, length):
                 continue
             policy = state.policy
-            capped = isinstance(policy.decode, Tactic) and policy.decode.max_tokens is not None
-            ordered |= capped or policy.early_termination is not None
+            ordered |= _can_cut(policy.decode, length) or policy.early_termination is not None
             families.add(FAMILIES[policy.decode.policy])
             if isinstance(policy.decode, Delta):
                 layers.update(policy.decode.delta_layers or ())
@@ -163,11 +162,20 @@ class DeviceDecode:
             thresholds,
             self._attend_buffers,
             output,
+            self._told,
         )
         if layer in variant.delta_layers:
             selector = self._selectors[Family.DELTA]
             assert isinstance(selector, DeltaSelector)
             selector.attend_at(layer, queries, cache, step, output)
+
+    @property
+    def _told(self) -> ToldShares | None:
+        if Family.TACTIC not in self.variant.families:
+            return None
+        selector = self._selectors[Family.TACTIC]
+        assert isinstance(selector, TacticSelector)
+        return selector.told(self._step)
 
     def finish(self) -> None:
         """Add what was read to the statistics, after the last layer."""
@@ -231,6 +239,11 @@ class DeviceDecode:
         index = torch.full((1,), slot, device=own.device)
         self._statistics.add(index, Field.INDEX_BUILT_TOKENS, float(entry.built_tokens))
         self._statistics.add(index, Field.DECODE_READ_BYTES, entry.read_bytes)
+
+
+def _can_cut(policy: DecodePolicy, length: int) -> bool:
+    """Return whether a cap may leave out tokens that a policy has selected from a context of ``length`` tokens."""
+    return isinstance(policy, Tactic) and policy.max_tokens is not None and policy.max_tokens < length
 
 
 _NEVER_SPARSE = {Parameter.SPARSE_FROM: sys.maxsize}

@@ -12,7 +12,7 @@ from sglang_winnow.policy import Delta, Dense, PyramidKV, Quest, QuokaDecode, Sn
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.gpu.delta import FULL, REFRESH, REUSE
 from winnow_kernels.gpu.row_parameters import Family, Parameter, double_bits, float_bits
-from winnow_kernels.page_selection import pages_of
+from winnow_kernels.page_selection import pages_kept, pages_of
 
 FAMILIES = {
     "dense": Family.DENSE,
@@ -62,14 +62,14 @@ def _of_family(state: RequestState, page_size: int) -> dict[Parameter, int]:
             parameters = {Parameter.WINDOW: policy.window}
         case Quest():
             parameters = {
-                Parameter.QUEST_PAGES: pages_of(policy.budget, page_size),
+                Parameter.QUEST_PAGES: pages_kept(policy.budget, 1, policy.sinks, page_size),
                 Parameter.QUEST_FULL_LAYERS: policy.full_layers,
             }
         case SnapKV() | PyramidKV():
             parameters = {Parameter.PROMPT_LENGTH: state.prompt_length}
         case Delta():
             parameters = {
-                Parameter.DELTA_PAGES: pages_of(policy.budget, page_size),
+                Parameter.DELTA_PAGES: pages_kept(policy.budget, policy.recency, policy.sinks, page_size),
                 Parameter.DELTA_RECENT: pages_of(policy.recency, page_size),
             }
         case Tactic():

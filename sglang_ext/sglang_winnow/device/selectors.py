@@ -13,7 +13,7 @@ from torch import Tensor
 from sglang_winnow.device.parameters import kept_positions, roles_of
 from sglang_winnow.device.step import Step
 from sglang_winnow.device.stored_positions import StoredPositions
-from sglang_winnow.policy import Delta
+from sglang_winnow.policy import Delta, Tactic
 from sglang_winnow.ranks import Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -21,7 +21,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.gather import Meter
 from winnow_kernels.gpu import delta, quest, quoka, stored_selection, streaming_llm, tactic
 from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
+from winnow_kernels.gpu.batch import NO_MASS, WHOLE_TO_THE_END, ToldShares
 from winnow_kernels.gpu.delta import DeltaBuffers, DeltaRows
 from winnow_kernels.gpu.host_tensors import to_device
 from winnow_kernels.gpu.pages import PageBuffers
@@ -286,7 +286,7 @@ class TacticSelector(Selector):
         self._entries = torch.zeros(requests, spans, dtype=torch.int32, device=device)
         self._clustered = torch.zeros(requests, dtype=torch.int32, device=device)
         self._batch = TacticBatch.empty(step.rows, spans, device)
-        self._believed = TacticStatistics.empty(step.rows, query_heads, device)
+        self._statistics = TacticStatistics.empty(step.rows, query_heads, device)
         one = TacticWorkspace.empty(1, query_heads, kv_heads, spans, clusters.span, device)
         self._rows = _rows_within(sum(t.nbytes for t in vars(one).values()), step.rows)
         self._workspace = TacticWorkspace.empty(self._rows, query_heads, kv_heads, spans, clusters.span, device)
@@ -300,29 +300,36 @@ class TacticSelector(Selector):
         return clustered_until(state.prompt_length, length, self._clusters.span)
 
     def enter(self, state: RequestState, slot: int, context: Context) -> Entry:
+        policy = state.policy.decode
+        assert isinstance(policy, Tactic)
         tokens = self.stage(state, int(context.lengths[0]))
         pages = self._clusters.generations.complete_pages(context, 0, tokens)
-        held = self._clusters.hold(id(state), pages)
+        held = self._clusters.hold(id(state), pages, policy.sinks)
         if state not in self._holders:
             self._holders.add(state)
             weakref.finalize(state, self._clusters.release, id(state)).atexit = False
         self._entries[slot, : len(held.entries)] = held.entries
-        self._clustered[slot] = len(held.entries) * self._clusters.span
+        first = policy.sinks // self._clusters.span
+        self._clustered[slot] = (first + len(held.entries)) * self._clusters.span
         return Entry(built_tokens=held.built_tokens)
 
     def begin(self, step: Step, *, ordered: bool) -> None:
         self._ordered = ordered
         torch.index_select(self._entries, 0, step.request_slots, out=self._batch.entries[: step.rows])
         torch.index_select(self._clustered, 0, step.request_slots, out=self._batch.clustered[: step.rows])
-        self._believed.capped[: step.rows].zero_()
+        self._statistics.capped[: step.rows].zero_()
+        # Who attends to everything in a layer is believed nothing, and told that it has attended to all.
+        told = self.told(step)
+        told.beliefs.fill_(NO_MASS)
+        told.shares.zero_()
         # A layer that attends to everything is to the kernels one of another family.
         full_layers = step.parameters[Parameter.TACTIC_FULL_LAYERS]
         is_full = self._layers < full_layers
         torch.mul(step.parameters.shares, ~is_full, out=self._shares_of(step))
         step.counts.masked_fill_(is_full[:, :, None], WHOLE_TO_THE_END)
-        self._believed.shares[: step.rows] = full_layers.clamp_max(len(self._layers))[:, None]
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
+        told = self.told(step)
         for rows, part in step.parts(self._rows):
             tactic.select(
                 queries[rows],
@@ -332,13 +339,16 @@ class TacticSelector(Selector):
                 TacticBatch(
                     self._batch.entries[: step.rows][rows],
                     self._batch.clustered[: step.rows][rows],
+                    part.parameters[Parameter.SINKS],
                     self._shares_of(step)[layer, rows],
                     part.parameters[Parameter.TACTIC_CAP],
                     part.parameters[Parameter.BY_SCORE],
                 ),
                 part.selection(layer),
                 self._workspace,
-                TacticStatistics(self._believed.shares[: step.rows][rows], self._believed.capped[: step.rows][rows]),
+                TacticStatistics(
+                    ToldShares(told.beliefs[rows], told.shares[rows]), self._statistics.capped[: step.rows][rows]
+                ),
                 self._scale,
                 in_order=self._ordered,
                 capped=self._ordered,
@@ -347,15 +357,20 @@ class TacticSelector(Selector):
     def finish(self, step: Step, statistics: Statistics) -> None:
         acts = (step.parameters.shares > 0).double()
         table, slots = statistics.rows, step.request_slots
-        share = self._believed.shares[: step.rows].mean(1) * acts
+        share = self.told(step).shares.mean(1) * acts
         table[:, Field.ESTIMATED_SHARE].index_add_(0, slots, share)
         table[:, Field.ESTIMATES].index_add_(0, slots, acts * step.counts.shape[0])
-        capped = self._believed.capped[: step.rows]
+        capped = self._statistics.capped[: step.rows]
         if self._ordered:
             # A step is capped if a head of any rank is.
             self._ranks.maximize(capped)
         capped = (capped > 0).double() * acts
         table[:, Field.CAPPED_STEPS].index_add_(0, slots, capped)
+
+    def told(self, step: Step) -> ToldShares:
+        """Return what attention is to tell the step's rows."""
+        told = self._statistics.told
+        return ToldShares(told.beliefs[: step.rows], told.shares[: step.rows])
 
     def _shares_of(self, step: Step) -> Tensor:
         layers = len(self._layers)

@@ -23,7 +23,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.gpu.attend import AttendBuffers, Launch, attend
-from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE, DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.merge import MOST_SPLITS
 from winnow_kernels.selection import Selection
 
@@ -221,6 +221,22 @@ def test_early_termination_in_several_splits(device: torch.device) -> None:
     assert int(result.counts[:, 7].min()) > 0
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 256])
+def test_the_probe_looks_where_the_reference_looks(head_dim: int, device: torch.device) -> None:
+    """One dimension in each thirty-second of them changes from tile to tile: whether it is seen decides."""
+    layer = Layer.random([1000, 1000], [[WHOLE], [WHOLE]], group=2, head_dim=head_dim)
+    thresholds = [SETTLING, SETTLING]
+    results = []
+    for offset in range(math.ceil(head_dim / 32)):
+        layer.cache.values[:] = 1.0
+        dims = [dim for dim in range(head_dim) if dim % math.ceil(head_dim / 32) == offset]
+        layer.cache.values[..., dims] = 3.0 * torch.randn(layer.cache.slots, layer.cache.kv_heads, 1)
+        result = actual(layer, 0.1, thresholds, device)
+        assert_equal(result, expected(layer, 0.1, thresholds), 2e-5)
+        results.append(int(result.counts[:, Count.SKIPPED_TILES].sum()))
+    assert max(results) > 0
+
+
 @given(
     lengths=st.lists(st.integers(1, LONGEST // 3), min_size=2, max_size=4),
     whole=st.lists(st.booleans(), min_size=4, max_size=4),
@@ -333,8 +349,10 @@ def _merge_variant(head_dim: int) -> Variant:
             **dict.fromkeys(sizes, "i32"),
             "output_ptr": "*bf16",
             "counts_ptr": "*i64",
+            "beliefs_ptr": "*fp32",
+            "shares_ptr": "*fp64",
         },
-        {**_shape(head_dim, 4), "termination": True},
+        {**_shape(head_dim, 4), "termination": True, "told": True},
         divisible=sizes,
     )
 

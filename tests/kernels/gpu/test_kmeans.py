@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.gpu.key_pools import KeyPools
 from winnow_kernels.gpu.kmeans import cluster_spans, fits
 from winnow_kernels.indexes.cluster_tables import ClusterTables
-from winnow_kernels.kmeans import ITERATIONS, drawn_members, kmeans
+from winnow_kernels.kmeans import ITERATIONS, drawn_behind, kmeans
 
 PAGE, SLOTS, CAPACITY = 16, 1024, 11
 # The interpreter cannot multiply matrices of bfloat16, and takes seconds for a problem of full size.
@@ -32,6 +32,7 @@ class Case:
     pages: Tensor
     entries: Tensor
     span: int
+    left_out: Tensor
 
     def empty(self) -> ClusterTables:
         tables = ClusterTables.empty(self.caches[0], len(self.caches), CAPACITY, self.span)
@@ -43,13 +44,15 @@ class Case:
         tables = self.empty()
         slots = (self.pages[..., None] * PAGE + torch.arange(PAGE, device=self.pages.device)).flatten(1)
         for cache, layer in zip(self.caches, tables.layers(), strict=True):
-            layer.build(cache, self.entries, slots)
+            layer.build(cache, self.entries, slots, self.left_out)
         return tables
 
     def built(self, some: slice = slice(None), iterations: int = ITERATIONS) -> ClusterTables:
         tables = self.empty()
-        drawn = drawn_members(self.span, self.span // 16).to(self.pages.device)
-        cluster_spans(KeyPools.of(self.caches), self.pages[some], self.entries[some], drawn, tables, iterations)
+        left_out = self.left_out[some]
+        drawn = [drawn_behind(tokens, self.span, self.span // 16) for tokens in left_out.tolist()]
+        of_spans = (self.pages[some], self.entries[some], left_out, torch.stack(drawn).to(left_out.device))
+        cluster_spans(KeyPools.of(self.caches), *of_spans, tables, iterations)
         return tables
 
 
@@ -61,7 +64,9 @@ def a_case(
     head_dim: int = 16,
     layers: int = 2,
     dtype: torch.dtype = torch.float32,
+    left_out: int = 0,
 ) -> Case:
+    """Of the first span ``left_out`` tokens are in no cluster."""
     caches = []
     for layer in range(layers):
         cache = random_cache(SLOTS, kv_heads, head_dim, seed=layer, dtype=dtype)
@@ -69,7 +74,8 @@ def a_case(
     generator = torch.Generator().manual_seed(5)
     pages = torch.randperm(SLOTS // PAGE, generator=generator)[: spans * span // PAGE].view(spans, -1)
     entries = torch.randperm(CAPACITY, generator=generator)[:spans]
-    return Case(caches, pages.to(device), entries.to(device), span)
+    of_spans = torch.tensor([left_out] + [0] * (spans - 1), device=device)
+    return Case(caches, pages.to(device), entries.to(device), span, of_spans)
 
 
 def tables_of(tables: ClusterTables) -> tuple[Tensor, ...]:
@@ -93,6 +99,24 @@ def test_equals_the_reference(
     case = a_case(device, 2, span, kv_heads, head_dim, 1 if span > 128 else 2, dtype)
     for built, expected in zip(tables_of(case.built()), tables_of(case.reference()), strict=True):
         torch.testing.assert_close(built, expected, atol=1e-6 if dtype == torch.float32 else 0, rtol=0)
+
+
+@pytest.mark.parametrize(("span", "left_out"), [(64, 1), (64, 16), (96, 40), (64, 62), (96, 95)])
+def test_tokens_that_are_left_out_come_last(device: torch.device, span: int, left_out: int) -> None:
+    case = a_case(device, 2, span, left_out=left_out)
+    # Not to be seen: it would draw all centroids to itself.
+    for cache in case.caches:
+        cache.keys[case.pages[0, 0] * PAGE] = 1e4
+    built = case.built()
+    for of_built, expected in zip(tables_of(built), tables_of(case.reference()), strict=True):
+        torch.testing.assert_close(of_built, expected, atol=1e-6, rtol=0)
+    first, second = case.entries.tolist()
+    assert (built.offsets[:, :, first, span - left_out :] == torch.arange(left_out, device=device)).all()
+    assert (built.sizes[:, :, first].sum(-1) == span - left_out).all()
+    assert (built.sizes[:, :, second].sum(-1) == span).all()
+    assert built.centroids[:, :, first].abs().max() < 10
+    # Of fewer tokens than clusters each has one.
+    assert (built.sizes[:, :, first].amax(-1) == 1).all() == (span - left_out <= span // 16)
 
 
 def spread(case: Case, tables: ClusterTables) -> float:
@@ -168,7 +192,7 @@ def test_a_pool_may_have_space_between_its_slots(device: torch.device) -> None:
     wide = [torch.zeros(SLOTS, 2, 1, 16, device=device) for _ in case.caches]
     for pool, cache in zip(wide, case.caches, strict=True):
         pool[:, 0] = cache.keys
-    strided = Case([LayerCache(pool[:, 0], pool[:, 1]) for pool in wide], case.pages, case.entries, case.span)
+    strided = replace(case, caches=[LayerCache(pool[:, 0], pool[:, 1]) for pool in wide])
     for built, expected in zip(tables_of(strided.built()), tables_of(case.built()), strict=True):
         assert torch.equal(built, expected)
 
@@ -196,7 +220,7 @@ def test_too_many_centroids_are_refused(device: torch.device) -> None:
 
 
 def _lloyd(head_dim: int, clusters: int = 64, keys: str = "bf16", warps: int = 4) -> Variant:
-    pointers = dict.fromkeys(("addresses_ptr", "pages_ptr", "entries_ptr"), "*i64")
+    pointers = dict.fromkeys(("addresses_ptr", "pages_ptr", "entries_ptr", "left_out_ptr"), "*i64")
     pointers |= {"first_ptr": f"*{keys}", "centroids_ptr": f"*{keys}", "drawn_ptr": "*i32"}
     pointers |= {"sizes_ptr": "*i16", "firsts_ptr": "*i32", "labels_ptr": "*i16"}
     numbers = dict.fromkeys(("slot_stride", "head_stride", "kv_heads", "capacity", "iterations"), "i32")
@@ -221,7 +245,7 @@ def test_kernels_fit_a_multiprocessor() -> None:
     ]
     order = Variant(
         "winnow_kernels.gpu.kmeans:_order_kernel",
-        {"entries_ptr": "*i64", "offsets_ptr": "*i16", "kv_heads": "i32", "capacity": "i32"},
+        {"entries_ptr": "*i64", "left_out_ptr": "*i64", "offsets_ptr": "*i16", "kv_heads": "i32", "capacity": "i32"},
         {"span": 1024, "clusters": 64, "block_span": 1024},
     )
     compiled = compile_for_hopper([*lloyd, order])

@@ -20,18 +20,28 @@ CHUNKS = st.tuples(st.integers(0, 600), st.integers(1, 400))
 @given(
     chunk=CHUNKS,
     first_query=st.integers(0, 50),
-    budget=st.integers(1, 300).map(lambda n: {"budget": n})
+    budget=st.integers(24, 300).map(lambda n: {"budget": n})
     | st.floats(0.05, 1.0).map(lambda ratio: {"budget_ratio": ratio}),
     block=st.sampled_from([32, 48, 64, 128, 512]),
     dense_prefix=st.sampled_from([0, 100, 5000]),
+    sinks=st.sampled_from([0, 24]),
+    recency_ratio=st.sampled_from([0.0, 0.3, 1.0]),
 )
 @settings(max_examples=60, deadline=None)
 def test_blocks_and_reads_are_the_references(
-    chunk: tuple[int, int], first_query: int, budget: dict[str, Any], block: int, dense_prefix: int
+    chunk: tuple[int, int],
+    first_query: int,
+    budget: dict[str, Any],
+    block: int,
+    dense_prefix: int,
+    sinks: int,
+    recency_ratio: float,
 ) -> None:
     prefix_length, new_tokens = chunk
     length = prefix_length + new_tokens
-    parameters = QuokaPrefillParameters(block=block, queries=4, dense_prefix=dense_prefix, **budget)
+    parameters = QuokaPrefillParameters(
+        block=block, queries=4, dense_prefix=dense_prefix, sinks=sinks, recency_ratio=recency_ratio, **budget
+    )
     cache, queries = random_cache(1024, 2, 16), random_queries(new_tokens, 4, 16)
     slots = scattered_context([length], 1024).slots[0]
 
@@ -42,6 +52,10 @@ def test_blocks_and_reads_are_the_references(
     assert {b.start: b.budget for b in blocks if b.budget != WHOLE} == selected
     assert {b.speakers for b in blocks if b.budget != WHOLE} <= {4}
     assert {b.speakers for b in blocks if b.budget == WHOLE} <= {0}
+    for b in blocks:
+        always = (0, 0) if b.budget == WHOLE else (sinks, parameters.recent(b.start))
+        assert (b.sinks, b.recent) == always
+        assert b.budget == WHOLE or b.sinks + b.recent <= b.budget
     assert_cover(blocks, 3, first_query, prefix_length, length)
 
 
@@ -72,12 +86,12 @@ def test_no_new_tokens_are_no_blocks() -> None:
 
 
 def test_fields_on_the_device_are_the_blocks_attributes(device: torch.device) -> None:
-    blocks = blocks_of(2, 7, 100, 300, QuokaPrefillParameters(budget=64, queries=16))
+    blocks = blocks_of(2, 7, 100, 300, QuokaPrefillParameters(budget=64, queries=16, sinks=8, recency_ratio=0.5))
     table = torch.zeros(3, 32, dtype=torch.int32, device=device)
     fields = PrefillBlocks.of(blocks, table, 16).fields
     assert fields.dtype == torch.int32
     assert fields.tolist() == [
-        [2, 0, 100, 128, 7, WHOLE, 0],
-        [2, 128, 128, 256, 35, 64, 16],
-        [2, 256, 256, 300, 163, 64, 16],
+        [2, 0, 100, 128, 7, WHOLE, 0, 0, 0],
+        [2, 128, 128, 256, 35, 64, 16, 8, 32],
+        [2, 256, 256, 300, 163, 64, 16, 8, 32],
     ]

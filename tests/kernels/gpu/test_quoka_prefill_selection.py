@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -27,6 +27,8 @@ from winnow_kernels.quoka import QuokaPrefillParameters, select_for_blocks, spea
 
 # Scores are cosines; float32 sums of some hundred products are this exact.
 ROUNDING: Final = 3e-6
+ALWAYS: Final = 2.0
+"""In place of the score of a token that is always selected: more than any cosine."""
 
 
 @pytest.fixture
@@ -71,7 +73,10 @@ class Pass:
     def scores(self, block: Block, speakers: Tensor) -> Tensor:
         """Float64 [KV heads, tokens before the block]."""
         keys = self.cache.keys[self.context.slots[block.row, : block.start]].double()
-        return torch.einsum("hsd,thd->hst", speakers.double(), keys).amax(1) / keys.norm(dim=-1).T
+        scores = torch.einsum("hsd,thd->hst", speakers.double(), keys).amax(1) / keys.norm(dim=-1).T
+        scores[:, : block.sinks] = ALWAYS
+        scores[:, block.start - block.recent :] = ALWAYS
+        return scores
 
     def positions(self, block: Block, slots: Tensor) -> Tensor:
         """Positions of ``slots``, any shape, in the block's request."""
@@ -155,14 +160,18 @@ def test_blocks_select_what_scores_most(
         (70, 200, None),
         (190, 333, QuokaPrefillParameters(budget=100, block=64, queries=3, dense_prefix=220)),
         (64, 160, QuokaPrefillParameters(budget=1, block=32, queries=100)),
+        (100, 260, QuokaPrefillParameters(budget=40, block=64, sinks=5, recency_ratio=0.5)),
+        # Nothing is left to choose.
+        (130, 192, QuokaPrefillParameters(budget_ratio=0.2, block=64, sinks=7, recency_ratio=1.0)),
     ]
     own = random_pass(requests, kv_heads, group, head_dim, dtype, page_size)
-    assert check_selected(own, own.launch(device)) == 12
+    assert check_selected(own, own.launch(device)) == 17
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_the_sets_are_the_references(device: torch.device) -> None:
-    parameters = QuokaPrefillParameters(budget=50, block=64, queries=8)
+@pytest.mark.parametrize("always", [{}, {"sinks": 16}, {"sinks": 3, "recency_ratio": 0.6}])
+def test_the_sets_are_the_references(always: dict[str, Any], device: torch.device) -> None:
+    parameters = QuokaPrefillParameters(budget=50, block=64, queries=8, **always)
     own = random_pass([(130, 500, parameters)], 2, 4, 64)
     selected = own.select(device)
     expected = dict(select_for_blocks(own.queries, own.context.slots[0], own.cache, parameters))

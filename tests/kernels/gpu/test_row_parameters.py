@@ -56,15 +56,18 @@ def test_rows_get_their_own_familys_parameters_once_they_are_long_enough(device:
 
 
 @settings(deadline=None, max_examples=30)
-@given(ratio=st.floats(0.001, 0.999), length=st.integers(2, 200_000))
-def test_a_share_of_the_tokens_is_what_python_makes_of_it(device: torch.device, ratio: float, length: int) -> None:
+@given(ratio=st.floats(0.001, 1), length=st.integers(2, 200_000), sinks=st.integers(0, 100))
+def test_a_share_of_the_tokens_is_what_python_makes_of_it(
+    device: torch.device, ratio: float, length: int, sinks: int
+) -> None:
     table = ParameterTable(2, device)
-    table.write(1, {Parameter.FAMILY: Family.QUOKA, Parameter.QUOKA_RATIO: double_bits(ratio)})
+    own = {Parameter.FAMILY: Family.QUOKA, Parameter.QUOKA_RATIO: double_bits(ratio), Parameter.SINKS: sinks}
+    table.write(1, own)
     batch = DecodeBatch.empty(1, 16, 16, device)
     batch.lengths.fill_(length)
     rows = RowParameters.empty(1, device)
     table.gather(torch.ones(1, dtype=torch.int64, device=device), batch, rows)
-    assert int(rows[Parameter.QUOKA_BUDGET][0]) == math.ceil(ratio * (length - 1))
+    assert int(rows[Parameter.QUOKA_BUDGET][0]) == max(math.ceil(ratio * (length - 1)), sinks) + 1
 
 
 @pytest.mark.parametrize("page_size", [16, 32])

@@ -12,10 +12,14 @@ from torch import Tensor
 
 from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
+from winnow_kernels.attend import attend
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.gpu import tactic, tactic_fit, tactic_ranks
-from winnow_kernels.gpu.batch import WHOLE, Count, DecodeBatch, DeviceSelection
+from winnow_kernels.gpu.attend import AttendBuffers
+from winnow_kernels.gpu.attend import attend as attend_on_device
+from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of, widths_of
 from winnow_kernels.gpu.tactic_scores import OF_PROGRAM
 from winnow_kernels.gpu.tactic_state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
@@ -82,8 +86,8 @@ def case(
     index = ClusterIndex([cache], PageGenerations(SLOTS, PAGE, device), SPAN, in_triton=False)
     context = scattered_context(lengths, SLOTS, PAGE, seed)
     context = Context(context.slots.to(device), context.lengths.to(device))
-    for row, tokens in enumerate(clustered):
-        index.ensure(context, row, tokens)
+    for row, (tokens, of_row) in enumerate(zip(clustered, parameters, strict=True)):
+        index.ensure(context, row, tokens, 0 if of_row is None else of_row.sinks)
     return Case(cache, context, index, torch.tensor(clustered, device=device), parameters)
 
 
@@ -104,9 +108,11 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     pages = context.slots[:, ::PAGE] // PAGE
     batch.page_table[:, : pages.shape[1]] = pages.where(pages < SLOTS // PAGE, 0)
     of_rows = TacticBatch.empty(count, longest // SPAN, device)
-    spans = a_case.index.lookup(context, a_case.clustered)
+    sinks = torch.tensor([0 if p is None else p.sinks for p in a_case.parameters], device=device)
+    spans = a_case.index.lookup(context, a_case.clustered, sinks)
     of_rows.entries[:, : spans.most] = spans.entries
-    of_rows.clustered.copy_(spans.counts * SPAN)
+    of_rows.clustered.copy_(sinks // SPAN * SPAN + spans.counts * SPAN)
+    of_rows.sinks.copy_(sinks)
     of_rows.by_priority.fill_(int(in_order))
     family = [p for p in a_case.parameters if p is not None]
     of_rows.p[rows] = torch.tensor([p.p for p in family], dtype=torch.float64, device=device)
@@ -117,7 +123,9 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     workspace = TacticWorkspace.empty(count, heads, kv_heads, longest // SPAN, SPAN, device)
     statistics = TacticStatistics.empty(count, heads, device)
 
-    step = TacticStep(context.rows(rows), SCALE, None, a_case.index, family, a_case.clustered[rows])
+    order = Termination.of([EarlyTermination(0.0, 0.0, 1)] * len(rows), device) if in_order else None
+    step = TacticStep(context.rows(rows), SCALE, order, a_case.index, family, a_case.clustered[rows])
+    buffers = AttendBuffers.empty(count, heads, a_case.cache)
     meter = Meter(len(rows), device)
     for _ in range(layers):
         select(
@@ -133,7 +141,16 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
             in_order=in_order,
             capped=any(caps),
         )
+        bytes_of_selecting = batch.counts[:, Count.READ_BYTES].clone()
         reference = step.select(0, queries[rows], a_case.cache, meter)
+        step.note(reference, attend(queries[rows], a_case.cache, reference, SCALE, Meter(len(rows), device)))
+        counts = torch.where(selection.counts == UNTOUCHED, ELSEWHERE, selection.counts)
+        attended = DeviceSelection(selection.slots, counts)
+        attend_on_device(
+            queries, a_case.cache, batch, attended, SCALE, None, buffers, torch.empty_like(queries), statistics.told
+        )
+        batch.counts.zero_()
+        batch.counts[:, Count.READ_BYTES] = bytes_of_selecting
     return Selected(batch, selection, statistics, reference, step, meter)
 
 
@@ -142,16 +159,16 @@ def check(a_case: Case, selected: Selected, in_order: bool = True) -> None:
     for row in set(range(len(counts))) - set(a_case.rows):
         assert set(counts[row]) == {UNTOUCHED}
         assert not selected.batch.counts[row].any()
-        assert not selected.statistics.shares[row].any()
+        assert not selected.statistics.told.shares[row].any()
     for request, row in enumerate(a_case.rows):
         length = int(a_case.context.lengths[row])
         for head, count in enumerate(counts[row]):
             expected = selected.reference.slots[request, head, : selected.reference.counts[request, head]].tolist()
-            assert count == (WHOLE if len(expected) == length else len(expected))
-            if count != WHOLE:
+            assert count == (WHOLE_TO_THE_END if len(expected) == length else len(expected))
+            if count > 0:
                 slots = selected.selection.slots[row, head, :count].tolist()
                 assert slots == expected if in_order else sorted(slots) == sorted(expected)
-    shares = selected.statistics.shares.mean(1)[a_case.rows]
+    shares = selected.statistics.told.shares.mean(1)[a_case.rows]
     torch.testing.assert_close(shares, selected.step.estimated_share, rtol=1e-5, atol=1e-6)
     assert selected.statistics.capped[a_case.rows].bool().tolist() == selected.step.capped.tolist()
     assert selected.batch.counts[a_case.rows, Count.READ_BYTES].tolist() == selected.meter.read_bytes.tolist()
@@ -165,7 +182,7 @@ def test_rows_of_all_kinds(device: torch.device) -> None:
     selected = run(a_case, queries_of(a_case, 2, 2.0))
     check(a_case, selected)
     counts = selected.selection.counts[:, 0].tolist()
-    assert (counts[4], counts[7]) == (WHOLE, WHOLE)
+    assert (counts[4], counts[7]) == (WHOLE_TO_THE_END, WHOLE_TO_THE_END)
     assert selected.statistics.capped.tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
 
 
@@ -196,6 +213,36 @@ def test_rows_of_all_widths(device: torch.device, monkeypatch: pytest.MonkeyPatc
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0, seed=3)))
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_sinks(in_order: bool, device: torch.device) -> None:
+    """Of none, a page, less and more than a span, exactly two spans, more than is clustered, and than there is."""
+    sinks = [0, 16, 40, 70, 128, 300, 1000, 1]
+    cap = 220 if in_order else None
+    parameters: list[TacticParameters | None] = [TacticParameters(0.6, sinks=first) for first in sinks]
+    parameters[1] = TacticParameters(0.7, cap, sinks=16)
+    parameters[3] = TacticParameters(0.5, cap, sinks=70)
+    parameters[4] = TacticParameters(0.4, 140 if in_order else None, sinks=128)
+    lengths, clustered = [460, 460, 600, 700, 600, 400, 90, 250], [384, 384, 512, 576, 512, 256, 0, 192]
+    a_case = case(parameters, lengths, clustered, device, "clustered", seed=4)
+    selected = run(a_case, queries_of(a_case, 2, 3.0, seed=4), in_order)
+    check(a_case, selected, in_order)
+    counts = selected.selection.counts[:, 0].tolist()
+    assert [count == WHOLE_TO_THE_END for count in counts] == [False] * 5 + [True, True, False]
+    for row in range(5):
+        first = a_case.context.slots[row, : sinks[row]].tolist()
+        slots = selected.selection.slots[row, 0, : counts[row]].tolist()
+        assert set(first) <= set(slots)
+        assert in_order or slots[: sinks[row]] == first
+    assert bool(selected.statistics.capped.any()) == in_order
+
+
+@pytest.mark.parametrize("sinks", [16, 40])
+def test_sinks_in_front_of_more_than_one_slice(sinks: int, device: torch.device) -> None:
+    parameters: list[TacticParameters | None] = [TacticParameters(0.5, 400, sinks=sinks)]
+    a_case = case(parameters, [2400], [2304], device, "clustered", 2, torch.float16, seed=2)
+    check(a_case, run(a_case, queries_of(a_case, 3, 2.0, seed=2)))
+
+
 def test_two_layers_add_up(device: torch.device) -> None:
     a_case = case([TacticParameters(0.6, 120)], [400], [320], device, "clustered")
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0), layers=2))
@@ -218,7 +265,7 @@ def test_what_a_row_gets_does_not_depend_on_its_neighbours(device: torch.device)
     count = int(alone.selection.counts[0, 0])
     assert count == int(together.selection.counts[0, 0])
     assert torch.equal(alone.selection.slots[0, 0, :count], together.selection.slots[0, 0, :count])
-    assert torch.equal(alone.statistics.shares[0], together.statistics.shares[0])
+    assert torch.equal(alone.statistics.told.shares[0], together.statistics.told.shares[0])
 
 
 def test_refusals(device: torch.device) -> None:
@@ -245,7 +292,8 @@ POINTERS = {
     **dict.fromkeys(["queries_ptr", "keys_ptr", "centroids_ptr"], "*bf16"),
     **dict.fromkeys(["sizes_ptr", "offsets_ptr"], "*i16"),
     **dict.fromkeys(["scores_ptr", "tails_ptr", "masses_ptr", "window_masses_ptr"], "*fp32"),
-    **dict.fromkeys(["shares_ptr", "fits_ptr", "head_shares_ptr", "shares_sum_ptr"], "*fp64"),
+    **dict.fromkeys(["kept_weights_ptr", "beliefs_ptr"], "*fp32"),
+    **dict.fromkeys(["shares_ptr", "fits_ptr", "head_shares_ptr"], "*fp64"),
     "counts_ptr": "*i64",
 }
 WIDE_KERNELS = {"ranks:rank": tactic_ranks.CLUSTERS_OF_THREAD, "fit:fit": tactic_fit.CLUSTERS_OF_THREAD}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 
 import pytest
 import torch
@@ -11,16 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.kernels.tactic_float64 import place_step
-from winnow_kernels.gpu.tactic_order import SPLITS, place_kernel, step_kernel
+from winnow_kernels.gpu.tactic_order import PLACE_PROGRAMS, SPLITS, STEP_PROGRAMS, place_kernel, step_kernel
 from winnow_kernels.gpu.tactic_order_capped import _LISTED, _before_first_lost
-from winnow_kernels.gpu.tactic_state import RUN, SLICE, Cut, TacticWorkspace
+from winnow_kernels.gpu.tactic_state import KEPT_BLOCK, RUN, SLICE, Cut, Fit, Rank, TacticWorkspace
 from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.tactic import IGNORED_BITS, PLACE_STEPS
+from winnow_kernels.tactic import IGNORED_BITS, SHARE_STEPS
 
 SPAN, OF_SPAN, SPANS, GROUP = 1024, 64, 32, 3
 SCALE = 0.125
 LOG2_E = 1.4426950408889634
+LOG2 = SCALE * LOG2_E
+UNIT, CURVE = 10, 8
 JUNK = -7
 # Of each query head's list, the share of the tokens that are taken and the deviation of the scores.
 KINDS = {
@@ -34,12 +36,24 @@ KINDS = {
 
 @dataclass
 class Lists:
-    """One KV head's clusters, and what its query heads take of them."""
+    """One KV head's clusters, what its query heads take of them, and its tokens in no cluster.
+
+    Logarithms are to base 2.
+    """
 
     scores: Tensor
     sizes: list[int]
     taken: list[dict[int, int]]
     """Of each query head: how much it takes of which clusters, in the order of its list."""
+    exact: list[dict[int, float]]
+    """Of each query head: the logarithms of the exact masses of its first clusters."""
+    last_exact: list[int]
+    """Of each query head: of how many members of the last of them that is the mass."""
+    total: list[float]
+    """Of each query head: the logarithm of all mass."""
+    windows: Tensor
+    kept_weights: Tensor
+    """[query heads, blocks]; logarithms of mean weights."""
 
     @cached_property
     def needed(self) -> dict[int, int]:
@@ -50,12 +64,44 @@ class Lists:
     def steps(self) -> dict[int, int]:
         """The best of the steps in which query heads have each cluster that is needed."""
         steps: dict[int, int] = {}
-        for scores, of_head in zip(self.scores.tolist(), self.taken, strict=True):
-            numbers, tokens = list(of_head), sum(of_head.values())
-            for number in numbers:
-                step = place_step(scores[number], scores[numbers[-1]], tokens, SCALE)
-                steps[number] = min(step, steps.get(number, step))
+        for head, of_head in enumerate(self.taken):
+            best = torch.tensor(self.total[head] - 2).float()
+            of_window = float(self.scores[head, self.windows[head]].double().mean()) * LOG2
+            above = self.total[head] - UNIT - CURVE - of_window
+            best_score = torch.tensor((self.total[head] - 2 - above) / LOG2).float()
+            for number in of_head:
+                step = (best_score - self.scores[head, number]) * (torch.tensor(LOG2).float() * 4)
+                if number in self.exact[head]:
+                    is_last = number == list(self.exact[head])[-1]
+                    members = self.last_exact[head] if is_last else self.sizes[number]
+                    mean = torch.tensor(self.exact[head][number]).float() - torch.tensor(float(members)).log2()
+                    step = (best - mean) * 4
+                own = int(step.clamp(0, 63))
+                steps[number] = min(own, steps.get(number, own))
         return steps
+
+    @cached_property
+    def kept_steps(self) -> list[int]:
+        """The best steps of the blocks."""
+        best = (torch.tensor(self.total) - 2).float()[:, None]
+        steps: list[int] = ((best - self.kept_weights) * 4).clamp(0, 63).long().amin(0).tolist()
+        return steps
+
+    def targets(self, kept: int, taken: int) -> tuple[dict[int, int], list[int]]:
+        """How many tokens come before each cluster, and before each block of ``kept`` tokens, if all are read."""
+        blocks = -(-kept // KEPT_BLOCK)
+        items = [(step, 0, block) for block, step in enumerate(self.kept_steps[:blocks])]
+        items += [(step, 1, number) for number, step in self.steps.items()]
+        of_clusters, of_blocks, place, left = {}, [0] * blocks, 0, taken
+        for _, is_cluster, number in sorted(items):
+            if is_cluster:
+                of_clusters[number] = place
+                place += min(self.needed[number], left)
+                left -= min(self.needed[number], left)
+            else:
+                of_blocks[number] = place
+                place += min(KEPT_BLOCK, kept - number * KEPT_BLOCK)
+        return of_clusters, of_blocks
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -91,7 +137,19 @@ def lists_of(kind: str, count: int, seed: int) -> Lists:
                 of_head[number] = min(sizes[number], left)
                 left -= of_head[number]
         taken.append(of_head)
-    return Lists(scores, sizes, taken)
+    exact: list[dict[int, float]] = []
+    last_exact, total = [], []
+    for head, of_head in enumerate(taken):
+        of_scores = scores[head].double() * LOG2
+        total.append(float(torch.logsumexp(of_scores * log(2), 0)) / log(2))
+        first = list(of_head)[:3]
+        # A cluster with exact weights may weigh much more than its centroid would.
+        surplus = torch.rand(len(first), generator=generator) * 12
+        exact.append({number: float(of_scores[number] + s) for number, s in zip(first, surplus.tolist(), strict=True)})
+        last_exact.append(max(1, sizes[first[-1]] // 2) if first else 0)
+    windows = torch.stack([torch.randperm(count, generator=generator)[:4] for _ in range(GROUP)])
+    kept_weights = torch.tensor(total)[:, None] - 20 * torch.rand(GROUP, -(-count * 3 // 5), generator=generator)
+    return Lists(scores, sizes, taken, exact, last_exact, total, windows, kept_weights.float())
 
 
 def store(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int) -> None:
@@ -107,6 +165,22 @@ def store(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int) -> N
         cuts[head, Cut.LAST] = last
         cuts[head, Cut.TAKEN] = of_head.get(last, 0)
         cuts[head, Cut.TOKENS] = sum(of_head.values())
+        ranks, fits = workspace.ranks[row, heads][head], workspace.fits[row, heads][head]
+        known = list(lists.exact[head])
+        known_bits = int((lists.scores[head, known[-1]] + 0.0).view(torch.int32)) if known else 2**31 - 1
+        ranks[Rank.KNOWN_KEY] = known_bits if known_bits >= 0 else known_bits ^ (2**31 - 1)
+        ranks[Rank.KNOWN_LAST] = known[-1] if known else -1
+        ranks[Rank.KNOWN_START] = 1000
+        ranks[Rank.KNOWN] = 1000 + lists.last_exact[head]
+        ranks[Rank.NEAR_BEFORE], ranks[Rank.NEAR_TOKENS] = 100, 55
+        fits[Fit.REFERENCE], fits[Fit.TOTAL] = lists.total[head] - UNIT, 2.0**UNIT
+        # The curve at the window's centre, 128, is 2 to the power of -CURVE.
+        fits[Fit.A], fits[Fit.B] = 128 * 2.0 ** -(CURVE + 1), 2.0 ** -(CURVE + 1)
+        for number, mass in lists.exact[head].items():
+            workspace.masses[row, heads][head, number] = mass
+    workspace.cluster_sizes[row, kv_head, :count] = torch.tensor(lists.sizes, dtype=torch.int32)
+    workspace.windows[row, heads, :4] = lists.windows.to(workspace.windows)
+    workspace.kept_weights[row, heads, : lists.kept_weights.shape[1]] = lists.kept_weights.to(workspace.kept_weights)
     workspace.totals[row, kv_head, : -(-count // SLICE)] = 0
     of_slices: dict[int, list[int]] = {}
     for number, tokens in lists.needed.items():
@@ -153,19 +227,25 @@ def test_order(kind: str, device: torch.device) -> None:
             store(of_kv_head, workspace, row, kv_head)
     clustered = torch.tensor(counts, dtype=torch.int32, device=device) * CLUSTER_SIZE
     lengths = clustered * 8 // 5
-    caps = torch.zeros_like(clustered)
+    caps, sinks = torch.zeros(2, rows, dtype=torch.int32, device=device)
     caps[[1, 3]] = (lengths - clustered)[[1, 3]] + 7
     priority = torch.tensor([1, 0, 0, 1, 1], dtype=torch.int32, device=device)
     shares = torch.tensor([0.9, 0.9, 0.9, 0.0, 0.9], dtype=torch.float64, device=device)
     clusters = workspace.scores.shape[2]
-    step_kernel[(SPLITS, kv_heads, rows)](
-        lengths, clustered, shares, caps, priority, workspace.scores, workspace.cuts, workspace.totals,
-        workspace.listed, workspace.needed, workspace.placed, workspace.steps, workspace.step_sums, workspace.places,
-        SCALE * LOG2_E, clusters=clusters, kv_heads=kv_heads, group=GROUP, group_block=4, num_warps=4,
+    kept_blocks = workspace.kept_weights.shape[2]
+    step_kernel[(STEP_PROGRAMS, kv_heads, rows)](
+        lengths, clustered, sinks, shares, caps, priority, workspace.scores, workspace.cluster_sizes, workspace.masses,
+        workspace.ranks, workspace.fits, workspace.kept_weights, workspace.cuts, workspace.totals, workspace.listed,
+        workspace.needed, workspace.placed, workspace.steps, workspace.step_sums, workspace.places,
+        workspace.kept_placed, workspace.kept_steps, workspace.kept_sums, workspace.windows, SCALE * LOG2_E,
+        kept_blocks, clusters=clusters, kv_heads=kv_heads, group=GROUP, group_block=4, span=SPAN, of_span=OF_SPAN,
+        num_warps=4,
     )  # fmt: skip
-    place_kernel[(SPLITS, kv_heads, rows)](
-        workspace.placed, workspace.steps, workspace.step_sums, workspace.places, clusters=clusters, num_warps=4
-    )
+    place_kernel[(PLACE_PROGRAMS, kv_heads, rows)](
+        workspace.placed, workspace.steps, workspace.step_sums, workspace.places, workspace.targets,
+        workspace.kept_placed, workspace.kept_steps, workspace.kept_sums, workspace.kept_targets, kept_blocks,
+        clusters=clusters, num_warps=4,
+    )  # fmt: skip
     assert workspace.placed[2:4].tolist() == [[0, 0], [0, 0]]
     assert (workspace.places[2:4] == JUNK).all()
     for row in (0, 1, 4):
@@ -173,10 +253,15 @@ def test_order(kind: str, device: torch.device) -> None:
             numbers = list(expected.needed)
             assert workspace.placed[row, kv_head] == len(numbers)
             packed = workspace.steps[row, kv_head, : len(numbers)].long()
-            at = packed // PLACE_STEPS
+            at = packed // SHARE_STEPS
             assert workspace.listed[row, kv_head, at].tolist() == numbers
-            assert (packed % PLACE_STEPS).tolist() == [expected.steps[number] for number in numbers]
+            assert (packed % SHARE_STEPS).tolist() == [expected.steps[number] for number in numbers]
             assert workspace.places[row, kv_head, at].tolist() == [expected.places[number] for number in numbers]
+            kept = int(lengths[row] - clustered[row]) if priority[row] else 0
+            of_clusters, of_blocks = expected.targets(kept, sum(expected.needed.values()))
+            assert workspace.kept_placed[row, kv_head, 0] == kept
+            assert workspace.targets[row, kv_head, at].tolist() == [of_clusters[number] for number in numbers]
+            assert workspace.kept_targets[row, kv_head, : len(of_blocks)].tolist() == of_blocks
     for head in range(GROUP):
         check_before_lost(lists[1][1], workspace, 1, 1, head)
 

@@ -115,6 +115,7 @@ def test_ranks_and_cuts(kind: str, count: int, device: torch.device) -> None:
         filled(sizes),
         scalars(tokens + 100),
         scalars(tokens),
+        scalars(0),
         scalars(0.5, dtype=torch.float64),
         scalars(0),
         counts,

@@ -20,7 +20,7 @@ from tests.kernels.gpu.compiling import compile_for_hopper
 from tests.kernels.gpu.test_tactic import SCALE, UNTOUCHED, Case, case, check, queries_of, run, variant
 from winnow_kernels.gather import Meter
 from winnow_kernels.gpu import tactic
-from winnow_kernels.gpu.batch import WHOLE
+from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
 from winnow_kernels.gpu.tactic_fit import fit_kernel
 from winnow_kernels.indexes.clusters import SPAN
 from winnow_kernels.tactic import TacticParameters, TacticStep
@@ -102,9 +102,10 @@ def test_heads_take_what_the_trace_says(given: GivenFit, device: torch.device, m
     check(the_case, own)
     assert own.selection.counts[UNCAPPED].tolist() != traced.selection.counts[UNCAPPED].tolist()
     # The fit has been made all the same: what it believes is what it is without a trace, but for whole contexts.
-    fitted = (own.selection.counts != WHOLE).repeat_interleave(GROUP, 1)[UNCAPPED]
+    fitted = (own.selection.counts > 0).repeat_interleave(GROUP, 1)[UNCAPPED]
     assert bool(fitted.any())
-    assert torch.equal(traced.statistics.shares[UNCAPPED][fitted], own.statistics.shares[UNCAPPED][fitted])
+    told, own_told = traced.statistics.told, own.statistics.told
+    assert torch.equal(told.beliefs[UNCAPPED][fitted], own_told.beliefs[UNCAPPED][fitted])
 
 
 def test_no_token_and_all(given: GivenFit, device: torch.device) -> None:
@@ -116,7 +117,7 @@ def test_no_token_and_all(given: GivenFit, device: torch.device) -> None:
     given.lengths = replace(lengths, tokens=tokens)
     counts = run(the_case, queries_of(the_case, GROUP, 2.0)).selection.counts.tolist()
     assert counts[0] == [LENGTHS[0] - CLUSTERED[0]] * KV_HEADS
-    assert counts[2:] == [[WHOLE, WHOLE], [80, 80]]
+    assert counts[2:] == [[WHOLE_TO_THE_END, WHOLE_TO_THE_END], [80, 80]]
 
 
 def test_a_share_that_the_trace_does_not_know_takes_nothing(given: GivenFit, device: torch.device) -> None:
@@ -163,7 +164,7 @@ def test_a_server_with_the_plugin(device: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setenv(crossover.ENVIRONMENT, "0")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     contexts = Contexts(Heads(query=4, kv=2, dim=64), SPAN + 40, 1, 4, device, dtype)
-    asked = {"policy": "tactic", "p": 0.75, "full_layers": 1}
+    asked = {"policy": "tactic", "p": 0.75, "full_layers": 1, "sinks": 0}
     requests = Requests(contexts, parse_policy({"decode": asked}))
     for layer in range(contexts.layers):
         requests.select(layer)

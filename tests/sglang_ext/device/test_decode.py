@@ -13,7 +13,7 @@ from torch import Tensor
 from sglang_winnow import crossover
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.device.construction import selectors_of
-from sglang_winnow.device.decode import DeviceDecode
+from sglang_winnow.device.decode import DeviceDecode, Variant
 from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.variants import variant_for, variants_of
 from sglang_winnow.families import kept_by
@@ -32,7 +32,7 @@ LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 32, 16
 SCALE = HEAD_DIM**-0.5
 LONGEST = 256
 SPAN = 64
-REQUEST_SLOTS = 12
+REQUEST_SLOTS = 14
 STEPS = 2
 
 TERMINATION = {"scale": 0.3, "direction": 0.3, "patience": 1}
@@ -46,6 +46,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [1], "full_layers": 1}},
     "tactic": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 1}},
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80, "full_layers": 0}},
+    "tactic, no sinks": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0, "sinks": 0}},
+    "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
     "quoka": {"decode": {"policy": "quoka", "budget": 48}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
 }
@@ -100,6 +102,7 @@ class Server:
 
     def _state(self, name: str, length: int) -> RequestState:
         state = RequestState(AttentionPolicy.model_validate(POLICIES[name]), length - 1)
+        state.begin_prefill(length - 1)
         state.kept = kept_by(state, LAYERS)
         if state.kept is not None:
             for layer in range(LAYERS):
@@ -110,6 +113,19 @@ class Server:
 
     def own(self, queries: Tensor) -> Tensor:
         return queries[:, self.share.query_heads].contiguous().to(self.device)
+
+    def swap(self) -> None:
+        """Exchange the pages of the first two requests, as if both had been retracted and prefilled anew."""
+        first, second = self.table[1].long(), self.table[2].long()
+        for cache in self.caches:
+            for half in (cache.keys, cache.values):
+                half[torch.cat((first, second))] = half[torch.cat((second, first))]
+        self.table[1], self.table[2] = second, first
+        self.indexes.generations.written(torch.cat((first, second)))
+        # The token that the last step gave is prefilled, too.
+        self.lengths = [length + 2 for length in self.lengths]
+        for state, length in zip(self.states, self.lengths, strict=True):
+            state.begin_prefill(length - 1)
 
     def grow(self) -> None:
         written = self.table[self.request_slots, torch.tensor(self.lengths)].long()
@@ -214,3 +230,22 @@ def test_all_policies_in_one_batch(device: torch.device) -> None:
 def test_short_contexts_run_dense(device: torch.device) -> None:
     names = ["quest", "streaming_llm", "quoka", "tactic, capped"]
     compare(names, [62, 67, 47, 79], device, padding=2)
+
+
+@pytest.mark.parametrize("name", ["quest", "quoka", "tactic"])
+def test_a_request_retracted_after_one_step_reads_its_new_pages(name: str, device: torch.device) -> None:
+    torch_server, device_server = (Server([name, name], [208, 143], device) for _ in range(2))
+    decode = device_decode(device_server)
+    for step in range(2):
+        expected = by_torch(torch_server, step)
+        for layer, output in enumerate(on_device(device_server, decode, step, padding=0)):
+            torch.testing.assert_close(output, expected[layer], rtol=1e-4, atol=1e-4)
+        torch_server.swap()
+        device_server.swap()
+
+
+def test_a_cap_that_cuts_nothing_asks_for_no_order(device: torch.device) -> None:
+    server = Server(["tactic, capped"], [80], device)
+    decode = device_decode(server)
+    assert decode.needed(server.states, [80]) == Variant(frozenset({Family.TACTIC}))
+    assert decode.needed(server.states, [81]) == Variant(frozenset({Family.TACTIC}), ordered=True)

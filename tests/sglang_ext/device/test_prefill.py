@@ -16,7 +16,7 @@ from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
 
 PAGE, SLOTS, KV_HEADS, GROUP, DIM = 16, 1024, 1, 2, 32
 SCALE = DIM**-0.5
-QUOKA = QuokaPrefillParameters(budget=70, block=64, queries=16)
+QUOKA = QuokaPrefillParameters(budget=70, block=64, queries=16, sinks=16, recency_ratio=0.5)
 
 
 @pytest.mark.parametrize("longest", [256, 330])

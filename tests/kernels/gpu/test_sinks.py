@@ -1,0 +1,136 @@
+"""Sinks in the selectors that score pages or tokens on a GPU, against the torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.gpu.selectors import cache_on, check_equal, on_device, untouched
+from winnow_kernels.cache import Context
+from winnow_kernels.delta import DeltaParameters, DeltaStep
+from winnow_kernels.gather import Meter
+from winnow_kernels.gpu import delta, quest, quoka
+from winnow_kernels.gpu.attend import AttendBuffers
+from winnow_kernels.gpu.batch import DeviceSelection
+from winnow_kernels.gpu.pages import PageBuffers
+from winnow_kernels.indexes.key_norms import KeyNorms
+from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.page_selection import pages_kept, pages_of
+from winnow_kernels.quest import QuestParameters, QuestStep
+from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
+
+SLOTS, KV_HEADS, GROUP, HEAD_DIM, WIDTH = 4096, 2, 2, 64, 512
+CPU = torch.device("cpu")
+# Shorter than the sinks, than sinks and budget, and longer; the last token of a page and the first of one.
+LENGTHS = [3, 17, 45, 64, 65, 130, 500, 576]
+BUDGETS = [32, 16, 100, 64, 90, 70, 130, 60]
+CACHE = random_cache(SLOTS, KV_HEADS, HEAD_DIM)
+QUERIES = 2 * random_queries(len(LENGTHS), KV_HEADS * GROUP, HEAD_DIM)
+
+pytestmark = [
+    pytest.mark.parametrize("sinks", [0, 4, 16, 40]),
+    pytest.mark.parametrize("page_size", [16, 64]),
+    pytest.mark.parametrize("is_ordered", [False, True]),
+]
+
+
+def _context(page_size: int) -> Context:
+    return scattered_context(LENGTHS, SLOTS, page_size)
+
+
+def _newest(length: int, page_size: int) -> int:
+    return (length - 1) % page_size + 1
+
+
+def _check_first(selection: DeviceSelection, context: Context, row: int, recent: int, sinks: int) -> None:
+    """Sinks come behind the recent tokens, in the context's order; what is recent already is not there twice."""
+    length = int(context.lengths[row])
+    sinks = min(sinks, length - recent)
+    own = selection.slots[row, :, recent : recent + sinks].cpu()
+    assert (own == context.slots[row, :sinks]).all()
+    counts = selection.counts[row].tolist()
+    assert all(len(set(selection.slots[row, head, :count].tolist())) == count for head, count in enumerate(counts))
+
+
+def test_quest(sinks: int, page_size: int, is_ordered: bool, device: torch.device) -> None:
+    context = _context(page_size)
+    bounds = PageBounds([CACHE], PageGenerations(SLOTS, page_size, CPU))
+    bounds.ensure(torch.arange(SLOTS // page_size))
+    batch = on_device(context, device, page_size=page_size)
+    rows = quest.QuestRows.empty(batch.rows, device)
+    rows.budgets.copy_(torch.tensor([pages_kept(budget, 1, sinks, page_size) for budget in BUDGETS]))
+    rows.sinks.fill_(sinks)
+    rows.by_score.fill_(is_ordered)
+    selection = untouched(batch, KV_HEADS, WIDTH)
+    buffers = PageBuffers.empty(batch.rows, KV_HEADS, batch.page_table.shape[1], device)
+    quest.select(0, QUERIES.to(device), bounds.bounds[0].to(device), batch, rows, selection, buffers)
+    parameters = [QuestParameters(budget, 0, sinks) for budget in BUDGETS]
+    expected = QuestStep(context, 1.0, None, parameters, bounds).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
+    for row, length in enumerate(LENGTHS):
+        newest = _newest(length, page_size)
+        check_equal(selection, row, expected, row, ordered=slice(None if is_ordered else newest))
+        _check_first(selection, context, row, newest, sinks)
+
+
+def test_delta(sinks: int, page_size: int, is_ordered: bool, device: torch.device) -> None:
+    context, cache = _context(page_size), cache_on(device, CACHE)
+    recent = 20
+    batch = on_device(context, device, page_size=page_size)
+    rows = delta.DeltaRows.empty(batch.rows, 2, device)
+    rows.roles[0], rows.roles[1] = delta.REFRESH, delta.REUSE
+    rows.budgets.copy_(torch.tensor([pages_kept(max(budget, recent), recent, sinks, page_size) for budget in BUDGETS]))
+    rows.recent.fill_(pages_of(recent, page_size))
+    rows.sinks.fill_(sinks)
+    rows.by_score.fill_(is_ordered)
+    selection = untouched(batch, KV_HEADS, WIDTH)
+    counts = selection.counts.repeat(2, 1, 1)
+    delta.write_counts(batch, rows, counts, WIDTH)
+    attend_buffers = AttendBuffers.empty(batch.rows, KV_HEADS * GROUP, cache)
+    buffers = delta.DeltaBuffers.empty(batch, KV_HEADS * GROUP)
+    queries = QUERIES.to(device)
+    output = torch.empty_like(queries)
+    delta.attend_and_score(0, queries, cache, batch, rows, 0.125, attend_buffers, buffers, output)
+    delta.score_tokens(0, batch, rows, attend_buffers, buffers)
+    delta.select(0, batch, rows, selection.slots, buffers)
+    parameters = [DeltaParameters(max(budget, recent), recent, 0, (0,), sinks) for budget in BUDGETS]
+    step = DeltaStep(context, 0.125, None, parameters, page_size)
+    step.attend(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
+    expected = step.select(1, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
+    selected = DeviceSelection(selection.slots, counts[1])
+    for row, length in enumerate(LENGTHS):
+        kept = min(length, _newest(length, page_size) + (pages_of(recent, page_size) - 1) * page_size)
+        check_equal(selected, row, expected, row, ordered=slice(None if is_ordered else kept))
+        _check_first(selected, context, row, kept, sinks)
+
+
+def test_quoka(sinks: int, page_size: int, is_ordered: bool, device: torch.device) -> None:
+    context = _context(page_size)
+    norms = KeyNorms([CACHE], PageGenerations(SLOTS, page_size, CPU))
+    norms.ensure(torch.arange(SLOTS // page_size))
+    batch = on_device(context, device, page_size=page_size)
+    parameters = [QuokaDecodeParameters(budget=budget, sinks=sinks) for budget in BUDGETS]
+    rows = quoka.QuokaRows.empty(batch.rows, device)
+    rows.budgets.copy_(torch.tensor([own.tokens(length - 1) for own, length in zip(parameters, LENGTHS, strict=True)]))
+    rows.sinks.fill_(sinks)
+    rows.by_score.fill_(is_ordered)
+    selection = untouched(batch, KV_HEADS, WIDTH)
+    buffers = quoka.QuokaBuffers.empty(batch, selection)
+    quoka.select(
+        QUERIES.to(device),
+        cache_on(device, CACHE),
+        norms.reciprocals[0].to(device),
+        batch,
+        rows,
+        selection,
+        buffers,
+        any_by_score=is_ordered,
+    )
+    assert (buffers.histograms == 0).all()
+    expected = QuokaStep(context, 1.0, None, parameters, norms).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
+    for row, length in enumerate(LENGTHS):
+        newest = _newest(length, page_size)
+        always = newest + min(sinks, length - newest)
+        check_equal(selection, row, expected, row, ordered=slice(always, None) if is_ordered else slice(0))
+        _check_first(selection, context, row, newest, sinks)
