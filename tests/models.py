@@ -10,6 +10,8 @@ from typing import Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+NEEDLE = Path(__file__).resolve().parents[1] / "models" / "needle"
+"""The model that ships."""
 BOS_TOKEN = "<|begin|>"
 EOS_TOKEN = "<|end|>"
 CHAT_TEMPLATE = (

@@ -7,7 +7,8 @@ whose target is gone, or that was not applied, ends the process instead.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,15 @@ class Hook:
     target: str
     function: Callable[..., Any]
     kind: HookType
+
+
+@contextmanager
+def refusing_to_start() -> Iterator[None]:
+    """Turn a ValueError into SystemExit with one sentence, in which the process ends without a stack trace."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(f"Winnow: the server does not start, because {str(error).splitlines()[0]}.") from error
 
 
 def install(hooks: Sequence[Hook]) -> None:

@@ -14,8 +14,10 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow import attention_registration, metrics, openai_forms, radix, reporting, server_information
 from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
 from sglang_winnow.attention_registration import register_backend
-from sglang_winnow.hooks import Hook, install
+from sglang_winnow.crossover import crossover_tokens
+from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.sampling_parameters import SamplingParameters
+from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import ServedModel, served_model
 
 if TYPE_CHECKING:
@@ -34,7 +36,14 @@ _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register() -> None:
-    """Offer the attention backend and install the hooks; SGLang calls this in each of its processes."""
+    """Offer the attention backend and install the hooks; SGLang calls this in each of its processes.
+
+    Raises:
+        SystemExit: the environment, or SGLang, is not what the hooks need.
+    """
+    with refusing_to_start():
+        served_policies()
+        crossover_tokens("quest")
     register_backend()
     install(HOOKS)
 

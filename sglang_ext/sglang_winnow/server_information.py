@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.attention_registration import NAME
 from sglang_winnow.delta_profiles import delta_profile
-from sglang_winnow.hooks import Hook
+from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.metrics import METRICS
 from sglang_winnow.policy import (
     DECODE_POLICIES,
@@ -150,7 +150,9 @@ def _folder(model: str) -> Path:
 
 
 def _add_model(information: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
-    return information | {"winnow": served_model(scheduler.server_args, scheduler.model_config).describe()}
+    with refusing_to_start():
+        model = served_model(scheduler.server_args, scheduler.model_config)
+    return information | {"winnow": model.describe()}
 
 
 def _add_totals(output: GetInternalStateReqOutput, _scheduler: Scheduler, *_: object) -> None:

@@ -21,10 +21,10 @@ from tests.end_to_end.deployment import (
     wait_readiness,
     wait_ready,
 )
+from tests.models import NEEDLE
 from tests.ports import free_port
 from tests.service.processes import WINNOW, alive, descendants
 from tests.service.test_streaming import events
-from winnow_service.cli.up import SHIPPED_MODEL
 from winnow_service.supervisor.programs import Device, runtime_program
 
 # Each start of SGLang is a minute of imports on two busy cores.
@@ -56,7 +56,7 @@ def test_a_service_of_its_own_stays_up_and_serves_again(
     tmp_path: Path, stopped_at_the_end: list[subprocess.Popen[bytes]]
 ) -> None:
     port, runtime_port = free_port(), free_port()
-    program = runtime_program(SHIPPED_MODEL, Device.cpu, runtime_port, [])
+    program = runtime_program(NEEDLE, Device.cpu, runtime_port, [])
     address, runtime_address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{runtime_port}"
     log = tmp_path / "log"
     body = {"text": "Go on.", "stream": True, "sampling_params": {"max_new_tokens": 20_000, "ignore_eos": True}}

@@ -89,9 +89,10 @@ async def all_gone(pids: set[int]) -> None:
 async def test_both_start_and_answer_and_their_logs_are_prefixed(place: Place) -> None:
     async with ready(place) as (up, _), httpx.AsyncClient(base_url=place.address) as client:
         assert f"winnow | ready at {place.address}" in up.lines
+        question = {"model": "tiny-model", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         assert up.lines[-1] == (
             f"winnow | curl -s {place.address}/v1/chat/completions -H 'content-type: application/json' "
-            "-d @examples/buried-answer-16k.json"
+            f"-d '{json.dumps(question)}'"
         )
         assert "runtime | serving tiny-model on the '' devices" in up.lines
         assert any(line.startswith("service | ") for line in up.lines)
@@ -154,6 +155,14 @@ async def test_a_runtime_that_does_not_start_is_reported_with_its_last_lines(pla
         [position] = [i for i, line in enumerate(up.lines) if "error: the runtime ended with status 7" in line]
         assert "runtime | about to fail" in up.lines[position:]
         assert not any(map(alive, place.runtime_pids()))
+
+
+async def test_a_refusal_of_the_plugin_is_the_error_that_is_shown(place: Place) -> None:
+    async with place.up("--", "--fake-refusal") as up:
+        assert await up.end() == 1
+        assert up.lines[-1] == "winnow | error: the server does not start, because it does not serve what was asked."
+        # The log stands above it, once.
+        assert up.output.count("RuntimeError: Rank 0 scheduler died") == 1
 
 
 async def test_a_second_ctrl_c_does_not_wait(place: Place) -> None:
@@ -237,7 +246,8 @@ async def test_one_port_for_both_is_refused(place: Place) -> None:
 
 async def test_a_missing_model_is_refused(place: Place) -> None:
     line = await refused(place, "--model", str(place.folder / "nowhere"))
-    assert f"{place.folder / 'nowhere'} does not exist; name one with --model PATH" in line
+    assert f"{place.folder / 'nowhere'} does not exist, and no model is called " in line
+    assert line.endswith("; name a folder, or one of needle, smollm2, smollm2-32k")
 
 
 async def test_a_folder_that_is_no_model_is_refused(place: Place) -> None:
@@ -250,7 +260,7 @@ async def test_a_model_larger_than_memory_is_refused(place: Place) -> None:
     os.truncate(place.model / "model.safetensors", 8 * 1024**4)
     line = await refused(place)
     assert "needs about 8195.0 GiB of memory" in line
-    assert "--model PATH" in line
+    assert "--model NAME|FOLDER" in line
 
 
 @pytest.mark.parametrize("argument", ["--port=1", "--model-path", "--host", "--device"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -50,5 +51,21 @@ Engine._launch_subprocesses(server_args=SimpleNamespace(tokenizer_worker_num=2))
 )
 def test_the_server_does_not_start_unchecked(program: str, reason: str) -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("Winnow: the server does not start, because " + reason)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("WINNOW_POLICIES", "tactic,nonsense", "WINNOW_POLICIES: no decode policy is called 'nonsense'"),
+        ("WINNOW_CROSSOVER_TOKENS", "-1", "WINNOW_CROSSOVER_TOKENS: must be a number of tokens from 0 on."),
+    ],
+)
+def test_a_wrong_setting_ends_the_server_before_it_loads_a_model(variable: str, value: str, reason: str) -> None:
+    program = "from sglang.srt.plugins import load_plugins; load_plugins()"
+    command = [sys.executable, "-c", program]
+    settings = os.environ | {variable: value}
+    ended = subprocess.run(command, env=settings, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("Winnow: the server does not start, because " + reason)

@@ -84,6 +84,24 @@ def test_the_command_writes_a_profile_that_the_server_finds(folder: Path) -> Non
     assert str(list(profile.delta_layers)) in result.output
 
 
+def test_prompts_are_made_short_enough_for_the_model(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "profile.json"
+    options = ["delta", "--model", str(folder), "--samples", "2", "--steps", "2", "--output", str(output)]
+    result = CliRunner().invoke(app, [*options, "--tasks", "niah_single_2,vt"])
+    assert result.exit_code == 0, result.output
+    assert "so that they fit the model's context" in result.stderr
+    words = DeltaProfile.model_validate_json(output.read_text()).words
+    assert words is not None
+    # The default, 3,000 words, is several times the context of 2,048 tokens; what is left is used.
+    assert 200 < words < 2048
+
+
+def test_a_context_without_room_for_a_prompt_is_said_before_the_model_is_loaded(folder: Path) -> None:
+    refused = CliRunner().invoke(app, ["delta", "--model", str(folder), "--samples", "1", "--steps", "2040"])
+    assert refused.exit_code == 2
+    assert "--steps" in refused.output
+
+
 @pytest.mark.parametrize(
     ("prompt", "full_layers", "problem"),
     [("lamp " * 4000, 2, "the model's context has 2048"), ("lamp", 5, "must be less than the model's 5 layers")],

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-import winnow_service
+from winnow_service.cli.models import ConsoleProgress
+from winnow_service.models import getting
+from winnow_service.models.errors import ModelError
 from winnow_service.supervisor import preflight, state
 from winnow_service.supervisor.display import ConsoleDisplay
 from winnow_service.supervisor.programs import (
@@ -23,8 +27,7 @@ from winnow_service.supervisor.programs import (
 )
 from winnow_service.supervisor.supervisor import Supervisor
 
-_REPOSITORY = Path(winnow_service.__file__).resolve().parents[2]
-SHIPPED_MODEL = _REPOSITORY / "models" / "needle"
+DEFAULT_MODEL = "needle"
 STATE_DIRECTORY = Path(".winnow")
 
 
@@ -32,9 +35,9 @@ def up(
     runtime_arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- SGLANG_OPTION...]", help="Passed on to SGLang.")
     ] = None,
-    model: Annotated[Path, typer.Option(help="Folder of the model to serve.", show_default="models/needle")] = (
-        SHIPPED_MODEL
-    ),
+    model: Annotated[
+        str, typer.Option(metavar="NAME|FOLDER", help="The model to serve; winnow models lists the names.")
+    ] = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address that the service listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port that the service listens on.")] = 8000,
     runtime_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the runtime, on loopback.")] = 30000,
@@ -43,22 +46,23 @@ def up(
 ) -> None:
     """Start SGLang and the service in front of it, and run both until Ctrl-C."""
     arguments = runtime_arguments or []
-    model = model.absolute()
     try:
         preflight.check_runtime_installed()
         preflight.check_runtime_arguments(arguments)
-        preflight.check_model(model)
         preflight.check_ports(host, port, runtime_port)
         preflight.check_device(device)
         device = resolve(device)
-        preflight.check_memory(model, device)
-    except preflight.PreflightError as error:
+        with ConsoleProgress.shown() as progress:
+            folder = getting.resolve(model, progress)
+        preflight.check_model(folder)
+        preflight.check_memory(folder, device)
+    except (preflight.PreflightError, ModelError) as error:
         _refuse(str(error))
 
     address = client_address(host, port)
-    display = ConsoleDisplay(Console(), _ready_message(address))
+    display = ConsoleDisplay(Console(), _ready_message(address, folder.name))
     supervisor = Supervisor(
-        runtime_program(model, device, runtime_port, arguments), service_program(host, port, runtime_port), display
+        runtime_program(folder, device, runtime_port, arguments), service_program(host, port, runtime_port), display
     )
     own_state = state.State(
         pid=os.getpid(), address=address, runtime_address=client_address(RUNTIME_HOST, runtime_port)
@@ -77,11 +81,14 @@ def _refuse(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def _ready_message(address: str) -> list[str]:
+def _ready_message(address: str, model: str) -> list[str]:
+    if model == DEFAULT_MODEL:
+        # It answers questions about a text that it is given, and no others.
+        body = "@examples/buried-answer-16k.json"
+    else:
+        question = {"role": "user", "content": "What is the capital of France?"}
+        body = shlex.quote(json.dumps({"model": model, "messages": [question]}))
     return [
         f"ready at {address}",
-        (
-            f"curl -s {address}/v1/chat/completions -H 'content-type: application/json' "
-            "-d @examples/buried-answer-16k.json"
-        ),
+        f"curl -s {address}/v1/chat/completions -H 'content-type: application/json' -d {body}",
     ]

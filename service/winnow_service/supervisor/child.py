@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 # A line longer than this is passed on in pieces.
 _LONGEST_LINE_BYTES = 64 * 1024
 _TAIL_LINES = 30
+# How the plugin begins the sentence that says why a server does not start. SGLang's stack traces follow it.
+_REFUSAL = "Winnow: the server does not start, because "
 # What a guard needs to kill processes that cannot refuse.
 _KILL_SECONDS = 10.0
 _LOG_SECONDS = 2.0
@@ -30,7 +32,12 @@ class Program:
 
 
 class Child:
-    """A running program behind its guard. In a session of its own: a terminal's Ctrl-C reaches the supervisor only."""
+    """A running program behind its guard. In a session of its own: a terminal's Ctrl-C reaches the supervisor only.
+
+    Attributes:
+        tail: the last lines of its log.
+        refusal: the sentence with which Winnow's plugin refused to start, if it has.
+    """
 
     def __init__(
         self,
@@ -41,6 +48,7 @@ class Child:
     ) -> None:
         self.program = program
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.refusal: str | None = None
         self._process = process
         self._on_line = on_line
         self._log = asyncio.create_task(self._read_log(log))
@@ -122,4 +130,6 @@ class Child:
         text = line.decode(errors="replace").rstrip()
         if text:
             self.tail.append(text)
+            if self.refusal is None and text.startswith(_REFUSAL):
+                self.refusal = text.removeprefix("Winnow: ")
             self._on_line(self.program.name, text)

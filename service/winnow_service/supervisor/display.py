@@ -50,6 +50,9 @@ class ConsoleDisplay:
         for text in tail:
             self.line(name, text)
 
+    def refused(self, sentence: str) -> None:
+        self.line("winnow", f"error: {sentence}")
+
     def _end_progress(self) -> None:
         if self._task is not None:
             self._progress.remove_task(self._task)

@@ -49,11 +49,9 @@ def check_device(device: Device) -> None:
 
 
 def check_model(model: Path) -> None:
-    """``model`` is a folder with a model's configuration."""
-    if not model.is_dir():
-        raise PreflightError(f"the model folder {model} does not exist; name one with --model PATH")
+    """The folder ``model`` has a model's configuration."""
     if not (model / "config.json").is_file():
-        raise PreflightError(f"{model} has no config.json, so it is no model; name a model folder with --model PATH")
+        raise PreflightError(f"{model} has no config.json, so it is no model; name another with --model NAME|FOLDER")
 
 
 def check_ports(host: str, port: int, runtime_port: int) -> None:
@@ -86,7 +84,7 @@ def check_memory(model: Path, device: Device) -> None:
         raise PreflightError(
             f"{model} needs about {needed / GIB:.1f} GiB of {where} ({weights / GIB:.1f} GiB of weights and "
             f"{RUNTIME_MARGIN_BYTES / GIB:.1f} GiB beside them) and {available / GIB:.1f} GiB are free; "
-            "stop other programs or choose a smaller model with --model PATH"
+            "stop other programs or choose a smaller model with --model NAME|FOLDER"
         )
 
 

@@ -30,6 +30,7 @@ class Display(Protocol):
     def ready(self) -> None: ...
     def stopping(self) -> None: ...
     def died(self, name: str, status: int, tail: Sequence[str]) -> None: ...
+    def refused(self, sentence: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class _Death:
     name: str
     status: int
     tail: Sequence[str]
+    refusal: str | None
 
 
 class Supervisor:
@@ -67,7 +69,10 @@ class Supervisor:
         kill_children()
         if death is None:
             return 0
-        self._display.died(death.name, death.status, death.tail)
+        if death.refusal is None:
+            self._display.died(death.name, death.status, death.tail)
+        else:
+            self._display.refused(death.refusal)
         return 1
 
     async def _watch(self, runtime: Child, service: Child, told_to_stop: asyncio.Event) -> _Death | None:
@@ -83,7 +88,7 @@ class Supervisor:
                 # The runtime first: if both have ended, the service has ended because of it.
                 for end, child in ends.items():
                     if end in done:
-                        return _Death(child.program.name, end.result(), tuple(child.tail))
+                        return _Death(child.program.name, end.result(), tuple(child.tail), child.refusal)
                 ready.result()
         finally:
             for task in (stop, ready, *ends):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_winnow.calibration.attention_maps import ATTENTION, decode_shifts
+from sglang_winnow.calibration.prompt_lengths import context_length, prompt_tokens
 from sglang_winnow.delta_profiles import DeltaProfile, config_hash
 from winnow_kernels.delta_calibration import MeanShifts, choose_delta_layers
 
@@ -28,19 +28,19 @@ def calibrate(
         device: where it runs, such as ``cpu`` or ``cuda``; in float32 on a CPU, else in the model's own dtype.
         steps: most tokens of an answer.
         full_layers: how many of the first layers are always dense.
-        words: the prompts' length, for the record.
+        words: the length of the longest prompt, for the record.
 
     Raises:
         OSError, ValueError: the model cannot be loaded, a prompt is too long for it, or it has no room for Δ-layers.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenized = [torch.tensor(prompt_tokens(tokenizer, text)) for text in prompts]
+    _check_length(max(map(len, tokenized)) + steps, context_length(folder))
     dtype = torch.float32 if device == "cpu" else "auto"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
     shifts = MeanShifts()
-    for number, text in enumerate(prompts, start=1):
-        prompt = _tokens(tokenizer, text).to(device)
-        _check_length(len(prompt) + steps, model)
-        for step in decode_shifts(model, prompt, steps, _end_tokens(model)):
+    for number, prompt in enumerate(tokenized, start=1):
+        for step in decode_shifts(model, prompt.to(device), steps, _end_tokens(model)):
             shifts.add(step.cpu())
         sys.stderr.write(f"{number} of {len(prompts)}: {len(prompt)} tokens, {shifts.steps} decode steps so far\n")
     mean = shifts.mean()
@@ -58,17 +58,7 @@ def calibrate(
     )
 
 
-def _tokens(tokenizer: Any, text: str) -> Tensor:
-    if tokenizer.chat_template is None:
-        return torch.tensor(tokenizer(text)["input_ids"])
-    messages = [{"role": "user", "content": text}]
-    return torch.tensor(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    )
-
-
-def _check_length(tokens: int, model: Any) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
+def _check_length(tokens: int, longest: int | None) -> None:
     if longest is not None and tokens > longest:
         raise ValueError(f"--words: a prompt and its answer need {tokens} tokens; the model's context has {longest}")
 

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--served-model-name", required=True)
     parser.add_argument("--uvicorn-access-log-exclude-prefixes", nargs="*")
     parser.add_argument("--fake-exit", type=int, help="exit with this status instead of serving")
+    parser.add_argument("--fake-refusal", action="store_true", help="refuse to start, as the plugin does")
     parser.add_argument("--fake-stubborn", action="store_true", help="ignore SIGTERM")
     arguments = parser.parse_args()
 
@@ -53,6 +54,10 @@ def main() -> None:
     if arguments.fake_exit is not None:
         print("about to fail", file=sys.stderr)
         sys.exit(arguments.fake_exit)
+    if arguments.fake_refusal:
+        print("Winnow: the server does not start, because it does not serve what was asked.", file=sys.stderr)
+        print("  File of a stack trace\n" * 40 + "RuntimeError: Rank 0 scheduler died", file=sys.stderr)
+        sys.exit(1)
     server = uvicorn.Server(
         uvicorn.Config(FakeRuntime().app(), host=arguments.host, port=arguments.port, log_config=None)
     )
