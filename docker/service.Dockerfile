@@ -15,6 +15,7 @@ COPY README.md LICENSE ./
 COPY kernels kernels
 COPY sglang_ext sglang_ext
 COPY service service
+COPY evaluation evaluation
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv pip install --no-deps --build-constraint constraints.txt .
 

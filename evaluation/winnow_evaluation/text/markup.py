@@ -50,7 +50,7 @@ def read_page(content: bytes) -> Page:
     following = [
         link.get("href") for link in root.iter("link", "a") if "next" in (link.get("rel") or "").lower().split()
     ]
-    main = next(found[0] for path in _MAIN if (found := root.xpath(path)))
+    main = next((found[0] for path in _MAIN if (found := root.xpath(path))), root)
     return Page(tuple(_paragraphs(main)), next((href for href in following if href), None))
 
 

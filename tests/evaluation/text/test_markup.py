@@ -37,6 +37,6 @@ def test_a_page_names_the_next_one(link: str) -> None:
     assert read_page(f"<html><head>{link}</head><body>text</body></html>".encode()).next == "two.html#part"
 
 
-@pytest.mark.parametrize("content", [b"", b"<!-- nothing -->"])
+@pytest.mark.parametrize("content", [b"", b"<!-- nothing -->", b"<frameset><frame src='a.html'></frameset>"])
 def test_a_page_without_anything_is_empty(content: bytes) -> None:
     assert read_page(content).paragraphs == ()
