@@ -14,9 +14,12 @@ from rich.console import Console
 from winnow_evaluation.fidelity.plot import draw
 from winnow_evaluation.fidelity.record import FidelityRecord, merged
 from winnow_evaluation.text import Kind
+from winnow_service.cli.models import ConsoleProgress
 from winnow_service.evaluation.options import OptionError, check_output, parse_tasks
 from winnow_service.evaluation.policies import NO_POLICY, parse_policies
 from winnow_service.evaluation.tasks import TASKS
+from winnow_service.models.errors import ModelError
+from winnow_service.models.getting import resolve
 
 _LEAST_CONTEXT: Final = 64
 _COMMANDS: Final = ("run", "merge", "plot")
@@ -93,11 +96,16 @@ def run(
         raise typer.BadParameter(str(error), param_hint=error.option) from error
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype} is none of float32, bfloat16, float16", param_hint="--dtype")
+    try:
+        with ConsoleProgress.shown() as progress:
+            folder = resolve(model, progress)
+    except ModelError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from error
     # Imports torch and transformers, which takes seconds: after the options have been read.
     from winnow_evaluation.fidelity.session import Options, Session, SessionError  # noqa: PLC0415
 
     options = Options(
-        model=model,
+        model=folder,
         text=text,
         text_folder=text_folder,
         tasks=chosen_tasks,

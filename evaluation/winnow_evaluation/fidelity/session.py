@@ -49,7 +49,7 @@ class SessionError(Exception):
 class Options:
     """What the command was asked for; None where it is to choose."""
 
-    model: str
+    model: Path
     text: Kind
     text_folder: Path | None
     tasks: Sequence[str] | None
@@ -88,7 +88,7 @@ class Session:
         self._options, self._console = options, console
         self._device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = options.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
-        folder = Path(options.model)
+        folder = options.model
         if not (folder / "config.json").is_file():
             raise SessionError(f"{folder} is no folder of a model: it has no config.json")
         try:
