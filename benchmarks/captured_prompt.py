@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.needle_prompt import needle_prompt
-from benchmarks.offline_model import OfflineModel
+from winnow_evaluation.offline_model import OfflineModel
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.dense import prefill
 

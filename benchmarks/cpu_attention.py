@@ -29,7 +29,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 
 from benchmarks.captured_prompt import CapturedPrompt, captured_prompt
-from benchmarks.machine import numbers, surroundings
+from benchmarks.machine import numbers
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.families import FAMILIES, Rows
 from sglang_winnow.indexes import Indexes
@@ -37,6 +37,7 @@ from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, QuokaPrefill,
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
+from winnow_evaluation.machine import surroundings
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.dense import prefill

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.machine import surroundings
+from winnow_evaluation.machine import surroundings
 
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = REPOSITORY / "kernels" / "benchmarks" / "results"

@@ -26,7 +26,6 @@ from typing import Annotated, Any, Final
 import httpx
 import typer
 
-from benchmarks.machine import cpu
 from benchmarks.overhead.beside_runtime import (
     NotComparable,
     Plan,
@@ -36,6 +35,7 @@ from benchmarks.overhead.beside_runtime import (
     prepare,
 )
 from benchmarks.overhead.beside_table import service_table
+from winnow_evaluation.machine import cpu
 from winnow_service.evaluation.environment import checkout_commit, installed_versions
 
 RECORD: Final = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks" / "results" / "service.json"

@@ -20,12 +20,12 @@ from typing import Annotated, Any, Final
 import httpx
 import typer
 
-from benchmarks.machine import surroundings
 from benchmarks.overhead import measure
 from benchmarks.overhead.process import Pair, cores, started
 from benchmarks.overhead.standin import MODEL
 from benchmarks.overhead.streams import Target
 from benchmarks.overhead.table import PAGE, RECORD, markdown, write_table
+from winnow_evaluation.machine import surroundings
 
 _REPOSITORY: Final = Path(__file__).resolve().parents[1]
 # Higher than anything here comes to: what is measured is that they are counted.

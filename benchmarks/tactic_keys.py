@@ -28,7 +28,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.tactic_tables import PAGE_SIZE, SHARES, Captured, PromptTables, Sums
+from benchmarks.tactic_choices import PAGE_SIZE, SHARES, Captured, PromptTables, Sums
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN
@@ -149,7 +149,7 @@ def tables_of(made: TacticKeys, span: int = SPAN) -> PromptTables:
 def table_of(tables: PromptTables, p: float) -> dict[str, dict[str, float]]:
     """Return tokens per query head, and of the union per KV head, of each way of choosing, for a share of ``p``."""
     sums = Sums()
-    tables.add(p, sums, [Sums()])
+    tables.add(p, sums)
     kv_heads = tables.captured.caches[0].kv_heads * tables.captured.steps
     return {
         "head": {name: count / sums.heads for name, count in sums.tokens.items()},

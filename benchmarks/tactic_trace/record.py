@@ -29,10 +29,10 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.machine import surroundings
+from benchmarks.tactic_choices import PromptTables, capture
 from benchmarks.tactic_keys import TABLE_LENGTH, make_keys, tables_of
-from benchmarks.tactic_tables import PromptTables, capture
 from benchmarks.tactic_trace.lengths import LengthTrace, Recorded
+from winnow_evaluation.machine import surroundings
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN
 from winnow_kernels.kmeans import CLUSTER_SIZE
@@ -135,7 +135,8 @@ def generated_layers(
 def model_layers(folder: Path, task: str, context: int, steps: int, seed: int) -> list[tuple[PromptTables, int]]:
     """Run a model over a prompt of the evaluation's and its answer, and make the clusters of all its layers."""
     # Imports a model's libraries.
-    from benchmarks.offline_model import OfflineModel, make_prompts  # noqa: PLC0415
+    from winnow_evaluation.offline_model import OfflineModel  # noqa: PLC0415
+    from winnow_evaluation.task_prompts import make_prompts  # noqa: PLC0415
 
     model = OfflineModel(folder, torch.device("cpu"))
     [prompt] = make_prompts(model, task, context, 1, seed)

@@ -53,6 +53,7 @@ def attend(
     scores = _scores(grouped, keys, selection, scale)
     log_sum_exp = scores.logsumexp(-1)
     output = scores.sub_(log_sum_exp[..., None]).exp_() @ values.to(grouped.dtype)
+    meter.note_mass(log_sum_exp.flatten(1))
     return Attended(output.flatten(1, 2).to(queries.dtype), log_sum_exp.flatten(1), selection.counts)
 
 
@@ -94,6 +95,7 @@ def _attend_until_settled(
     split_output = running.take_along_dim(last[..., None], 3).squeeze(3)
     log_sum_exp = split_mass.logsumexp(2)
     output = ((split_mass - log_sum_exp[:, :, None]).exp()[..., None] * split_output).sum(2)
+    meter.note_mass(log_sum_exp.flatten(1))
 
     tokens = dealt.tokens(read, selection.counts)
     meter.count_attended(tokens.sum(1), cache)

@@ -45,6 +45,12 @@ class Meter:
         self.attended += tokens
         self.read_bytes += tokens * (2 * cache.vector_bytes)
 
+    def note_mass(self, log_sum_exp: Tensor) -> None:
+        """Take what a layer's attended tokens weigh: the log-sum-exp of their scores, float32 [requests, query heads].
+
+        A server has no use for it. Who compares it with exact attention's keeps it.
+        """
+
     def count_bytes(self, amounts: Tensor | int) -> None:
         """Count bytes read, int64 [requests] or the same for all: an index, or keys without their values."""
         self.read_bytes += amounts

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from benchmarks import noop_server
 from benchmarks.answer_timing import Timing, read_timing
 from benchmarks.cpu_server import Collected
-from benchmarks.machine import numbers, surroundings
+from benchmarks.machine import numbers
 from benchmarks.needle_prompt import needle_prompt
 from benchmarks.server_figures import (
     BEGIN,
@@ -34,6 +34,7 @@ from benchmarks.server_figures import (
     suggested_crossovers,
     write_between_markers,
 )
+from winnow_evaluation.machine import surroundings
 
 NEEDLE = Path("models/needle")
 

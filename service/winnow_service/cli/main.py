@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import typer
 
-from winnow_service.cli import bench, calibrate, doctor, down, evaluate, keys, models, sample, serve, text, up
+from winnow_service.cli import (
+    bench,
+    calibrate,
+    doctor,
+    down,
+    evaluate,
+    fidelity,
+    keys,
+    models,
+    sample,
+    serve,
+    text,
+    up,
+)
 
 app = typer.Typer(
     name="winnow",
@@ -17,6 +30,7 @@ app.command("up")(up.up)
 app.command("down")(down.down)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
+app.command("fidelity", context_settings=fidelity.PASSED_ON, add_help_option=False)(fidelity.fidelity)
 app.command("sample")(sample.sample)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")

@@ -91,16 +91,16 @@ def parse_policy(text: str) -> Mapping[str, Any] | str:
     return policy
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, option: str = "--output") -> None:
     """Refuse a file that cannot be written, before the work for it is done.
 
     Raises:
         OptionError: the folder is not there or not writable.
     """
     if not path.parent.is_dir():
-        raise OptionError("--output", f"the folder {path.parent} does not exist")
+        raise OptionError(option, f"the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
-        raise OptionError("--output", f"the folder {path.parent} is not writable")
+        raise OptionError(option, f"the folder {path.parent} is not writable")
 
 
 def _items(option: str, text: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.tactic_tables import Captured, PromptTables, Sums, ranked_positions
+from benchmarks.tactic_choices import Captured, PromptTables, Sums, ranked_positions
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gather import Meter
 
@@ -26,7 +26,7 @@ def test_every_token_that_a_head_takes_is_counted_once() -> None:
     tables = PromptTables(captured(), SPAN)
     for p in (0.3, 0.9):
         sums = Sums()
-        tables.add(p, sums, [Sums()])
+        tables.add(p, sums)
         step = tables._step(p)
         [queries], [cache] = tables.captured.queries, tables.captured.caches
         estimate = step.estimate(0, queries, cache, Meter(STEPS, queries.device))

@@ -1,10 +1,8 @@
-"""A model of transformers, run outside of any server with an attention of one's own, and ``winnow eval``'s prompts."""
+"""A model of transformers, run outside of any server with an attention of one's own."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -13,15 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.machine import surroundings
-from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey, prepare
-from winnow_service.evaluation.sizing import TaskSizer, smaller_size
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.machine import surroundings
 
 _ATTENTION: Final = "winnow_offline"
-_MOST_ATTEMPTS = 8
-_SEAM_TOKENS = 2
-"""What ``winnow eval`` leaves for tokens that merge differently where the template meets the prompt."""
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Attends in one layer. Called with the layer's number, rotated queries [rows, tokens, query heads, head dim], rotated
@@ -45,6 +37,7 @@ class OfflineModel:
         self._network = self._network.eval().to(device)
         config = self._network.config
         self.layers: int = config.num_hidden_layers
+        self.query_heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.context_length: int = config.max_position_embeddings
@@ -64,7 +57,7 @@ class OfflineModel:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` as it stands."""
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return tokens
 
     def encode_message(self, text: str) -> list[int]:
@@ -91,72 +84,6 @@ class OfflineModel:
         """Return those of each next token, float32 [..., vocabulary], for ``hidden``, [..., hidden size]."""
         logits: Tensor = self._network.get_output_embeddings()(hidden)
         return logits.float().log_softmax(-1)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of the evaluation.
-
-    Attributes:
-        tokens: chat template included.
-        answer: tokens of the answer in the form a model is trained to give, without one that ends it.
-    """
-
-    task: str
-    length: int
-    index: int
-    tokens: Sequence[int]
-    answer: Sequence[int]
-
-
-def make_prompts(model: OfflineModel, task: str, length: int, samples: int, seed: int) -> list[Prompt]:
-    """Make the prompts that ``winnow eval`` puts to this model, fitted to ``length`` tokens in the same way.
-
-    Raises:
-        ValueError: the task does not fit the length.
-    """
-    generator = _InProcess()
-    sizer = TaskSizer(task, seed, generator, _Counter(model))
-    cell = asyncio.run(sizer.cell(length, samples))
-    if cell.smallest_tokens is not None:
-        raise ValueError(f"{task}: needs at least {cell.smallest_tokens} tokens; the length is {length}")
-    return [_fitting_prompt(model, task, length, seed, index, size) for index, size in enumerate(cell.sizes)]
-
-
-def _fitting_prompt(model: OfflineModel, task: str, length: int, seed: int, index: int, size: int) -> Prompt:
-    for _ in range(_MOST_ATTEMPTS):
-        sample = TASKS[task].make(SampleKey(seed, task, length, index).rng(), size)
-        tokens = model.encode_message(sample.prompt)
-        answer_tokens = TASKS[task].answer_tokens(size)
-        if len(tokens) + answer_tokens <= length:
-            return Prompt(task, length, index, tokens, model.encode(sample.questions[0].answer))
-        size = smaller_size(size, length, len(tokens), answer_tokens) or 1
-    raise ValueError(f"{task}: sample {index} is over {length} tokens in each of {_MOST_ATTEMPTS} attempts")
-
-
-class _Counter:
-    """Counts tokens as ``winnow eval`` does with a server's help."""
-
-    samples = 4
-    cheap = True
-
-    def __init__(self, model: OfflineModel) -> None:
-        self._model = model
-
-    async def count(self, prompt: str, given: str = "") -> int | None:
-        return len(self._model.encode_message(prompt)) + len(self._model.encode(given)) + _SEAM_TOKENS
-
-
-class _InProcess(SampleGenerator):
-    """Makes samples when asked: worker processes would each import what this process has imported."""
-
-    def __init__(self) -> None:
-        pass
-
-    def submit(self, key: SampleKey, size: int) -> asyncio.Future[PreparedSample]:
-        future: asyncio.Future[PreparedSample] = asyncio.get_running_loop().create_future()
-        future.set_result(prepare(TASKS[key.task], key, size))
-        return future
 
 
 def _attention(

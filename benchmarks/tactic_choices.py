@@ -1,12 +1,7 @@
-"""Tactic offline: how many tokens it takes, how much attention mass they hold, and what the size of spans does to both.
+"""What Tactic takes of a context, beside what would do: tokens per query head, unions per KV head, and their mass.
 
-    python -m benchmarks.tactic_tables --length 8192 --samples 4 --output tactic-8k.json
-
-A model reads the evaluation's prompts and their answers densely; the answer tokens' queries are then asked what Tactic
-would have attended to. Rotated queries and keys are taken from transformers, clusters and selection from
-winnow_kernels. Counts are of tokens in context, those in no cluster included; ratios are ratios of sums.
-
-For each p, beside Tactic:
+Clusters and selection are those of winnow_kernels. Counts are of tokens in context, those in no cluster included;
+ratios are ratios of sums. Beside Tactic:
   optimal          the fewest tokens that hold p: the largest weights first;
   cluster optimal  whole clusters by the mass they hold, after the unclustered tokens (Tactic, Table 3);
   ranking optimal  Tactic's list with the true weights: what a perfect fit would take.
@@ -14,30 +9,23 @@ For each p, beside Tactic:
 
 from __future__ import annotations
 
-import json
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor
 
-from benchmarks.offline_model import OfflineModel, Prompt, make_prompts
+from winnow_evaluation.offline_model import OfflineModel
+from winnow_evaluation.task_prompts import Prompt
 from winnow_kernels.attend import group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.dense import prefill
 from winnow_kernels.gather import Meter
-from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
+from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.tactic import Estimate, TacticParameters, TacticStep
-from winnow_service.evaluation.tasks import TASKS
 
 PAGE_SIZE = 16
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
-SPANS = (256, 512, 1024, 4096)
-SPAN_SHARE = 0.9
 MOST_STEPS = 32
 """Answer tokens of a prompt that are asked, at most."""
 
@@ -74,39 +62,15 @@ class Sums:
     """Sums over layers, heads, steps and prompts. Tokens of KV heads are those of the union over the group."""
 
     heads: float = 0
-    context: float = 0
     tokens: dict[str, float] = field(default_factory=dict)
-    union_context: float = 0
     union: dict[str, float] = field(default_factory=dict)
-    share: float = 0
-    estimated: float = 0
-    successes: float = 0
 
-    def add(self, lengths: Tensor, masks: dict[str, Tensor], weights: Tensor, estimated: Tensor, p: float) -> None:
-        """Add a layer: ``masks`` are bool and ``weights`` float64, [steps, KV heads, group, context]."""
-        steps, kv_heads, per_group, _ = weights.shape
-        achieved = (weights * masks["tactic"]).sum(-1)
-        self.heads += steps * kv_heads * per_group
-        self.context += float(lengths.sum()) * kv_heads * per_group
-        self.union_context += float(lengths.sum()) * kv_heads
+    def add(self, masks: dict[str, Tensor]) -> None:
+        """Add a layer: ``masks`` are bool [steps, KV heads, group, context]."""
+        self.heads += masks["tactic"][..., 0].numel()
         for name, mask in masks.items():
             self.tokens[name] = self.tokens.get(name, 0.0) + float(mask.sum())
             self.union[name] = self.union.get(name, 0.0) + float(mask.any(2).sum())
-        self.share += float(achieved.sum())
-        self.estimated += float(estimated.sum())
-        self.successes += float((achieved >= p).sum())
-
-    def table(self) -> dict[str, Any]:
-        """The sums as ratios."""
-        return {
-            "tokens_ratio": {name: count / self.context for name, count in self.tokens.items()},
-            "tokens_per_head": {name: count / self.heads for name, count in self.tokens.items()},
-            "union_ratio": {name: count / self.union_context for name, count in self.union.items()},
-            "union_to_cluster_optimal": self.union["tactic"] / self.union["cluster_optimal"],
-            "achieved_share": self.share / self.heads,
-            "estimated_share": self.estimated / self.heads,
-            "success_rate": self.successes / self.heads,
-        }
 
 
 def capture(model: OfflineModel, prompt: Prompt) -> Captured:
@@ -155,15 +119,11 @@ class PromptTables:
         generations = PageGenerations(captured.caches[0].slots, PAGE_SIZE, device)
         self.index = ClusterIndex(captured.caches, generations, span)
         clustered = captured.prompt_length // span * span
-        started = time.perf_counter()
         self.index.ensure(self.context, 0, clustered)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        self.build_seconds = time.perf_counter() - started
         self.clustered = torch.full((captured.steps,), clustered, device=device)
 
-    def add(self, p: float, sums: Sums, layers: list[Sums]) -> None:
-        """Add the prompt to the sums, and each layer to its own."""
+    def add(self, p: float, sums: Sums) -> None:
+        """Add the prompt to the sums."""
         step, of_all = self._step(p), self._step(1.0)
         for layer, cache in enumerate(self.captured.caches):
             queries = self.captured.queries[layer]
@@ -171,11 +131,7 @@ class PromptTables:
             estimate = step.estimate(layer, queries, cache, meter)
             # A step ranks as many clusters as it needs: for all of the attention, all of them.
             ranked = ranked_positions(of_all, of_all.estimate(layer, queries, cache, meter), layer, self._clustered)
-            weights = self._weights(layer, cache)
-            masks = self._masks(step, estimate, ranked, layer, weights, p)
-            believed = (estimate.mass.outside + estimate.mass.held_by(estimate.tokens)) / estimate.mass.total
-            for of in (sums, layers[layer]):
-                of.add(self.context.lengths, masks, weights, believed, p)
+            sums.add(self._masks(step, estimate, ranked, layer, self._weights(layer, cache), p))
 
     def _step(self, p: float) -> TacticStep:
         parameters = [TacticParameters(p)] * self.captured.steps
@@ -237,88 +193,3 @@ class PromptTables:
         shape = (self.captured.steps, *of_head.shape)
         positions = self.index.members(layer, step.spans, of_head.expand(shape), ranks.expand(shape))
         return torch.zeros_like(positions).scatter_(-1, positions, of_head.expand(shape))
-
-
-def _row(table: dict[str, Any]) -> str:
-    ratios, union = table["tokens_ratio"], table["union_ratio"]
-    names = ("optimal", "cluster_optimal", "ranking_optimal", "tactic")
-    return (
-        "  ".join(f"{100 * ratios[name]:6.2f}" for name in names)
-        + " |"
-        + "  ".join(f"{100 * union[name]:6.2f}" for name in names)
-        + f" | {table['union_to_cluster_optimal']:5.2f}  {100 * table['achieved_share']:5.1f}"
-        + f"  {100 * table['estimated_share']:5.1f}  {100 * table['success_rate']:5.1f}"
-    )
-
-
-_HEADER = (
-    "% of context: head: optimal, cluster optimal, ranking optimal, tactic | KV head: the same"
-    " | tactic/cluster optimal, achieved share, estimated share, success rate"
-)
-
-
-def main(
-    model: Annotated[Path, typer.Option(help="Folder of a model that transformers loads.")] = Path("models/needle"),
-    length: Annotated[int, typer.Option(help="Tokens of prompt and answer.")] = 8192,
-    tasks: Annotated[
-        str, typer.Option(help="The evaluation's tasks, with commas.")
-    ] = "niah_single_2,niah_multikey_1,vt",
-    samples: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
-    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
-    span: Annotated[int, typer.Option(help="Span of the table over p.")] = SPAN,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    output: Annotated[Path | None, typer.Option(help="Where to write the tables as JSON.")] = None,
-) -> None:
-    """Print Tactic's Table 3 for a model, and the table of span sizes."""
-    if unknown := set(tasks.split(",")) - TASKS.keys():
-        raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(TASKS)}", param_hint="--tasks")
-    network = OfflineModel(model, torch.device(device))
-    layers = network.layers
-    by_share = {p: Sums() for p in SHARES}
-    by_layer = {p: [Sums() for _ in range(layers)] for p in SHARES}
-    by_span: dict[str, Sums] = {str(size): Sums() for size in SPANS} | {"whole": Sums()}
-    seconds = dict.fromkeys(by_span, 0.0)
-    steps = 0
-    prompts = (made for task in tasks.split(",") for made in make_prompts(network, task, length, samples, seed))
-    for prompt in prompts:
-        prompt_length = len(prompt.tokens)
-        captured = capture(network, prompt)
-        steps += captured.steps
-        with torch.inference_mode():
-            tables = PromptTables(captured, span)
-            for p in SHARES:
-                tables.add(p, by_share[p], by_layer[p])
-            for name, sums in by_span.items():
-                size = prompt_length // PAGE_SIZE * PAGE_SIZE if name == "whole" else int(name)
-                if size > prompt_length:
-                    continue
-                tables = PromptTables(captured, size)
-                seconds[name] += tables.build_seconds
-                tables.add(SPAN_SHARE, sums, [Sums() for _ in range(layers)])
-        typer.echo(f"{prompt_length} tokens of prompt, {captured.steps} of answer")
-
-    measured = {name: sums for name, sums in by_span.items() if sums.heads}
-    result = network.environment() | {
-        "length": length,
-        "tasks": tasks.split(","),
-        "samples": samples,
-        "seed": seed,
-        "span": span,
-        "steps": steps,
-        "by_share": {str(p): sums.table() for p, sums in by_share.items()},
-        "by_layer": {str(p): [sums.table() for sums in of_layers] for p, of_layers in by_layer.items()},
-        "by_span": {n: sums.table() | {"build_seconds": seconds[n]} for n, sums in measured.items()},
-    }
-    typer.echo(_HEADER)
-    for p, sums in by_share.items():
-        typer.echo(f"p = {p:<9} {_row(sums.table())}")
-    for layer, sums in enumerate(by_layer[SPAN_SHARE]):
-        typer.echo(f"layer {layer:<7} {_row(sums.table())}")
-    for name, sums in measured.items():
-        typer.echo(f"span {name:<8} {_row(sums.table())}  built in {seconds[name]:.1f} s")
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,0 +1,143 @@
+"""Forcing: the true continuation of prompts under one policy after another, from one prefill that all of them share.
+
+Under a policy the key of a token depends on what the tokens before it attended to, so a server decodes them one after
+another. Here they go through the model together: in a layer, the keys and values of all of them are written, and then
+each attends as a request of its own, whose context ends with it and whose pages are its prompt's. A step looks at
+nothing behind its own token, and what it selects depends on its own queries and on keys before it. So each token gets
+what it would get step by step, and the model runs once instead of once for each token. A ``block`` of 1 is step by
+step: a test compares the two.
+
+Every step runs its policy: the lengths below which a server runs a policy dense do not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sglang_winnow.policy import AttentionPolicy
+from winnow_evaluation.fidelity.exact import Following
+from winnow_evaluation.fidelity.oracles import Oracle
+from winnow_evaluation.fidelity.passes import ExactPass, Pass, PolicyPass
+from winnow_evaluation.fidelity.prefilled import PrefilledBatch
+from winnow_kernels.indexes.clusters import clustered_until
+
+DENSE: Final = AttentionPolicy()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows the prompts, under one policy.
+
+    Attributes:
+        hidden: [prompts, tokens, hidden size]; before the model's last step.
+        counts: what each token's step read, by the names of ``Meter``: int64 [prompts, tokens].
+        true_share: float32 [layers, prompts, tokens, query heads]; the exact attention mass of what was read.
+        reported_share: float64 [layers, prompts, tokens]; what the policy says of it, a mean over query heads; None if
+            it says nothing.
+    """
+
+    hidden: Tensor
+    counts: dict[str, Tensor]
+    true_share: Tensor
+    reported_share: Tensor | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Outcome], dim: int) -> Outcome:
+        """Return parts as one, along the prompts (0) or along the tokens (1)."""
+        told = [part.reported_share for part in parts if part.reported_share is not None]
+        return cls(
+            torch.cat([part.hidden for part in parts], dim),
+            {name: torch.cat([part.counts[name] for part in parts], dim) for name in parts[0].counts},
+            torch.cat([part.true_share for part in parts], dim + 1),
+            torch.cat(told, dim + 1) if told else None,
+        )
+
+
+class Forcing:
+    """The continuations of a batch's prompts. Only one run at a time may be under way in a batch."""
+
+    def __init__(self, batch: PrefilledBatch, tokens: Tensor, memory: int) -> None:
+        """
+        Args:
+            batch: the prompts, with room for the tokens.
+            tokens: int64 [prompts, tokens]; what follows each.
+            memory: bytes that a step may take for what it reads.
+        """
+        self._batch = batch
+        self._tokens = tokens
+        self._memory = memory
+        self._everything = range(batch.prompts)
+
+    def dense(self) -> Outcome:
+        """Attend to everything: what the others are compared with."""
+        return self.run(ExactPass)
+
+    def dense_one_by_one(self) -> Outcome:
+        """Attend to everything once more, each prompt by itself, by the steps of the policy ``dense``."""
+        prompts = (range(prompt, prompt + 1) for prompt in self._everything)
+        return Outcome.joined([self.policy(DENSE, prompts=each) for each in prompts], 0)
+
+    def oracle(self, oracle: Oracle) -> Outcome:
+        """Attend to what an oracle reads."""
+        return self.run(lambda following: ExactPass(following, oracle))
+
+    def policy(self, policy: AttentionPolicy, *, block: int | None = None, prompts: range | None = None) -> Outcome:
+        """Attend by a policy's decode steps.
+
+        Args:
+            policy: as the model runs it (``sglang_winnow.policy.check_against_model``).
+            block: most tokens that go through the model together; all without it.
+            prompts: some of the prompts; all without it.
+        """
+        states = [self._batch.state(prompt, policy) for prompt in self._everything]
+        return self.run(lambda following: PolicyPass(following, policy, states), block=block, prompts=prompts)
+
+    def run(
+        self, make: Callable[[Following], Pass], *, block: int | None = None, prompts: range | None = None
+    ) -> Outcome:
+        """Attend as the passes do that ``make`` makes; ``block`` and ``prompts`` as for ``policy``."""
+        chosen = self._everything if prompts is None else prompts
+        self._batch.forget()
+        parts = []
+        for begin, end in pairwise(self._bounds(chosen, block or self._tokens.shape[1])):
+            following = Following(self._batch, chosen, begin, end - begin, self._memory)
+            parts.append(self._outcome(following, make))
+        return Outcome.joined(parts, 1)
+
+    def _outcome(self, following: Following, make: Callable[[Following], Pass]) -> Outcome:
+        batch, prompts, slots = self._batch, following.prompts, following.slots
+        batch.begin(slots)
+        attending = make(following)
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _scale: float) -> Tensor:
+            batch.write(layer, slots, keys, values)
+            return attending.attend(layer, queries)
+
+        own = slice(following.first, following.first + following.tokens)
+        fed = self._tokens[prompts.start : prompts.stop, own]
+        hidden = batch.model.hidden(fed, following.lengths - 1, attend)
+        reported = attending.reported_share
+        return Outcome(
+            hidden,
+            {name: counts.view(fed.shape) for name, counts in attending.counts.items()},
+            attending.true_share.unflatten(1, fed.shape),
+            torch.stack(reported).unflatten(1, fed.shape) if reported else None,
+        )
+
+    def _bounds(self, prompts: range, block: int) -> list[int]:
+        """Return where the passes begin, and where the last ends.
+
+        A cluster of decoded tokens is built when they are written, in all layers: it begins a pass.
+        """
+        tokens, span = self._tokens.shape[1], self._batch.indexes.clusters.span
+        bounds = {*range(0, tokens, block), tokens}
+        for length in {self._batch.lengths[prompt] for prompt in prompts}:
+            clustered = [clustered_until(length, length + 1 + token, span) for token in range(tokens)]
+            bounds |= {token for token in range(1, tokens) if clustered[token] != clustered[token - 1]}
+        return sorted(bounds)

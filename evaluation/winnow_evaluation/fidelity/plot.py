@@ -1,0 +1,139 @@
+"""The plot: KL to dense attention against what is read of the KV cache, a line for each policy over its parameter."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's, to be told apart without colour vision; markers tell apart what a colour does not.
+_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+_ORACLES: Final = {"oracle_top_p": "-", "oracle_top_k": "--", "oracle_pages": ":"}
+_NAMES: Final = {
+    "oracle_top_p": "oracle: best tokens that hold p",
+    "oracle_top_k": "oracle: best tokens",
+    "oracle_pages": "oracle: best pages of 16",
+}
+_SWEPT: Final = ("p", "budget", "budget_ratio", "window")
+_TICKS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_GREY: Final = "#707070"
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write the plot of the decode rows of one model, text and context as SVG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is nothing to draw, or the rows are of several models, texts or contexts.
+    """
+    try:
+        import matplotlib as mpl  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError('a plot needs matplotlib: pip install "sglang-winnow[evaluation]"') from error
+    figure = _figure(rows)
+    # The same figures, the same file: no date, no random names; and text stays text.
+    with mpl.rc_context({"svg.hashsalt": path.name, "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the rows of each line by its label, in the order of what they read.
+
+    A line is a policy whose parameters are alike but for the one that says how much it reads. Presets are points on
+    other lines.
+    """
+    lines: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["phase"] == "decode" and row["policy"] != "dense" and row["preset"] is None:
+            alike = {name: value for name, value in row["parameters"].items() if name not in _SWEPT}
+            lines[_line(row), json.dumps(alike, sort_keys=True)].append(row)
+    labels = [label for label, _ in lines]
+    return {
+        label if labels.count(label) == 1 else f"{label} {alike}": sorted(line, key=lambda row: row["kv_read_ratio"])
+        for (label, alike), line in lines.items()
+    }
+
+
+def floor_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the KL of dense attention beside itself; None if it was not measured."""
+    floors = [row["kl"] for row in rows if row["phase"] == "decode" and row["policy"] == "dense"]
+    return max(floors) if floors else None
+
+
+def _figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: PLC0415
+
+    about = {(row["model"], row["text"], row["context"]) for row in rows}
+    if len(about) != 1:
+        raise ValueError(f"a plot is of one model, text and context; the rows are of {len(about)}")
+    [(model, text, context)] = about
+    lines = lines_of(rows)
+    if not lines:
+        raise ValueError("no row of a decode policy is there to be drawn")
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    axes = figure.add_subplot()
+    names = [name for name in dict.fromkeys(line[0]["policy"] for line in lines.values()) if name not in _ORACLES]
+    looks = dict(zip(names, cycle(zip(_COLORS, _MARKERS, strict=True)), strict=False))
+    for label, line in lines.items():
+        # On a logarithmic axis there is no zero; rounding may even leave less than that.
+        points = [(row["kv_read_ratio"], row["kl"]) for row in line if row["kl"] > 0]
+        if not points:
+            continue
+        style = _style(line[0], looks)
+        axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _draw_floor(axes, floor_of(rows))
+    low, high = axes.get_xlim()
+    axes.set_xticks([tick for tick in _TICKS if low <= tick <= high])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{100 * ratio:g} %"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    # Powers of ten would have exponents too small to read.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda nats, _: f"{nats:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(labelsize=10)
+    axes.set_xlabel("KV cache and index read, of what dense attention reads", fontsize=10)
+    axes.set_ylabel("KL to dense attention, nats", fontsize=10)
+    axes.set_title(f"{model}, {context:,} tokens of {text}: decode policies", fontsize=11, loc="left")
+    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
+    return figure
+
+
+def _style(row: Mapping[str, Any], looks: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    if row["policy"] in _ORACLES:
+        return {"color": _GREY, "marker": ".", "linestyle": _ORACLES[row["policy"]], "linewidth": 1.4, "markersize": 7}
+    color, marker = looks[row["policy"]]
+    style = {"color": color, "marker": marker, "linewidth": 1.6, "markersize": 6}
+    # What is added to a policy has its colour, with hollow markers.
+    is_plain = not {"early_termination", "prefill"} & row["parameters"].keys()
+    return style if is_plain else style | {"markerfacecolor": "white", "linestyle": "--"}
+
+
+def _draw_floor(axes: Any, floor: float | None) -> None:
+    bottom, top = axes.get_ylim()
+    # Where both are computed in float32 it is rounding, far below everything else.
+    if floor is not None and floor > bottom / 10:
+        bottom = min(bottom, floor / 2)
+        axes.axhspan(bottom, floor, color="#eeeeee", zorder=0, label="noise floor: dense beside itself")
+    axes.set_ylim(bottom, top)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    parameters = row["parameters"]
+    label: str = _NAMES.get(row["policy"], row["policy"])
+    if "early_termination" in parameters:
+        label += ", early termination"
+    if "prefill" in parameters:
+        label += f", {parameters['prefill']['policy']} prefill"
+    return label

@@ -1,0 +1,144 @@
+"""Which policies are measured: those asked for, the presets, and a sweep over each policy's parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang_winnow.policy import AttentionPolicy, Delta, PolicyError, check_against_model, parse_policy
+from winnow_evaluation.fidelity.oracles import Oracle, TopP, TopPages, TopTokens
+from winnow_service.evaluation.policies import AskedPolicy
+from winnow_service.policies.presets import PRESETS
+
+BUDGETS: Final = (256, 512, 1024, 2048)
+SHARES: Final = (0.5, 0.75, 0.9, 0.95)
+_SINKS_OF_STREAMING: Final = 4
+_BUDGETED: Final = ("quest", "snapkv", "pyramidkv", "delta", "quoka")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A policy that is measured.
+
+    Attributes:
+        policy: as the model runs it.
+        preset: its name among the presets, or the name it was given on the command line; None without.
+    """
+
+    policy: AttentionPolicy
+    preset: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The policy's, of the phase in which it is not dense."""
+        decode, prefill = self.policy.decode, self.policy.prefill
+        return prefill.policy if self.is_prefill else decode.policy
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether all of it that is not dense is the prefill."""
+        return not self.policy.has_dense_prefill and self.policy.decode.policy == "dense"
+
+    @property
+    def prefill(self) -> AttentionPolicy:
+        """Its prefill alone."""
+        return AttentionPolicy(prefill=self.policy.prefill)
+
+    @property
+    def p(self) -> float | None:
+        """The share that each query head is to hold; None where there is no such."""
+        share = getattr(self.policy.decode, "p", None)
+        return share if isinstance(share, float) else None
+
+    def parameters(self) -> dict[str, Any]:
+        """Return what tells it from others of its name."""
+        told = self.policy.model_dump(mode="json", exclude_none=True)
+        own = told.pop("prefill" if self.is_prefill else "decode")
+        own.pop("policy")
+        if self.policy.has_dense_prefill:
+            told.pop("prefill")
+        if self.is_prefill:
+            told.pop("decode")
+        return {**own, **told}
+
+    @property
+    def named(self) -> tuple[str, dict[str, Any], str | None]:
+        """Its name, parameters and preset."""
+        return self.name, self.parameters(), self.preset
+
+    @property
+    def label(self) -> str:
+        """What it is called while it is being measured."""
+        told = self.parameters()
+        shown = [f"{name} {told[name]:g}" for name in ("p", "budget", "budget_ratio", "window") if name in told]
+        stops = ["early termination"] if "early_termination" in told else []
+        return ", ".join([" ".join([self.name, *shown]), *stops]) + (f" ({self.preset})" if self.preset else "")
+
+
+def sweep(context: int) -> list[AttentionPolicy]:
+    """Return every policy over its parameter, budgets as far as they are smaller than the context."""
+    decode: list[Mapping[str, Any]] = [{"policy": "tactic", "p": share} for share in SHARES]
+    budgets = [budget for budget in BUDGETS if budget < context]
+    for budget in budgets:
+        decode += [{"policy": name, "budget": budget} for name in _BUDGETED]
+        decode.append({"policy": "streaming_llm", "window": budget - _SINKS_OF_STREAMING})
+    prefill: list[Mapping[str, Any]] = [{"policy": "quoka", "budget_ratio": ratio} for ratio in (0.125, 0.25, 0.5)]
+    prefill.append({"policy": "quoka", "budget": 1024})
+    policies = [parse_policy({"decode": one}) for one in decode]
+    policies.append(parse_policy({"decode": {"policy": "tactic", "p": 0.9}, "early_termination": {}}))
+    return policies + [parse_policy({"prefill": one}) for one in prefill]
+
+
+def presets() -> Iterator[Measured]:
+    """Yield the presets that are not dense."""
+    for name, preset in PRESETS.items():
+        if not preset.attention.is_dense:
+            yield Measured(preset.attention, name)
+
+
+def asked_for(given: Iterable[AskedPolicy]) -> Iterator[Measured]:
+    """Yield the policies of a command line.
+
+    Raises:
+        PolicyError: one cannot be read, or is the name of no preset.
+    """
+    for asked in given:
+        if isinstance(asked.attention, str):
+            if asked.attention not in PRESETS:
+                raise PolicyError("attention", f"{asked.attention} is none of the presets {', '.join(PRESETS)}")
+            yield Measured(PRESETS[asked.attention].attention, asked.attention)
+        elif asked.attention is not None:
+            yield Measured(parse_policy(asked.attention))
+
+
+def oracles(context: int) -> list[Oracle]:
+    """Return every oracle over its parameter."""
+    budgets = [budget for budget in BUDGETS if budget < context]
+    found: list[Oracle] = [TopP(share=share) for share in SHARES]
+    found += [TopTokens(budget=budget) for budget in budgets]
+    return [*found, *(TopPages(budget=budget) for budget in budgets)]
+
+
+def full_layers_of_delta(policies: Iterable[Measured]) -> int | None:
+    """Return the most full layers of a DELTA without its Δ-layers; None if there is no such policy."""
+    decodes = (measured.policy.decode for measured in policies)
+    return max(
+        (decode.full_layers for decode in decodes if isinstance(decode, Delta) and decode.delta_layers is None),
+        default=None,
+    )
+
+
+def checked(
+    policies: Iterable[Measured], layers: int, context_length: int, delta_layers: Sequence[int] | None
+) -> list[Measured]:
+    """Return the policies as a model runs them, each once.
+
+    Raises:
+        PolicyError: the model cannot run one of them.
+    """
+    found: dict[tuple[str, str | None], Measured] = {}
+    for measured in policies:
+        policy = check_against_model(measured.policy, layers, context_length, delta_layers)
+        found.setdefault((policy.canonical(), measured.preset), Measured(policy, measured.preset))
+    return list(found.values())

@@ -1,0 +1,259 @@
+"""One run of the command: from its options to a record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sglang_winnow.delta_profiles import delta_profile
+from sglang_winnow.policy import PolicyError
+from winnow_evaluation.fidelity.delta_layers import calibrated_layers
+from winnow_evaluation.fidelity.measure import Plan
+from winnow_evaluation.fidelity.policies import (
+    Measured,
+    asked_for,
+    checked,
+    full_layers_of_delta,
+    oracles,
+    presets,
+    sweep,
+)
+from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
+from winnow_evaluation.fidelity.prompts import Continued, from_documents, from_tasks, read_folder
+from winnow_evaluation.fidelity.record import FidelityRecord
+from winnow_evaluation.fidelity.results import INTERVAL
+from winnow_evaluation.fidelity.table import results_table
+from winnow_evaluation.offline_model import OfflineModel
+from winnow_evaluation.text import Kind, TextError, load_text
+from winnow_service.evaluation.policies import AskedPolicy
+
+_GIB: Final = 2**30
+_PLAIN_WIDTH: Final = 200
+_CPU_STEP, _CPU_CACHE = 1 * _GIB, 4 * _GIB
+_CUDA_STEP_SHARE, _CUDA_CACHE_SHARE = 8, 4
+"""Which part of a GPU's free memory a step may take, and which part the KV cache of a batch of prompts."""
+
+
+class SessionError(Exception):
+    """What was asked for cannot be measured; the message says why in a sentence."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command was asked for; None where it is to choose."""
+
+    model: Path
+    text: Kind
+    text_folder: Path | None
+    tasks: Sequence[str] | None
+    contexts: Sequence[int]
+    prompts: int
+    tokens: int
+    asked: Sequence[AskedPolicy]
+    presets: bool
+    oracles: bool
+    delta_layers: str | None
+    scored: int
+    prefill_prompts: int
+    seed: int
+    device: str | None
+    dtype: str | None
+    batch: int | None
+    memory: float | None
+
+    @property
+    def source(self) -> str:
+        """What the prompts are made of."""
+        if self.tasks is not None:
+            return ", ".join(self.tasks)
+        return self.text if self.text_folder is None else self.text_folder.resolve().name
+
+
+class Session:
+    """A model, and what it is measured on."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        """Load the model.
+
+        Raises:
+            SessionError: it cannot be loaded.
+        """
+        self._options, self._console = options, console
+        self._device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = options.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
+        folder = options.model
+        if not (folder / "config.json").is_file():
+            raise SessionError(f"{folder} is no folder of a model: it has no config.json")
+        try:
+            self._model = OfflineModel(folder, self._device, getattr(torch, dtype))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SessionError(f"the model in {folder} cannot be loaded: {error}") from error
+        self._texts: list[str] | None = None
+        if not console.is_terminal:
+            console.width = _PLAIN_WIDTH
+
+    def run(self, output: Path | None) -> FidelityRecord:
+        """Measure each context, print its tables, and write the record to ``output`` so far.
+
+        Raises:
+            SessionError: a context, a policy or the text does not do.
+        """
+        options = self._options
+        longest = options.contexts[-1] + options.tokens + 1
+        if options.tasks is None and longest > self._model.context_length:
+            raise SessionError(
+                f"--context: {options.contexts[-1]} tokens and {options.tokens + 1} behind them are more than the"
+                f" model's context of {self._model.context_length}"
+            )
+        rows: list[dict[str, Any]] = []
+        runs: list[dict[str, Any]] = []
+        for context in options.contexts:
+            header, of_context = self._measure(context)
+            runs.append(header)
+            rows += [row | {"run": len(runs) - 1} for row in of_context]
+            self._print(context, of_context)
+            if output is not None:
+                FidelityRecord(runs, rows).write(output)
+        return FidelityRecord(runs, rows)
+
+    def _measure(self, context: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        options, model = self._options, self._model
+        begin = time.perf_counter()
+        prompts, spare = self._prompts(context)
+        try:
+            wanted = [*asked_for(options.asked)] if options.asked else [Measured(each) for each in sweep(context)]
+            wanted += presets() if options.presets else []
+            layers, source = self._delta_layers(wanted, spare)
+            policies = checked(wanted, model.layers, model.context_length, layers)
+        except (PolicyError, ValueError) as error:
+            raise SessionError(f"--policy: {error}") from error
+        plan = Plan(
+            policies=policies,
+            oracles=oracles(context) if options.oracles else [],
+            batch=options.batch or self._batch(context),
+            scored=options.scored,
+            prefilled=min(options.prefill_prompts, len(prompts)),
+            memory=int(options.memory * _GIB) if options.memory else self._step_memory(),
+        )
+        rows = self._with_progress(plan, prompts, context)
+        header = model.environment() | {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "text": options.source,
+            "context": context,
+            "prompts": len(prompts),
+            "tokens_each": options.tokens,
+            "scored": options.scored,
+            "batch": plan.batch,
+            "delta_layers": None if layers is None else {"layers": list(layers), "source": source},
+            "interval": INTERVAL,
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+        return header, [{"model": header["model"], "text": options.source, "context": context} | row for row in rows]
+
+    def _prompts(self, context: int) -> tuple[list[Continued], Continued]:
+        """Return the prompts, and one more: by it Δ-layers are chosen."""
+        options, model = self._options, self._model
+        count = options.prompts + 1
+        try:
+            if options.tasks is not None:
+                found = from_tasks(model, options.tasks, context, options.tokens, count, options.seed)
+            else:
+                found = from_documents(model, self._documents(), context, options.tokens, count)
+        except ValueError as error:
+            raise SessionError(f"--context {context}: {error}") from error
+        return found[:-1], found[-1]
+
+    def _documents(self) -> list[str]:
+        if self._texts is None:
+            folder = self._options.text_folder
+            try:
+                if folder is not None:
+                    self._texts = read_folder(folder)
+                else:
+                    self._texts = [document.text for document in load_text("test", self._options.text)]
+            except (TextError, ValueError) as error:
+                raise SessionError(str(error)) from error
+        return self._texts
+
+    def _delta_layers(self, wanted: Sequence[Measured], spare: Continued) -> tuple[tuple[int, ...] | None, str]:
+        full_layers = full_layers_of_delta(wanted)
+        if full_layers is None:
+            return None, ""
+        if self._options.delta_layers is not None:
+            return _named_layers(self._options.delta_layers, self._model.layers), "named"
+        if (profile := delta_profile(self._model.folder)) is not None:
+            return profile, "the model's profile"
+        with torch.inference_mode():
+            return calibrated_layers(
+                self._model, spare, full_layers, self._step_memory()
+            ), "one prompt that is not measured"
+
+    def _batch(self, context: int) -> int:
+        """Return how many prompts' KV cache fits, dealt out evenly."""
+        model = self._model
+        room = (
+            _CPU_CACHE if self._device.type == "cpu" else torch.cuda.mem_get_info(self._device)[0] // _CUDA_CACHE_SHARE
+        )
+        tokens = context + self._options.tokens + PAGE_SIZE
+        of_prompt = tokens * 2 * model.layers * model.kv_heads * model.head_dim * model.dtype.itemsize
+        batches = -(-self._options.prompts // max(1, room // of_prompt))
+        return -(-self._options.prompts // batches)
+
+    def _step_memory(self) -> int:
+        if self._device.type == "cpu":
+            return _CPU_STEP
+        return torch.cuda.mem_get_info(self._device)[0] // _CUDA_STEP_SHARE
+
+    def _with_progress(self, plan: Plan, prompts: Sequence[Continued], context: int) -> list[dict[str, Any]]:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        where = f"{context:,} tokens"
+        last = time.perf_counter()
+        with bar:
+            task = bar.add_task(where, total=plan.steps(len(prompts)))
+
+            def advance(done: str) -> None:
+                nonlocal last
+                now = time.perf_counter()
+                bar.update(task, advance=1, description=f"{where}: {done}")
+                if not self._console.is_terminal:
+                    self._console.print(f"{where}: {done}, {now - last:.1f} s", highlight=False, markup=False)
+                last = now
+
+            return plan.run(self._model, prompts, advance)
+
+    def _print(self, context: int, rows: Sequence[dict[str, Any]]) -> None:
+        console = Console()
+        if not console.is_terminal:
+            console.width = _PLAIN_WIDTH
+        for phase in ("decode", "prefill"):
+            if of_phase := [row for row in rows if row["phase"] == phase]:
+                prompts = max(row["prompts"] for row in of_phase)
+                tokens = max(row["tokens"] for row in of_phase)
+                where = (
+                    f"{phase}, {context:,} tokens of {self._options.source}, {prompts} prompts, {tokens} predictions"
+                )
+                console.print(results_table(where, of_phase))
+
+
+def _named_layers(text: str, layers: int) -> tuple[int, ...]:
+    items = [item.strip() for item in text.split(",")]
+    for item in items:
+        if not item.isdecimal() or int(item) >= layers:
+            raise SessionError(f"--delta-layers: {item!r} is not the number of a layer, from 0 to {layers - 1}")
+    return tuple(map(int, items))

@@ -1,0 +1,61 @@
+"""The table on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from rich import box
+from rich.table import Table
+
+_SHOWN: Final = ("p", "budget", "budget_ratio", "window", "share")
+
+
+def row_label(row: Mapping[str, Any]) -> str:
+    """Return what a row is called: policy and parameter, such as ``tactic p 0.9, early termination``."""
+    parameters = row["parameters"]
+    if row["policy"] == "dense":
+        return "dense, once more"
+    shown = [f"{name.replace('budget_ratio', 'ratio')} {parameters[name]:,}" for name in _SHOWN if name in parameters]
+    label = " ".join([row["policy"].replace("oracle_", "oracle ").replace("_k", "-k").replace("_p", "-p"), *shown])
+    if "early_termination" in parameters:
+        label += ", early termination"
+    if "prefill" in parameters:
+        label += f", {parameters['prefill']['policy']} prefill"
+    return f"{row['preset']}: {label}" if row["preset"] else label
+
+
+def results_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a table of rows of one phase."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table.add_column("policy", no_wrap=True)
+    for name in (
+        "KL, nats [95 %]", "top-1 %", "loss", "KV read %", "attended %", "reported", "true", "error", "95th pct.",
+        "reach p %", "worst layer",
+    ):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        low, high = row["intervals"]["kl"]
+        worst = row["worst_layer"]
+        table.add_row(
+            row_label(row),
+            f"{row['kl']:.4f} [{low:.4f}, {high:.4f}]",
+            f"{100 * row['top1']:.1f}",
+            f"{row['loss_change']:+.4f}",
+            *(_percent(row[name]) for name in ("kv_read_ratio", "attended_ratio")),
+            *(_number(row[name], sign) for name, sign in _SHARES),
+            _percent(row["success"]),
+            "" if worst is None else f"{worst['layer']}: {worst['true_share']:.3f}",
+        )
+    return table
+
+
+_SHARES: Final = (("reported_share", ""), ("true_share", ""), ("share_error", "+"), ("share_error_p95", ""))
+
+
+def _number(value: float | None, sign: str) -> str:
+    return "" if value is None else f"{value:{sign}.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}"
