@@ -177,7 +177,7 @@ def test_indexes_are_of_the_answer_that_is_being_decoded(
         batch = PrefilledBatch(model, prompts, room=max(ANSWERS))
         forcing = Forcing(batch, answers)
         built = []
-        for budget in (16, 128):
+        for budget in (32, 128):
             forcing.run(_policy("quest", {"budget": budget, "full_layers": 0}))
             bounds = batch.indexes.page_bounds.bounds[1][page.start // 16].clone()
             keys = batch.caches[1].keys[page]
