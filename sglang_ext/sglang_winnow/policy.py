@@ -41,10 +41,10 @@ DENSE_TERMINATION_WARNING: Final = (
     " ART's Table 2. Combine it with a sparse decode policy."
 )
 TACTIC_TAIL_TOKENS: Final = 2048
-"""At most so many tokens at the end of a context are in no cluster yet; ``tactic`` reads them before all others."""
+"""At most so many tokens at the end of a context are in no cluster yet; ``tactic`` reads them and sinks first."""
 TACTIC_CAP_WARNING: Final = (
-    f"decode.max_tokens is less than the {TACTIC_TAIL_TOKENS} newest tokens that tactic may have to read before"
-    " anything else: steps that have so many read nothing older."
+    f"decode.max_tokens is less than the sinks and the {TACTIC_TAIL_TOKENS} newest tokens that tactic may have to read"
+    " before anything else: steps that have so many read nothing in between."
 )
 
 MAX_POLICY_BYTES: Final = 64 * 1024
@@ -241,6 +241,8 @@ class Delta(_Sparse):
 class Tactic(_Sparse):
     """Attend to the clusters of tokens that together hold the share ``p`` of each query head's attention.
 
+    Sinks, like the newest tokens, are in no cluster: their share of the attention is known exactly.
+
     Attributes:
         p: share of the attention mass.
         max_tokens: most tokens for each KV head, after the union over its query heads; None for no cap.
@@ -350,8 +352,9 @@ class AttentionPolicy(_Contract):
         """Return what the client should know about a policy that is served all the same."""
         if isinstance(self.decode, Dense) and self.early_termination is not None:
             return [DENSE_TERMINATION_WARNING]
-        if isinstance(self.decode, Tactic) and (self.decode.max_tokens or TACTIC_TAIL_TOKENS) < TACTIC_TAIL_TOKENS:
-            return [TACTIC_CAP_WARNING]
+        if isinstance(self.decode, Tactic) and self.decode.max_tokens is not None:
+            read_first = self.decode.sinks + TACTIC_TAIL_TOKENS
+            return [TACTIC_CAP_WARNING] if self.decode.max_tokens < read_first else []
         return []
 
 

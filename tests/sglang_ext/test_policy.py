@@ -308,10 +308,11 @@ def test_dense_with_early_termination_is_warned_about() -> None:
     assert AttentionPolicy().warnings() == []
 
 
-@pytest.mark.parametrize("tokens", [32, TACTIC_TAIL_TOKENS - 1, TACTIC_TAIL_TOKENS, None])
-def test_a_cap_below_the_unclustered_tokens_is_warned_about(tokens: int | None) -> None:
-    warnings = AttentionPolicy(decode=Tactic(max_tokens=tokens)).warnings()
-    assert warnings == ([TACTIC_CAP_WARNING] if tokens is not None and tokens < TACTIC_TAIL_TOKENS else [])
+@pytest.mark.parametrize("sinks", [0, 16])
+@pytest.mark.parametrize("tokens", [32, TACTIC_TAIL_TOKENS - 1, TACTIC_TAIL_TOKENS, TACTIC_TAIL_TOKENS + 16, None])
+def test_a_cap_below_the_unclustered_tokens_is_warned_about(tokens: int | None, sinks: int) -> None:
+    warnings = AttentionPolicy(decode=Tactic(sinks=sinks, max_tokens=tokens)).warnings()
+    assert warnings == ([TACTIC_CAP_WARNING] if tokens is not None and tokens < TACTIC_TAIL_TOKENS + sinks else [])
 
 
 @given(prompt=st.integers(1, 10_000), generated=st.integers(1, 20_000))

@@ -32,7 +32,7 @@ LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 32, 16
 SCALE = HEAD_DIM**-0.5
 LONGEST = 256
 SPAN = 64
-REQUEST_SLOTS = 12
+REQUEST_SLOTS = 14
 STEPS = 2
 
 TERMINATION = {"scale": 0.3, "direction": 0.3, "patience": 1}
@@ -46,6 +46,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [1], "full_layers": 1}},
     "tactic": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 1}},
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80, "full_layers": 0}},
+    "tactic, no sinks": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0, "sinks": 0}},
+    "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
     "quoka": {"decode": {"policy": "quoka", "budget": 48}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
 }
