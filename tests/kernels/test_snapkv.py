@@ -47,7 +47,7 @@ def _check(
     budget: int,
     sinks: int,
 ) -> None:
-    """The newest 64 generated tokens, then of the prompt window, sinks and the most votes, in proportion with others."""
+    """The newest 64 generated tokens, then of the prompt window, sinks and most votes, in proportion with others."""
     window = min(window, prompt)
     front = min(64, length - prompt)
     of_prompt = [position for position in positions if position < prompt]
