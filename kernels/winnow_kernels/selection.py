@@ -14,7 +14,7 @@ from winnow_kernels.cache import Context
 class Selection:
     """The tokens that each request and KV head attends to, in the order in which they are read.
 
-    What is always kept (sinks, newest tokens) comes first, then descending priority.
+    That order is of descending priority wherever early termination may stop reading.
 
     Attributes:
         slots: int64 [requests, KV heads, width]; from ``counts`` on their content means nothing.

@@ -114,8 +114,9 @@ class SnapKVState:
 class SnapKVStep(DecodeStep):
     """Attend to what was generated and to what the requests keep of their prompts.
 
-    The newest tile of what was generated is read first, then what is kept of the prompt, then the rest of what was
-    generated, newest first: a long answer, read first, would settle the output before the prompt's evidence is seen.
+    The newest tile of what was generated is read first. What is kept of the prompt and the rest of what was generated,
+    newest first, follow in proportion: nobody has voted for the latter, and whichever of the two came last would be
+    dropped unseen if the output settled on the other. So every tile has some of both until they end together.
     """
 
     def __init__(
@@ -135,9 +136,12 @@ class SnapKVStep(DecodeStep):
         table = torch.stack([F.pad(each, (0, most_kept - each.shape[1])) for each in kept])
         index = torch.arange(int(counts.max()), device=self.context.device)
         front = self._generated.clamp_max(TILE)[:, None]
-        of_prompt = table.take_along_dim((index - front).clamp(0, most_kept - 1)[:, None], 2)
-        newest_first = self.context.lengths[:, None] - 1 - torch.where(index < front, index, index - kept_counts)
-        in_prompt = (index >= front) & (index < front + kept_counts)
+        behind = counts[:, None] - front
+        # How many of the tokens before an index are of the prompt.
+        before, through = (-(-(index + i - front).clamp_min(0) * kept_counts // behind) for i in (0, 1))
+        of_prompt = table.take_along_dim(before.clamp_max(most_kept - 1)[:, None], 2)
+        newest_first = self.context.lengths[:, None] - 1 - (index - before)
+        in_prompt = (index >= front) & (through > before)
         positions = torch.where(in_prompt[:, None], of_prompt, newest_first[:, None])
         return select_positions(self.context, positions, counts[:, None].expand(-1, cache.kv_heads))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
 from tests.kernels.window_votes import pooled, window_votes
+from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.gather import Meter
 from winnow_kernels.observation import ObservationBuffer
 from winnow_kernels.pyramidkv import PyramidKVParameters
@@ -46,12 +47,16 @@ def _check(
     budget: int,
     sinks: int,
 ) -> None:
-    """The newest 64 generated tokens, the window, the sinks, the most votes, then the other generated tokens."""
+    """The newest 64 generated tokens, then of the prompt window, sinks and most votes, in proportion with others."""
     window = min(window, prompt)
-    late = max(0, length - prompt - 64)
-    assert positions[len(positions) - late :] == list(range(prompt + late - 1, prompt - 1, -1))
-    kept = len(positions) - late
-    positions = positions[: length - prompt - late] + positions[kept:] + positions[length - prompt - late : kept]
+    front = min(64, length - prompt)
+    of_prompt = [position for position in positions if position < prompt]
+    generated = [position for position in positions if position >= prompt]
+    assert positions[:front] == generated[:front]
+    for index in range(front, len(positions)):
+        share = (index - front) * len(of_prompt) / (len(positions) - front)
+        assert 0 <= sum(position < prompt for position in positions[:index]) - share < 1
+    positions = generated + of_prompt
     sinks = min(sinks, prompt - window)
     always = list(range(length - 1, prompt - window - 1, -1)) + list(range(sinks))
     assert positions[: len(always)] == always
@@ -192,3 +197,22 @@ def test_a_batch_may_mix_snapkv_and_pyramidkv() -> None:
 def test_bad_parameters_are_refused_by_name(budget: int, kernel_size: int, sinks: int, field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         SnapKVParameters(budget, kernel_size, sinks=sinks)
+
+
+def test_a_long_answer_is_not_dropped_when_what_is_kept_of_the_prompt_agrees() -> None:
+    prompt, kept, generated = 2000, 1000, 2040
+    cache = random_cache(2 * SLOTS, 1, DIM)
+    cache.keys.zero_()
+    context = scattered_context([prompt + generated], 2 * SLOTS)
+    said = torch.randn(2, DIM)
+    cache.values[context.slots[0, :prompt], 0] = said[0]
+    cache.values[context.slots[0, prompt:], 0] = said[1]
+    state = SnapKVState(SnapKVParameters(kept, 5), ObservationBuffer(32, prompt))
+    state.kept[0] = torch.arange(prompt - 1, prompt - kept - 1, -1)[None]
+    queries = random_queries(1, 2, DIM)
+    early = Termination.of([EarlyTermination(0.03, 0.01, 4)], CPU)
+    patient, hasty = (
+        SnapKVStep(context, 1.0, termination, [state]).attend(0, queries, cache, Meter(1, CPU))
+        for termination in (None, early)
+    )
+    assert float((hasty - patient).norm() / patient.norm()) < 0.1

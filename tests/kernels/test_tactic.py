@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -431,3 +432,50 @@ def test_the_newest_token_is_in_no_cluster() -> None:
     a_case = case([128], [128])
     with pytest.raises(ValueError, match="clustered"):
         a_case.step([TacticParameters(0.5)])
+
+
+def test_a_long_answer_that_holds_most_of_the_attention_is_not_dropped() -> None:
+    """Reasoning: 2,040 generated tokens hold 58 % of the attention, and the prompt's evidence says something else."""
+    prompt, generated = 6016, 2040
+    length = prompt + generated
+    cache = random_cache(SLOTS, 1, DIM)
+    context = scattered_context([length], SLOTS)
+    slots = context.slots[0]
+    generator = torch.Generator().manual_seed(1)
+    keys = 0.2 * torch.randn(length, DIM, generator=generator)
+    keys[:, 0] = 0.0
+    # Weights fall as those of real keys do, as 1 / place.
+    weights = 1 / (10 + torch.randperm(prompt, generator=generator))
+    keys[:prompt, 0] = (0.42 * weights / weights.sum()).log() / SCALE
+    keys[prompt:, 0] = math.log(0.58 / generated) / SCALE
+    queries = torch.zeros(1, 2, DIM)
+    queries[..., 0] = 1.0
+    queries[..., 1:] = 0.1 * torch.randn(1, 2, DIM - 1, generator=generator)
+    said = torch.randn(2, DIM, generator=generator)
+    values = 0.1 * torch.randn(length, DIM, generator=generator) + said[0]
+    values[prompt:] += said[1] - said[0]
+    cache.keys[slots, 0], cache.values[slots, 0] = keys, values
+    index = ClusterIndex([cache], PageGenerations(SLOTS, 16, CPU), SPAN)
+    clustered = prompt - SPAN
+    index.ensure(context, 0, clustered, 16)
+    dense = dense_output(queries, context, cache, SCALE)[0]
+    weights = (queries[0] @ cache.keys[slots, 0].T * SCALE).double().softmax(-1)
+    assert float(weights[:, prompt:].sum(1).mean()) == pytest.approx(0.58, abs=0.02)
+
+    errors = {}
+    # As a policy that names no thresholds has them.
+    for thresholds in (None, EarlyTermination(0.03, 0.01, 4)):
+        termination = Termination.of([thresholds], CPU)
+        parameters = [TacticParameters(0.95, sinks=16)]
+        step = TacticStep(context, SCALE, termination, index, parameters, torch.tensor([clustered]))
+        meter = Meter(1, CPU)
+        selection = step.select(0, queries, cache, meter)
+        attended = attend(queries, cache, selection, SCALE, meter, termination)
+        step.note(selection, attended)
+        true = (attended.log_sum_exp[0].double() - torch.logsumexp(queries[0] @ keys.T * SCALE, -1)).exp().mean()
+        assert float(step.estimated_share[0]) == pytest.approx(float(true), abs=0.03)
+        errors[thresholds] = float((attended.output[0].double() - dense).norm() / dense.norm())
+        if thresholds is not None:
+            assert int(meter.skipped_tiles[0]) > 0
+            assert float(true) > 0.7
+    assert errors[thresholds] < errors[None] + 0.15

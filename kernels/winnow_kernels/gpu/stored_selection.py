@@ -127,10 +127,13 @@ def _select_kernel(
         index = (part - first) * block + tl.arange(0, block)
         selected = index < generated + kept
         front = tl.minimum(generated, tile)
-        of_prompt = (index >= front) & (index < front + kept)
+        # How many of the tokens before an index are of the prompt.
+        before = tl.cdiv(tl.maximum(index - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
+        through = tl.cdiv(tl.maximum(index + 1 - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
+        of_prompt = (index >= front) & (through > before) & selected
         own_positions_ptr = positions_ptr + tl.load(offsets_ptr + row * layers) + (pair % kv_heads) * kept
-        stored = tl.load(own_positions_ptr + index - front, mask=of_prompt, other=0)
-        newest_first = length - 1 - tl.where(index < front, index, index - kept)
+        stored = tl.load(own_positions_ptr + before, mask=of_prompt, other=0)
+        newest_first = length - 1 - (index - before)
         position = tl.where(of_prompt, stored, newest_first)
         page = tl.load(page_table_ptr + row * table_stride + position // page_size, mask=selected, other=0)
         target_ptr = slots_ptr + pair.to(tl.int64) * width + index
