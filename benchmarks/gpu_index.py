@@ -40,7 +40,7 @@ from winnow_kernels.indexes.clusters import RECLUSTER_TOKENS, SPAN, ClusterIndex
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.kmeans import CLUSTER_SIZE, ITERATIONS, drawn_members
+from winnow_kernels.kmeans import CLUSTER_SIZE, ITERATIONS, drawn_behind
 
 # The shape of Llama-3.1-8B.
 MODEL: Final = "Llama-3.1-8B"
@@ -49,6 +49,7 @@ PAGE_SIZE: Final = 16
 KEY_BYTES: Final = LAYERS * KV_HEADS * HEAD_DIM * 2
 """Of one token."""
 CLUSTERS: Final = SPAN // CLUSTER_SIZE
+SINKS: Final = 16
 PAGE_INDEXES: Final[dict[str, type[PageBounds | KeyNorms]]] = {"quest": PageBounds, "quoka": KeyNorms}
 
 CHECKED_SPANS: Final = 4
@@ -206,7 +207,7 @@ class _Prompt:
         """Time ``hold`` for the prompt and for the newest tokens decoded, and what it launches."""
         results = []
         index = ClusterIndex(self.caches, self.generations, capacity=self.context // SPAN)
-        hold = partial(index.hold, 0, self.pages)
+        hold = partial(index.hold, 0, self.pages, SINKS)
         for stage, tokens in (("built", self.context), ("clustered anew", RECLUSTER_TOKENS)):
             newest = self.pages[-tokens // PAGE_SIZE :]
             measured = milliseconds(hold, repeats, partial(self._leave, index, newest))
@@ -214,12 +215,14 @@ class _Prompt:
         del index, hold
         spans = self.context // SPAN
         tables = ClusterTables.empty(self.caches[0], LAYERS, spans, SPAN)
+        left_out = torch.tensor([SINKS] + [0] * (spans - 1), device="cuda")
         launch = partial(
             kmeans.cluster_spans,
             KeyPools.of(self.caches),
             self.pages.view(spans, -1),
             torch.arange(spans, device="cuda"),
-            drawn_members(SPAN, CLUSTERS).cuda(),
+            left_out,
+            torch.stack([drawn_behind(tokens, SPAN, CLUSTERS) for tokens in left_out.tolist()]).cuda(),
             tables,
         )
         return [*results, self._clusters_result("kernels", self.context, milliseconds(launch, repeats))]

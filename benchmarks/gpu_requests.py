@@ -112,20 +112,12 @@ class Contexts:
         for row, state in enumerate(states):
             state.kept = kept_by(state, self.layers)
             if state.kept is not None:
+                generator = torch.Generator(self.device).manual_seed(row)
+                shape = (self.heads.kv, state.kept.observation.first_position)
+                votes = torch.rand(shape, generator=generator, device=self.device)
                 for layer in range(self.layers):
-                    budget = state.kept.parameters.layer_budget(
-                        layer, state.prompt_length, state.kept.observation.window
-                    )
-                    state.kept.kept[layer] = self._kept(state.kept.observation.first_position, budget, row)
+                    state.kept.keep(layer, votes)
         return states
-
-    def _kept(self, first_position: int, budget: int, seed: int) -> Tensor:
-        """Return the window from its newest token back, then others: int64 [KV heads, budget]."""
-        window = torch.arange(self.length - 2, first_position - 1, -1, device=self.device)[:budget]
-        generator = torch.Generator(self.device).manual_seed(seed)
-        scores = torch.rand(self.heads.kv, first_position, generator=generator, device=self.device)
-        chosen = scores.argsort(-1)[:, : budget - len(window)]
-        return torch.cat((window.expand(self.heads.kv, -1), chosen), -1)
 
 
 class Requests:

@@ -92,20 +92,23 @@ class SnapKVState:
             scale: what scores are multiplied by before the softmax.
             meter: counts the keys that are read; of one row.
         """
-        window = self.observation.window
         votes = self.observation.votes(layer, cache, slots, scale, meter)
         size = self.parameters.kernel_size
         pooled = F.max_pool1d(votes, size, stride=1, padding=size // 2) if votes.shape[1] else votes
-        sinks = min(self.parameters.sinks, votes.shape[1])
-        most = self.parameters.layer_votes(layer, self.prompt_length, window)
-        # Neighbours have equal votes after the maximum: a stable order makes every device keep the same ones.
-        chosen = sinks + pooled[:, sinks:].sort(dim=-1, descending=True, stable=True).indices[:, :most]
-        newest_first = torch.arange(
-            self.prompt_length - 1, self.observation.first_position - 1, -1, device=slots.device
-        )
-        always = torch.cat((newest_first, torch.arange(sinks, device=slots.device)))
-        self.kept[layer] = torch.cat((always.expand(len(votes), -1), chosen), dim=1)
+        self.keep(layer, pooled)
         self.observation.forget(layer)
+
+    def keep(self, layer: int, votes: Tensor) -> None:
+        """Keep the window, the sinks and what has the most ``votes``, float [KV heads, prompt length − window]."""
+        sinks = min(self.parameters.sinks, votes.shape[1])
+        most = self.parameters.layer_votes(layer, self.prompt_length, self.observation.window)
+        # Neighbours have equal votes after the maximum: a stable order makes every device keep the same ones.
+        chosen = sinks + votes[:, sinks:].sort(dim=-1, descending=True, stable=True).indices[:, :most]
+        newest_first = torch.arange(
+            self.prompt_length - 1, self.observation.first_position - 1, -1, device=votes.device
+        )
+        always = torch.cat((newest_first, torch.arange(sinks, device=votes.device)))
+        self.kept[layer] = torch.cat((always.expand(len(votes), -1), chosen), dim=1)
 
 
 class SnapKVStep(DecodeStep):

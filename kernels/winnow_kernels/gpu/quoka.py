@@ -6,8 +6,7 @@
   in that one becomes a candidate. Programs share out a context's scores, and each counts what precedes its own, so that
   the order, the context's, does not depend on which is first.
 - Settling selects among the candidates, of which there are some hundred at most unless scores are all but equal, by
-  bisection, and writes the newest page and the sinks. These are scored below every other key, so that no threshold
-  ever reaches them.
+  bisection, and writes the newest page and the sinks, which are not scored.
 
 Batches with early termination take a fourth, which sorts what was selected by comparing each with each.
 """
@@ -37,8 +36,6 @@ _BINS = tl.constexpr(BINS)
 _MOST_CANDIDATES = tl.constexpr(MOST_CANDIDATES)
 _WHOLE = tl.constexpr(WHOLE)
 _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
-# Below any cosine.
-_SCORE_OF_SINKS = tl.constexpr(-3.0)
 # As torch.nn.functional.normalize.
 _LEAST_NORM = tl.constexpr(1e-12)
 _KEYS_AT_ONCE: Final = 64
@@ -280,7 +277,7 @@ def _score_kernel(
         own_histogram_ptr = histograms_ptr + pair.to(tl.int64) * _BINS
         for number in tl.range(part - first, tl.minimum(end, after) - first, num_stages=3):
             place = number * block + tl.arange(0, block)
-            is_scored = place < scored
+            is_scored = (place >= sinks) & (place < scored)
             page = tl.load(own_table_ptr + (place >> page_bits), mask=is_scored, other=0)
             slot = ((page << page_bits) + (place & (page_size - 1))).to(tl.int64)
             keys = tl.load(
@@ -290,7 +287,6 @@ def _score_kernel(
             ).to(tl.float32)
             reciprocal = tl.load(reciprocals_ptr + slot * kv_heads + head, mask=is_scored, other=0.0)
             scores = tl.sum(keys * mean[None, :], axis=1) * reciprocal
-            scores = tl.where(place < sinks, _SCORE_OF_SINKS, scores)
             tl.store(own_scores_ptr + place, scores, mask=is_scored)
             tl.atomic_add(own_histogram_ptr + _bin_of(scores), 1, mask=is_scored, sem="relaxed")
         part = tl.minimum(end, after)
@@ -317,21 +313,22 @@ def _split_kernel(
 ) -> None:
     """Select what lies above the threshold's bin and list what lies in it, both in the context's order."""
     row = tl.program_id(0).to(tl.int64)
-    earlier, _, wanted, count = _shares(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
+    earlier, sinks, wanted, count = _shares(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
     chunk = tl.cdiv(earlier, tl.num_programs(2) * block) * block
     begin = tl.program_id(2) * chunk
     if (wanted <= 0) | (count > width) | (begin >= earlier):
         return
     row_and_head = row * tl.num_programs(1) + tl.program_id(1)
     own_scores_ptr = scores_ptr + row_and_head * longest
-    critical, _, _ = _critical_bin(histograms_ptr + row_and_head * _BINS, earlier, wanted)
+    critical, _, _ = _critical_bin(histograms_ptr + row_and_head * _BINS, earlier - sinks, wanted)
     # What precedes the chunk: selected in the lower half of the word, candidates in the upper half.
     preceding = tl.zeros([count_block], tl.int32)
     for start in range(0, begin, count_block):
         place = start + tl.arange(0, count_block)
-        bins = _bin_of(tl.load(own_scores_ptr + place, mask=place < begin, other=0.0))
+        precedes = (place >= sinks) & (place < begin)
+        bins = _bin_of(tl.load(own_scores_ptr + place, mask=precedes, other=0.0))
         share = (bins > critical).to(tl.int32) + ((bins == critical).to(tl.int32) << 16)
-        preceding += tl.where(place < begin, share, 0)
+        preceding += tl.where(precedes, share, 0)
     selected = tl.sum(preceding & 0xFFFF, axis=0)
     listed = tl.sum(preceding >> 16, axis=0)
     is_sorted = tl.load(by_score_ptr + row) != 0
@@ -339,7 +336,7 @@ def _split_kernel(
     end = tl.minimum(begin + chunk, earlier)
     for start in range(begin, end, block):
         place = start + tl.arange(0, block)
-        inside = place < end
+        inside = (place >= sinks) & (place < end)
         bins = _bin_of(tl.load(own_scores_ptr + place, mask=inside, other=0.0))
         is_above = inside & (bins > critical)
         is_candidate = inside & (bins == critical)
@@ -406,7 +403,7 @@ def _settle_kernel(
         first_slot = tl.load(own_table_ptr + start // page_size) * page_size
         tl.store(own_slots_ptr + in_newest + start + within, first_slot + within, mask=start + within < sinks)
     own_histogram_ptr = histograms_ptr + row_and_head * _BINS
-    critical, above, inside_bin = _critical_bin(own_histogram_ptr, earlier, wanted)
+    critical, above, inside_bin = _critical_bin(own_histogram_ptr, earlier - sinks, wanted)
     # Other threads may still read what this one clears.
     tl.debug_barrier()
     tl.store(own_histogram_ptr + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
@@ -418,14 +415,14 @@ def _settle_kernel(
     own_candidates_ptr = candidates_ptr + row_and_head * _MOST_CANDIDATES
     room = wanted - above
     threshold, greater = _candidate_threshold(
-        own_scores_ptr, own_candidates_ptr, places, is_listed, critical, room, block
+        own_scores_ptr, own_candidates_ptr, sinks, places, is_listed, critical, room, block
     )
     equal_room = room - greater
     is_sorted = tl.load(by_score_ptr + row) != 0
     offset = row_and_head * width + count - room
     for start in range(0, places, block):
         place, keys, is_candidate = _candidates(
-            own_scores_ptr, own_candidates_ptr, start, places, is_listed, critical, block
+            own_scores_ptr, own_candidates_ptr, start, sinks, places, is_listed, critical, block
         )
         is_equal = is_candidate & (keys == threshold)
         is_first = is_equal & (tl.cumsum(is_equal.to(tl.int32), axis=0) <= equal_room)
@@ -534,6 +531,7 @@ def _candidates(
     scores_ptr: tl.tensor,
     candidates_ptr: tl.tensor,
     start: tl.tensor,
+    sinks: tl.tensor,
     places: tl.tensor,
     is_listed: tl.tensor,
     critical: tl.tensor,
@@ -547,7 +545,7 @@ def _candidates(
     inside = number < places
     place = tl.where(is_listed, tl.load(candidates_ptr + number, mask=inside & is_listed, other=0), number)
     scores = tl.load(scores_ptr + place, mask=inside, other=0.0)
-    is_candidate = inside & (_bin_of(scores) == critical)
+    is_candidate = inside & (place >= sinks) & (_bin_of(scores) == critical)
     return place, tl.where(is_candidate, ordered(scores), LOWEST), is_candidate
 
 
@@ -555,6 +553,7 @@ def _candidates(
 def _candidate_threshold(
     scores_ptr: tl.tensor,
     candidates_ptr: tl.tensor,
+    sinks: tl.tensor,
     places: tl.tensor,
     is_listed: tl.tensor,
     critical: tl.tensor,
@@ -565,7 +564,9 @@ def _candidate_threshold(
     least = tl.full([block], 0x7FFFFFFF, tl.int32)
     most = tl.full([block], LOWEST, tl.int32)
     for start in range(0, places, block):
-        _place, keys, is_candidate = _candidates(scores_ptr, candidates_ptr, start, places, is_listed, critical, block)
+        _place, keys, is_candidate = _candidates(
+            scores_ptr, candidates_ptr, start, sinks, places, is_listed, critical, block
+        )
         least = tl.minimum(least, tl.where(is_candidate, keys, 0x7FFFFFFF))
         most = tl.maximum(most, keys)
     # Bisecting only between the candidates' own keys, which share a bin, takes few rounds.
@@ -576,7 +577,7 @@ def _candidate_threshold(
         reached = tl.zeros([block], tl.int32)
         for start in range(0, places, block):
             _place, keys, is_candidate = _candidates(
-                scores_ptr, candidates_ptr, start, places, is_listed, critical, block
+                scores_ptr, candidates_ptr, start, sinks, places, is_listed, critical, block
             )
             reached += (keys >= middle.to(tl.int32)).to(tl.int32)
         is_enough = tl.sum(reached, axis=0) >= room
@@ -584,7 +585,9 @@ def _candidate_threshold(
         high = tl.where(is_enough, high, middle - 1)
     greater = tl.zeros([block], tl.int32)
     for start in range(0, places, block):
-        _place, keys, is_candidate = _candidates(scores_ptr, candidates_ptr, start, places, is_listed, critical, block)
+        _place, keys, is_candidate = _candidates(
+            scores_ptr, candidates_ptr, start, sinks, places, is_listed, critical, block
+        )
         greater += (keys > low.to(tl.int32)).to(tl.int32)
     return low.to(tl.int32), tl.sum(greater, axis=0)
 
