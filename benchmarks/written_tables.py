@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
+from benchmarks import fidelity_tables
 from benchmarks.accuracy_tables import (
     accuracy_table,
     cells_table,
@@ -96,6 +97,9 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "divergence-16k": ("divergence-16k.json", divergence_table),
     "divergence-32k": ("divergence-32k.json", divergence_table),
     "termination": ("termination.json", divergence_table),
+    "fidelity": ("fidelity.json", fidelity_tables.fidelity_table),
+    "fidelity-contexts": ("fidelity.json", fidelity_tables.contexts_table),
+    "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),
     "attention": ("attention.json", attention_table),

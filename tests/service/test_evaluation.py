@@ -18,7 +18,8 @@ from tests.service.fake_model import FakeModel, serving
 from tests.service.tiny_tasks import tiny_tasks
 from winnow_service.cli import evaluate
 from winnow_service.evaluation import environment
-from winnow_service.evaluation.report import Commit, Report
+from winnow_service.evaluation.environment import Commit
+from winnow_service.evaluation.report import Report
 
 ATTENTION = {
     "decode": {"policy": "quest", "steps": 4, "context_tokens": 500, "attended_ratio": 0.25, "kv_read_ratio": 0.5},

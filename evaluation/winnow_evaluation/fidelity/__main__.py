@@ -15,8 +15,7 @@ from winnow_evaluation.fidelity.plot import draw
 from winnow_evaluation.fidelity.record import FidelityRecord, merged
 from winnow_evaluation.text import Kind
 from winnow_service.cli.models import ConsoleProgress
-from winnow_service.evaluation.options import OptionError, check_output, parse_tasks
-from winnow_service.evaluation.policies import NO_POLICY, parse_policies
+from winnow_service.evaluation.options import OptionError, check_output, parse_policy, parse_tasks
 from winnow_service.evaluation.tasks import TASKS
 from winnow_service.models.errors import ModelError
 from winnow_service.models.getting import resolve
@@ -88,7 +87,7 @@ def run(
     try:
         contexts = parse_contexts(context)
         chosen_tasks = None if tasks is None else parse_tasks(tasks, TASKS)
-        asked = [] if policy is None else [given for given in parse_policies(policy) if given != NO_POLICY]
+        asked = [parse_policy(each) for each in policy or ()]
         for path, option in ((output, "--output"), (plot_file, "--plot")):
             if path is not None:
                 check_output(path, option)

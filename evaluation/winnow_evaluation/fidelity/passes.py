@@ -57,23 +57,14 @@ class Pass(ABC):
 class PolicyPass(Pass):
     """Attend by a policy's decode steps, those that a CPU server takes."""
 
-    def __init__(
-        self,
-        following: Following,
-        policy: AttentionPolicy,
-        states: Sequence[RequestState],
-        *,
-        measure_shares: bool = True,
-    ) -> None:
+    def __init__(self, following: Following, policy: AttentionPolicy, states: Sequence[RequestState]) -> None:
         """
         Args:
             following: the tokens.
             policy: as the model runs it (``sglang_winnow.policy.check_against_model``); its prefill is not looked at.
             states: of the requests, one for each of the batch's prompts.
-            measure_shares: whether to compute exact attention too, for the true shares.
         """
         super().__init__(following)
-        self._measure_shares = measure_shares
         statistics = Statistics(self.rows, following.batch.model.device)
         self._groups = [self._group(rows, policy, states, statistics) for rows in self._row_ranges(states[0])]
 
@@ -92,7 +83,7 @@ class PolicyPass(Pass):
             self.reported_share.append(
                 torch.cat([group.reported for group in self._groups if group.reported is not None])
             )
-        if self._measure_shares and any(group.meter.mass is not None for group in self._groups):
+        if any(group.meter.mass is not None for group in self._groups):
             self._note_shares(layer, queries)
         return output.view_as(queries)
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from sglang_winnow.policy import AttentionPolicy, Delta, PolicyError, check_against_model, parse_policy
 from winnow_evaluation.fidelity.oracles import Oracle, TopP, TopPages, TopTokens
-from winnow_service.evaluation.policies import AskedPolicy
 from winnow_service.policies.presets import PRESETS
 
 BUDGETS: Final = (256, 512, 1024, 2048)
@@ -97,19 +96,19 @@ def presets() -> Iterator[Measured]:
             yield Measured(preset.attention, name)
 
 
-def asked_for(given: Iterable[AskedPolicy]) -> Iterator[Measured]:
-    """Yield the policies of a command line.
+def asked_for(given: Iterable[Mapping[str, Any] | str]) -> Iterator[Measured]:
+    """Yield the policies of a command line: what JSON says, or the names of presets.
 
     Raises:
-        PolicyError: one cannot be read, or is the name of no preset.
+        PolicyError: one is no policy, or the name of no preset.
     """
     for asked in given:
-        if isinstance(asked.attention, str):
-            if asked.attention not in PRESETS:
-                raise PolicyError("attention", f"{asked.attention} is none of the presets {', '.join(PRESETS)}")
-            yield Measured(PRESETS[asked.attention].attention, asked.attention)
-        elif asked.attention is not None:
-            yield Measured(parse_policy(asked.attention))
+        if not isinstance(asked, str):
+            yield Measured(parse_policy(asked))
+        elif asked in PRESETS:
+            yield Measured(PRESETS[asked].attention, asked)
+        else:
+            raise PolicyError("attention", f"{asked} is none of the presets {', '.join(PRESETS)}")
 
 
 def oracles(context: int) -> list[Oracle]:

@@ -44,7 +44,8 @@ class Distances:
         of_prompts = []
         for own, other, following in zip(dense, found, true, strict=True):
             expected, got = model.log_probabilities(own), model.log_probabilities(other)
-            kl = (expected.exp() * (expected - got)).sum(-1, dtype=torch.float64)
+            # Rounding may leave less than nothing.
+            kl = (expected.exp() * (expected - got)).sum(-1, dtype=torch.float64).clamp_min(0)
             top1 = (expected.argmax(-1) == got.argmax(-1)).double()
             change = (expected - got).gather(-1, following[:, None])[:, 0].double()
             of_prompts.append((kl, top1, change))

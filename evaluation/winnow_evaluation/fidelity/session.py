@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +32,6 @@ from winnow_evaluation.fidelity.results import INTERVAL
 from winnow_evaluation.fidelity.table import results_table
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.text import Kind, TextError, load_text
-from winnow_service.evaluation.policies import AskedPolicy
 
 _GIB: Final = 2**30
 _PLAIN_WIDTH: Final = 200
@@ -56,7 +55,7 @@ class Options:
     contexts: Sequence[int]
     prompts: int
     tokens: int
-    asked: Sequence[AskedPolicy]
+    asked: Sequence[Mapping[str, Any] | str]
     presets: bool
     oracles: bool
     delta_layers: str | None

@@ -8,9 +8,18 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from winnow_service.evaluation.report import Commit
+from pydantic import BaseModel, ConfigDict
 
 _DISTRIBUTIONS = ("sglang-winnow", "httpx", "sglang")
+
+
+class Commit(BaseModel):
+    """The commit of the checkout that ran; ``modified`` if tracked files differed from it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    modified: bool
 
 
 def installed_versions() -> dict[str, str]:

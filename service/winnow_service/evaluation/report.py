@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from winnow_service.evaluation.attended import attention_ratios
+from winnow_service.evaluation.environment import Commit
 from winnow_service.evaluation.policies import readable_label
 from winnow_service.evaluation.scoring import mean_score, paired_difference
 
@@ -99,13 +100,6 @@ class CellRow(_Model):
     estimated_share: float | None = None
     terminated_ratio: float | None = None
     skipped_ratio: float | None = None
-
-
-class Commit(_Model):
-    """The commit of the checkout that ran; ``modified`` if tracked files differed from it."""
-
-    id: str
-    modified: bool
 
 
 class Header(_Model):

@@ -18,7 +18,8 @@ from winnow_service.cli.main import app as program
 from winnow_service.evaluation.options import OptionError
 
 QUEST = '{"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}'
-STOPPED = '{"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0}, "early_termination": {}}'
+TACTIC = '{"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0}}'
+STOPPED = '{"decode": {"policy": "streaming_llm", "window": 192}, "early_termination": {"patience": 1}}'
 BOTH = '{"decode": {"policy": "quest", "budget": 64, "full_layers": 0}, "prefill": {"policy": "quoka", "budget": 64}}'
 PREFILL = '{"prefill": {"policy": "quoka", "budget": 64}}'
 DELTA = '{"decode": {"policy": "delta", "budget": 64, "recency": 16, "full_layers": 0}}'
@@ -44,7 +45,9 @@ def _plain(output: str) -> str:
 @pytest.fixture(scope="module")
 def record(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> FidelityRecord:
     output = tmp_path_factory.mktemp("record") / "record.json"
-    policies = [argument for policy in (QUEST, STOPPED, PREFILL, BOTH, DELTA) for argument in ("--policy", policy)]
+    policies = [
+        argument for policy in (QUEST, TACTIC, STOPPED, PREFILL, BOTH, DELTA) for argument in ("--policy", policy)
+    ]
     size = ["--context", "256,384", "--prompts", "3", "--tokens", "5", "--scored", "32", "--prefill-prompts", "2"]
     result = _invoke(
         "--model", folder, "--text-folder", text, *size, *policies, "--batch", "2", "--device", "cpu",
@@ -52,7 +55,7 @@ def record(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "oracle top-p p 0.9" in result.stdout
-    assert "tactic p 0.5, early termination" in result.stdout
+    assert "streaming_llm window 192, early termination" in result.stdout
     assert output.with_suffix(".svg").is_file()
     return FidelityRecord.read(output)
 
@@ -89,7 +92,9 @@ def test_decode_rows(record: FidelityRecord) -> None:
     tactic = _row(record, policy="tactic", context=384)
     assert tactic["share_error"] == pytest.approx(tactic["reported_share"] - tactic["true_share"], abs=1e-6)
     assert 0 <= tactic["success"] <= 1
-    assert tactic["skipped_ratio"] is not None
+    assert tactic["skipped_ratio"] is None
+    stopped = _row(record, policy="streaming_llm", context=384)
+    assert 0 <= stopped["skipped_ratio"] <= stopped["terminated_ratio"] <= 1
     best = _row(record, policy="oracle_top_p", parameters={"p": 0.9, "sinks": 16}, context=384)
     assert best["success"] == 1
     assert best["true_share"] >= 0.9

@@ -14,7 +14,6 @@ from winnow_evaluation.fidelity.policies import (
     presets,
     sweep,
 )
-from winnow_service.evaluation.policies import parse_policies
 from winnow_service.policies.presets import PRESETS
 
 
@@ -41,28 +40,28 @@ def test_presets_that_are_not_dense_are_measured_by_their_names() -> None:
 
 
 def test_asked_for_by_name_or_as_json() -> None:
-    found = list(asked_for(parse_policies(["balanced", '{"decode": {"policy": "quest", "budget": 512}}'])))
+    found = list(asked_for(["balanced", {"decode": {"policy": "quest", "budget": 512}}]))
     assert [(one.name, one.preset) for one in found] == [("tactic", "balanced"), ("quest", None)]
     with pytest.raises(PolicyError, match="swift is none of the presets"):
-        list(asked_for(parse_policies(["swift"])))
+        list(asked_for(["swift"]))
 
 
 def test_parameters_tell_both_phases_and_early_termination() -> None:
-    policy = '{"decode": {"policy": "tactic", "p": 0.75}, "prefill": {"policy": "quoka"}, "early_termination": {}}'
-    [measured] = asked_for(parse_policies([policy]))
+    policy = {"decode": {"policy": "tactic", "p": 0.75}, "prefill": {"policy": "quoka"}, "early_termination": {}}
+    [measured] = asked_for([policy])
     parameters = measured.parameters()
     assert (measured.name, measured.p, measured.is_prefill) == ("tactic", 0.75, False)
     assert parameters["p"] == 0.75
     assert parameters["prefill"]["policy"] == "quoka"
     assert parameters["early_termination"]["patience"] == 4
-    [prefill] = asked_for(parse_policies(['{"prefill": {"policy": "quoka", "budget_ratio": 0.25}}']))
+    [prefill] = asked_for([{"prefill": {"policy": "quoka", "budget_ratio": 0.25}}])
     assert (prefill.name, prefill.p, prefill.is_prefill) == ("quoka", None, True)
     assert prefill.parameters()["budget_ratio"] == 0.25
     assert "decode" not in prefill.parameters()
 
 
 def test_delta_gets_its_layers_and_equal_policies_are_one() -> None:
-    wanted = list(asked_for(parse_policies(['{"decode": {"policy": "delta"}}'])))
+    wanted = list(asked_for([{"decode": {"policy": "delta"}}]))
     assert full_layers_of_delta(wanted) == 2
     [found] = checked([*wanted, *wanted], 30, 8192, (2, 9, 12))
     assert full_layers_of_delta([found]) is None
