@@ -126,6 +126,7 @@ def run(
     policies: Annotated[str, typer.Option(help="Names with commas between; all if empty.")] = "",
     unions: Annotated[str, typer.Option(help="Percent of the context that a KV head reads with tactic.")] = "3,5,12",
     delta_layers: Annotated[str, typer.Option(help="Of the model; its own if empty.")] = "",
+    sinks: Annotated[str, typer.Option(help="Time each policy with each of these; its own default if empty.")] = "",
     replays: Annotated[int, typer.Option(min=2, help="Graph replays of each measurement.")] = 30,
     memory: Annotated[float, typer.Option(help="Share of free device memory for keys and values.")] = 0.6,
 ) -> None:
@@ -135,7 +136,7 @@ def run(
     os.environ[crossover.ENVIRONMENT] = "0"
     shape = shape_named(model)
     refreshing = numbers(delta_layers) or list(shape.delta_layers)
-    contestants = _chosen(contestants_of(numbers(unions), refreshing), policies)
+    contestants = with_sinks(_chosen(contestants_of(numbers(unions), refreshing), policies), numbers(sinks))
     torch.manual_seed(0)
     console = Console(width=150)
     errors = check(heads_of(shape), contestants, measured_length(CHECKED_CONTEXT), device, DTYPE)
@@ -180,6 +181,22 @@ def contestants_of(unions: Sequence[int], delta_layers: Sequence[int]) -> list[C
             Contestant("tactic", {"p": 0.9, "full_layers": 0}, {"union_percent": percent}, TERMINATIONS, percent / 100)
             for percent in unions
         ),
+    ]
+
+
+def with_sinks(contestants: Sequence[Contestant], sinks: Sequence[int]) -> list[Contestant]:
+    """Return each sparse policy once for each of ``sinks``, told apart by a parameter; all as they are without any."""
+    if not sinks:
+        return list(contestants)
+    return [
+        replace(
+            contestant,
+            decode={**contestant.decode, "sinks": count},
+            parameters={**contestant.parameters, "sinks": count},
+        )
+        for contestant in contestants
+        if contestant.name != "dense"
+        for count in sinks
     ]
 
 

@@ -62,6 +62,30 @@ def _layers_table(record: Record, shown: Callable[[Mapping[str, Any]], bool]) ->
     return markdown_table(headings, rows) + _devices(record)
 
 
+def sinks_table(path: Path) -> str:
+    """Return what each policy's layer takes with sinks and without, measured in one run."""
+    record = Record.read(path)
+    layers = [row for row in record.rows if row.policy != "dense" and row.parameters["stage"] == "layer"]
+    without = {_beside_sinks(row): row.measured for row in layers if row.parameters["sinks"] == 0}
+    rows = [
+        (
+            *_beside_sinks(row),
+            str(row.parameters["sinks"]),
+            f"{without[_beside_sinks(row)]:.1f}",
+            f"{row.measured:.1f}",
+            f"{row.measured / without[_beside_sinks(row)]:.3f}",
+        )
+        for row in layers
+        if row.parameters["sinks"]
+    ]
+    headings = ("context", "policy", "early termination", "sinks", "µs with 0", "µs", "ratio")
+    return markdown_table(headings, rows) + _devices(record)
+
+
+def _beside_sinks(row: Row) -> tuple[str, str, str]:
+    return _case_of(row), row.policy, row.parameters["termination"]
+
+
 def prefill_table(path: Path) -> str:
     """Return what prefill attention costs with QUOKA."""
     record = Record.read(path)
