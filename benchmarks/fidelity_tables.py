@@ -10,6 +10,7 @@ from benchmarks.markdown_tables import commit_of, markdown_table, percent
 from winnow_evaluation.fidelity.record import FidelityRecord
 from winnow_evaluation.fidelity.table import row_label
 
+_CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries")
 _SUMMARY: Final[Mapping[str, Mapping[str, Any]]] = {
     "tactic": {"p": 0.9},
     "quest": {"budget": 1024},
@@ -48,6 +49,29 @@ def fidelity_table(path: Path) -> str:
     headings = (
         "model", "context", "policy", "KL, nats [95 %]", "top-1 equal %", "loss", "KV read %", "attended %",
         "reported share", "true share", "error", "95th pct.", "reach p %", "worst layer",
+    )  # fmt: skip
+    return markdown_table(headings, rows) + _about(record)
+
+
+def changes_table(path: Path) -> str:
+    """Return policies with the parameters that tell them apart: what a change of a default changed."""
+    record = FidelityRecord.read(path)
+    rows = [
+        (
+            f"{row['phase']}: {row_label(row)}",
+            ", ".join(f"`{name}` {row['parameters'][name]}" for name in _CHANGED if name in row["parameters"]),
+            _with_interval(row),
+            f"{100 * row['top1']:.1f}",
+            percent(row["kv_read_ratio"]),
+            *(_number(row[name]) for name in ("reported_share", "true_share")),
+            percent(row["success"]),
+        )
+        for row in record.rows
+        if row["policy"] != "dense"
+    ]
+    headings = (
+        "policy", "parameters", "KL, nats [95 %]", "top-1 equal %", "KV read %", "reported share", "true share",
+        "reach p %",
     )  # fmt: skip
     return markdown_table(headings, rows) + _about(record)
 

@@ -75,7 +75,11 @@ def _delta(draw: st.DrawFn) -> Json:
 @st.composite
 def _quoka_prefill(draw: st.DrawFn) -> Json:
     block = 16 * draw(st.integers(4, 32))
-    optional = {"queries": st.integers(1, block), "dense_prefix": st.integers(0, MAX_TOKENS)}
+    optional = {
+        "queries": st.integers(1, block),
+        "dense_prefix": st.integers(0, MAX_TOKENS),
+        "recency_ratio": st.floats(0, 1),
+    }
     return {**draw(_budgeted("quoka", PAGE_TOKENS, **optional)), "block": block}
 
 

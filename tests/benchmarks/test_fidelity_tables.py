@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fidelity_tables import contexts_table, fidelity_table, summary_table
+from benchmarks.fidelity_tables import changes_table, contexts_table, fidelity_table, summary_table
 from tests.evaluation.fidelity.test_record import row
 from winnow_evaluation.fidelity.record import FidelityRecord
 
@@ -56,3 +56,13 @@ def test_each_context_has_a_column(path: Path) -> None:
 def test_the_summary_has_one_row_of_each_policy_and_the_presets(path: Path) -> None:
     shown = [line.split(" | ")[2] for line in summary_table(path).splitlines()[2:]]
     assert shown == ["tactic p 0.9", "snapkv budget 1,024", "fast: quest budget 512"]
+
+
+def test_changes_are_told_with_the_parameters_that_changed(tmp_path: Path) -> None:
+    rows = [row(**SHARES, policy="tactic", parameters={"p": 0.9, "sinks": sinks}) for sinks in (0, 16)]
+    rows.append(row(**SHARES, policy="dense", parameters={}))
+    path = tmp_path / "changes.json"
+    FidelityRecord([RUN], rows).write(path)
+    shown = [line.split(" | ")[:3] for line in changes_table(path).splitlines()[2:4]]
+    assert shown == [["| decode: tactic p 0.9", f"`sinks` {sinks}", "0.2500 [0.2000, 0.3000]"] for sinks in (0, 16)]
+    assert "dense" not in changes_table(path)

@@ -30,6 +30,7 @@ from benchmarks.gpu_layer import (
     row_of,
     serve_union,
     table,
+    with_sinks,
     wrong_errors,
 )
 from benchmarks.gpu_requests import measured_length
@@ -60,6 +61,18 @@ def test_policies_are_such_as_requests_ask_for() -> None:
             assert (policy.early_termination is not None) == (termination == "never settled")
     assert [contestant.union for contestant in contestants[-2:]] == [0.03, 0.12]
     assert "delta" not in [contestant.name for contestant in contestants_of([3], [])]
+
+
+def test_sparse_policies_are_timed_with_each_number_of_sinks() -> None:
+    contestants = contestants_of([3], [2, 8])
+    assert with_sinks(contestants, []) == contestants
+    timed = with_sinks(contestants, [0, 16])
+    sparse = [contestant.name for contestant in contestants if contestant.name != "dense"]
+    assert [(each.name, each.parameters["sinks"]) for each in timed] == [
+        (name, sinks) for name in sparse for sinks in (0, 16)
+    ]
+    asked = [each.policy("none").decode.model_dump()["sinks"] for each in timed]
+    assert asked == [each.parameters["sinks"] for each in timed]
 
 
 def test_layers_are_enough_to_leave_the_cache() -> None:

@@ -83,6 +83,7 @@ def _acting_prefill(draw: st.DrawFn) -> Json:
         "block": block,
         "queries": queries,
         "dense_prefix": draw(st.integers(0, 600)),
+        "recency_ratio": draw(st.floats(0, 1)),
     } | draw(budget)
 
 

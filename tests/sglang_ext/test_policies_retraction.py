@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "prefill": {"policy": "quoka", "budget": 32, "block": 64},
     },
     "tactic, terminated": {
-        "decode": {"policy": "tactic", "p": 0.9, "full_layers": 1},
+        "decode": {"policy": "tactic", "p": 0.9, "max_tokens": 128, "full_layers": 1},
         "early_termination": TERMINATION,
     },
 }

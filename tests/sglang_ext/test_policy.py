@@ -94,7 +94,15 @@ def test_defaults_of_everything_else() -> None:
     policy = parse_policy({"prefill": {"policy": "quoka"}, "early_termination": {}})
     assert json.loads(policy.canonical()) == {
         "decode": {"policy": "dense"},
-        "prefill": {"policy": "quoka", "sinks": 16, "budget": 1024, "block": 128, "queries": 32, "dense_prefix": 0},
+        "prefill": {
+            "policy": "quoka",
+            "sinks": 16,
+            "budget": 1024,
+            "block": 128,
+            "queries": 32,
+            "dense_prefix": 0,
+            "recency_ratio": 0.5,
+        },
         "early_termination": {"scale": 0.03, "direction": 0.01, "patience": 4},
     }
     assert PREFILL_POLICIES == ("dense", "quoka")
@@ -155,10 +163,10 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
     assert policy.canonical() == (
         '{"decode":{"full_layers":2,"p":0.9,"policy":"tactic","sinks":16},'
         '"early_termination":{"direction":0.01,"patience":4,"scale":1.0},'
-        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":32,"sinks":16}}'
+        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":32,"recency_ratio":0.5,"sinks":16}}'
     )
-    assert policy.fingerprint() == "daa0235c6775dd21"
-    assert policy.prefill_namespace() == "winnow-87a96ed4ac1c5e56"
+    assert policy.fingerprint() == "3baacc6a9c170e93"
+    assert policy.prefill_namespace() == "winnow-9b96f49b89827d46"
     assert AttentionPolicy().prefill_namespace() is None
 
 
