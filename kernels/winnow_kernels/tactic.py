@@ -55,6 +55,7 @@ from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
 from winnow_kernels.kmeans import CLUSTER_SIZE
 from winnow_kernels.row_groups import termination_of
 from winnow_kernels.selection import Selection
+from winnow_kernels.sinks import check_sinks
 
 EXACT_SHARE = 0.02
 WINDOW_CLUSTERS = 4
@@ -101,8 +102,7 @@ class TacticParameters:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens: must be at least 1; it is {self.max_tokens}")
         check_full_layers(self.full_layers)
-        if self.sinks < 0:
-            raise ValueError(f"sinks: must be at least 0; it is {self.sinks}")
+        check_sinks(self.sinks)
 
 
 @dataclass(frozen=True)
