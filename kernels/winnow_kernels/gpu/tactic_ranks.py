@@ -16,7 +16,9 @@ from winnow_kernels.gpu.batch import COUNTS, Count
 from winnow_kernels.gpu.tactic_search import (
     BRACKETS,
     guessed_keys,
+    guessed_window_keys,
     narrowed,
+    narrowed_window,
     number_of,
     score_key_of,
     sums_above,
@@ -145,34 +147,40 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     none = all_packed - all_packed
     has_known = (weight_of(sums) >= wanted) | (count_of(sums) >= listed)
     low, high, at_low, at_high = narrowed(lowest, highest, all_packed, none, guesses, sums, has_known, has_known == 0)
-    near_low, near_high, at_near_low, at_near_high = narrowed(
-        lowest, highest, all_packed, none, guesses, sums, count_of(sums) >= near + _WINDOW, count_of(sums) <= near
-    )
-    far_low, far_high, at_far_low, at_far_high = narrowed(
-        lowest, highest, all_packed, none, guesses, sums, count_of(sums) >= far + _WINDOW, count_of(sums) <= far
-    )
+    near_low, near_behind, near_front, near_high, at_near_low, at_near_high = narrowed_window(
+        lowest, highest, lowest, highest, all_packed, none,
+        near, near + _WINDOW, guesses, sums,
+    )  # fmt: skip
+    far_low, far_behind, far_front, far_high, at_far_low, at_far_high = narrowed_window(
+        lowest, highest, lowest, highest, all_packed, none,
+        far, far + _WINDOW, guesses, sums,
+    )  # fmt: skip
     target = tl.minimum(guess // 5, 2)
     offsets = tl.where(guess % 5 == 0, 2.5, 0.0) + tl.where(guess % 5 == 1, 1.0, 0.0)
     offsets -= tl.where(guess % 5 == 3, 1.0, 0.0) + tl.where(guess % 5 == 4, 2.5, 0.0)
     halves = guess % 5 == 2
-    behind = tl.where(offsets > 0, _WINDOW, 0)
     most = tl.maximum(within(at_low, at_high), within(at_near_low, at_near_high))
     while tl.maximum(most, within(at_far_low, at_far_high)) >= _FEW:
         guesses = guessed_keys(low, high, at_low, at_high, wanted + guess * 0, offsets, halves, True)
-        of_near = guessed_keys(near_low, near_high, at_near_low, at_near_high, near + behind, offsets, halves, False)
-        of_far = guessed_keys(far_low, far_high, at_far_low, at_far_high, far + behind, offsets, halves, False)
+        of_near = guessed_window_keys(
+            near_low, near_behind, near_front, near_high, at_near_low, at_near_high,
+            near, near + _WINDOW, offsets, halves,
+        )  # fmt: skip
+        of_far = guessed_window_keys(
+            far_low, far_behind, far_front, far_high, at_far_low, at_far_high, far, far + _WINDOW, offsets, halves
+        )
         guesses = tl.where(target == 0, guesses, tl.where(target == 1, of_near, of_far))
         sums = sums_above(keys, packed, guesses)
         _store_brackets(searches_ptr, _GUESSES + guess, guesses, sums)
         has_known = (weight_of(sums) >= wanted) | (count_of(sums) >= listed)
         low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, has_known, has_known == 0)
-        near_low, near_high, at_near_low, at_near_high = narrowed(
-            near_low, near_high, at_near_low, at_near_high, guesses, sums,
-            count_of(sums) >= near + _WINDOW, count_of(sums) <= near,
+        near_low, near_behind, near_front, near_high, at_near_low, at_near_high = narrowed_window(
+            near_low, near_behind, near_front, near_high, at_near_low, at_near_high,
+            near, near + _WINDOW, guesses, sums,
         )  # fmt: skip
-        far_low, far_high, at_far_low, at_far_high = narrowed(
-            far_low, far_high, at_far_low, at_far_high, guesses, sums,
-            count_of(sums) >= far + _WINDOW, count_of(sums) <= far,
+        far_low, far_behind, far_front, far_high, at_far_low, at_far_high = narrowed_window(
+            far_low, far_behind, far_front, far_high, at_far_low, at_far_high,
+            far, far + _WINDOW, guesses, sums,
         )  # fmt: skip
         most = tl.maximum(within(at_low, at_high), within(at_near_low, at_near_high))
 

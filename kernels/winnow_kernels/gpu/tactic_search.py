@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, ordered, score_of, weight_of
+from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, count_of, ordered, packed_of, score_of, weight_of
 from winnow_kernels.tactic import IGNORED_BITS
 
 _NUMBERS = tl.constexpr(1 << IGNORED_BITS)
@@ -105,6 +105,83 @@ def narrowed(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def narrowed_window(
+    low: tl.tensor,
+    behind: tl.tensor,
+    front: tl.tensor,
+    high: tl.tensor,
+    at_low: tl.tensor,
+    at_high: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    guesses: tl.tensor,
+    sums: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return what is known of a window of clusters after some guesses.
+
+    The window's clusters are number ``first`` to number ``end`` - 1, counted from the largest key. Each of its ends has
+    a bracket of its own, which every guess in it narrows: whatever gaps are between scores, a search comes to an end.
+
+    Args:
+        low: int32 scalar; a key with all of the window at or above it.
+        behind: int32 scalar; the least key known with less than that: the last cluster is between ``low`` and it.
+        front: int32 scalar; the largest key known with some of the window at or above it.
+        high: int32 scalar; a key with nothing of the window at or above it: the first cluster is between ``front`` and
+            it.
+        at_low: uint32 scalar; what is at or above ``low``.
+        at_high: uint32 scalar; what is at or above ``high``.
+        first: int32 scalar.
+        end: int32 scalar.
+        guesses: int32 [m].
+        sums: uint32 [m].
+
+    Returns:
+        low, behind, front, high, at_low and at_high.
+    """
+    holds, misses = count_of(sums) >= end, count_of(sums) <= first
+    low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, holds, misses)
+    behind = tl.minimum(behind, tl.min(tl.where(holds, HIGHEST, guesses), axis=0))
+    front = tl.maximum(front, tl.max(tl.where(misses, LOWEST, guesses), axis=0))
+    return low, behind, front, high, at_low, at_high
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def guessed_window_keys(
+    low: tl.tensor,
+    behind: tl.tensor,
+    front: tl.tensor,
+    high: tl.tensor,
+    at_low: tl.tensor,
+    at_high: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    offsets: tl.tensor,
+    halves: tl.tensor,
+) -> tl.tensor:
+    """Return keys at which about a window's ends are: int32 [m]. See ``narrowed_window`` and ``guessed_keys``.
+
+    Where ``offsets`` are positive they are within the bracket of its last cluster, else within that of its first; what
+    halves does so with the wider of the two.
+    """
+    # Half of each, such that the differences are within 32 bits.
+    is_last_wider = (behind >> 1) - (low >> 1) > (high >> 1) - (front >> 1)
+    is_last = (offsets > 0) | (halves & is_last_wider)
+    # A key within the window has between ``first`` and ``end`` clusters at or above it.
+    at_behind = tl.where(behind == high, at_high, packed_of(first, 0).to(tl.uint32, bitcast=True))
+    at_front = tl.where(front == low, at_low, packed_of(end, 0).to(tl.uint32, bitcast=True))
+    return guessed_keys(
+        tl.where(is_last, low, front),
+        tl.where(is_last, behind, high),
+        tl.where(is_last, at_low, at_front),
+        tl.where(is_last, at_behind, at_high),
+        tl.where(is_last, end, first),
+        offsets,
+        halves,
+        False,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def within(at_low: tl.tensor, at_high: tl.tensor) -> tl.tensor:
     """Return how many clusters a bracket holds, int32."""
     return (count_of(at_low) - count_of(at_high)).to(tl.int32)
@@ -124,10 +201,10 @@ def guessed_keys(
     """Return keys above low and below high, if there are any, at which about ``wanted`` is at or above: int32 [m].
 
     Args:
-        low: int32 scalar.
-        high: int32 scalar.
-        at_low: uint32 scalar.
-        at_high: uint32 scalar.
+        low: int32 scalar or [m].
+        high: int32, as ``low``.
+        at_low: uint32, as ``low``.
+        at_high: uint32, as ``low``.
         wanted: int32 [m]; tokens if ``by_weight``, else clusters.
         offsets: float32 [m]; by how much more to guess, in units by which clusters scatter about a straight line.
         halves: bool [m]; whether to guess the middle of low and high instead: that bounds the rounds, whatever the

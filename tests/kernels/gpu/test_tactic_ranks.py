@@ -18,7 +18,7 @@ from winnow_kernels.gpu.tactic_state import HISTOGRAM, WINDOWS, Rank, known_bloc
 from winnow_kernels.gpu.threshold import LOWEST, counted, packed_of
 
 BLOCK, SPAN, OF_SPAN = 2048, 1024, 64
-KINDS = ["normal", "few steps", "equal", "wide", "two modes", "one far above", "large in front"]
+KINDS = ["normal", "few steps", "equal", "wide", "two modes", "one far above", "large in front", "gap near", "gap far"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -67,6 +67,9 @@ def scores_of(kind: str, count: int) -> Tensor:
         "two modes": scores + 100 * (torch.rand(count, generator=generator) < 0.09),
         "one far above": scores + 1000 * (torch.arange(count) == 77),
         "large in front": scores,
+        # The gap is in a window: once no guess in it told anything, and the search had no end.
+        "gap near": scores + 300 * (scores.argsort(descending=True).argsort() < ceil(0.1 * count)),
+        "gap far": scores + 300 * (scores.argsort(descending=True).argsort() < ceil(0.6 * count)),
     }[kind]
     return (scores.view(torch.int32) >> 14 << 14).view(torch.float32)
 
