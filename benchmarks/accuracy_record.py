@@ -59,8 +59,8 @@ class AccuracyRecord:
             report.header.model_copy(update={"options": report.header.options | {"policies": asked[0]}})
             for report in reports
         ]
-        rows = [row for report in reports for row in report.rows if row.policy in policies]
         samples = [sample for report in reports for sample in report.samples if sample.policy in policies]
+        rows = _rows([row for report in reports for row in report.rows if row.policy in policies], samples, policies[0])
         return cls(headers, rows, list(_pools(rows, samples, policies)))
 
     def write(self, path: Path) -> None:
@@ -102,6 +102,32 @@ def _told(row: CellRow) -> dict[str, Any]:
     return {name: value for name, value in row.model_dump().items() if value is not None}
 
 
+def _rows(reported: Sequence[CellRow], samples: Sequence[SampleRecord], dense: str) -> list[CellRow]:
+    """Return each cell once, in the order in which they come: of several reports' the prompts are put together."""
+    cells: dict[tuple[str, int, str | None], list[CellRow]] = {}
+    for row in reported:
+        cells.setdefault((row.task, row.length, row.policy), []).append(row)
+
+    def records(task: str, length: int, policy: str | None) -> list[SampleRecord]:
+        return _in_order(s for s in samples if (s.task, s.length, s.policy) == (task, length, policy))
+
+    return [
+        rows[0]
+        if len(rows) == 1
+        else measured_row(
+            task,
+            length,
+            records(task, length, policy),
+            None if policy == dense else records(task, length, dense),
+        )
+        for (task, length, policy), rows in cells.items()
+    ]
+
+
+def _in_order(samples: Iterable[SampleRecord]) -> list[SampleRecord]:
+    return sorted(samples, key=lambda sample: (sample.task, sample.seed, sample.index))
+
+
 def _pools(rows: Iterable[CellRow], samples: Sequence[SampleRecord], policies: Sequence[str]) -> Iterator[CellRow]:
     dense = policies[0]
     usable = [r for r in rows if r.policy == dense and r.accuracy is not None and r.accuracy >= LEAST_DENSE]
@@ -109,10 +135,7 @@ def _pools(rows: Iterable[CellRow], samples: Sequence[SampleRecord], policies: S
         tasks = {row.task for row in usable if row.length == length}
         for name, pooled in ((ALL, tasks), (NEEDLES, {task for task in tasks if task.startswith(_NEEDLE_PREFIX)})):
             by_policy = {
-                policy: sorted(
-                    (s for s in samples if (s.length, s.policy) == (length, policy) and s.task in pooled),
-                    key=lambda sample: (sample.task, sample.index),
-                )
+                policy: _in_order(s for s in samples if (s.length, s.policy) == (length, policy) and s.task in pooled)
                 for policy in policies
             }
             for policy, records in by_policy.items():

@@ -46,6 +46,30 @@ def tasks_table(path: Path) -> str:
     return markdown_table(("length", "policy", *tasks), rows)
 
 
+def lengths_table(path: Path) -> str:
+    """Return each policy's accuracy of pooled tasks at each length, and what it differs from dense attention."""
+    record = AccuracyRecord.read(path)
+    pools = {(row.policy, row.length): row for row in record.pools if row.task == ALL}
+    lengths = sorted({length for _, length in pools})
+    rows = [
+        (policy, *(_with_difference(pools.get((policy, length))) for length in lengths))
+        for policy in record.runs[0].options["policies"]
+    ]
+    headings = [f"{length:,} ({_prompts(pools, length)} prompts)" for length in lengths]
+    return markdown_table(("accuracy % (less dense [95 %])", *headings), rows) + _runs(record)
+
+
+def _with_difference(row: CellRow | None) -> str:
+    if row is None:
+        return ""
+    difference = interval(row.difference, row.difference_low, row.difference_high)
+    return f"{row.accuracy:.1f}" + (f" ({difference})" if difference else "")
+
+
+def _prompts(pools: Mapping[tuple[str | None, int], CellRow], length: int) -> int:
+    return max(row.samples for (_, of_length), row in pools.items() if of_length == length)
+
+
 _ACCURACY: Final = ("length", "policy", "prompts", "accuracy %", "less dense [95 %]")
 _COST: Final = ("attended %", "KV read %", "tiles skipped %")
 

@@ -204,7 +204,7 @@ def run(
     budgets: Annotated[str, typer.Option(help="Tokens that a block selects.")] = "1024",
     percents: Annotated[str, typer.Option(help="Budgets as percent of what precedes a block.")] = "12",
     block: Annotated[int, typer.Option(help="Queries that share a selection.")] = 128,
-    speakers: Annotated[str, typer.Option(help="Queries that speak for a block, with commas between.")] = "32,16",
+    speakers: Annotated[str, typer.Option(help="Queries that speak for a block, with commas between.")] = "64,32",
     replays: Annotated[int, typer.Option(min=2, help="Times that each prompt is prefilled.")] = 10,
 ) -> None:
     """Check, measure, print a table, write JSON after each context. Exit with 1 if something differs from torch."""

@@ -85,7 +85,7 @@ def _default_budget(data: dict[str, Any]) -> int | None:
 
 
 def _default_queries(data: dict[str, Any]) -> int:
-    return data.get("block", 0) // 4
+    return data.get("block", 0) // 2
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -274,7 +274,7 @@ class QuokaPrefill(_Budgeted):
 
     Attributes:
         block: queries that share a selection.
-        queries: how many of a block's queries choose for it; a quarter of the block when not given.
+        queries: how many of a block's queries choose for it; half of the block when not given.
         dense_prefix: leading tokens of the prompt that are prefilled densely.
         recency_ratio: the share of the budget that the tokens right before a block take; 0 as in the paper.
     """

@@ -115,3 +115,12 @@ def test_policies_that_reports_share_can_be_kept_alone() -> None:
         AccuracyRecord.of([one, other], ["dense", "quest"])
     with pytest.raises(ValueError, match="no policy called delta"):
         AccuracyRecord.of([one, other], ["dense", "delta"])
+
+
+def test_the_prompts_of_several_seeds_make_one_cell() -> None:
+    one = report("vt", {"dense": [1.0] * 4, "quest": [1.0, 0.0, 1.0, 1.0]})
+    samples = tuple(each.model_copy(update={"seed": 1}) for each in one.samples)
+    again = AccuracyRecord.of([one, one.model_copy(update={"samples": samples})])
+    assert [(row.policy, row.samples, row.accuracy) for row in again.rows] == [("dense", 8, 100), ("quest", 8, 75)]
+    assert again.rows[1].difference == pytest.approx(-25)
+    assert [pool.samples for pool in again.pools if pool.task == ALL] == [8, 8]

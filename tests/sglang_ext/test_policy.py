@@ -99,7 +99,7 @@ def test_defaults_of_everything_else() -> None:
             "sinks": 16,
             "budget": 1024,
             "block": 128,
-            "queries": 32,
+            "queries": 64,
             "dense_prefix": 0,
             "recency_ratio": 0.5,
         },
@@ -109,8 +109,8 @@ def test_defaults_of_everything_else() -> None:
     assert parse_policy({}) == AttentionPolicy()
 
 
-@pytest.mark.parametrize(("block", "queries"), [(64, 16), (128, 32), (256, 64), (512, 128)])
-def test_a_block_is_represented_by_a_quarter_of_its_queries(block: int, queries: int) -> None:
+@pytest.mark.parametrize(("block", "queries"), [(64, 32), (128, 64), (256, 128), (512, 256)])
+def test_a_block_is_represented_by_half_of_its_queries(block: int, queries: int) -> None:
     assert QuokaPrefill(block=block).queries == queries
     assert QuokaPrefill(block=block, queries=5).queries == 5
 
@@ -163,10 +163,10 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
     assert policy.canonical() == (
         '{"decode":{"full_layers":2,"p":0.9,"policy":"tactic","sinks":16},'
         '"early_termination":{"direction":0.01,"patience":4,"scale":1.0},'
-        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":32,"recency_ratio":0.5,"sinks":16}}'
+        '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":64,"recency_ratio":0.5,"sinks":16}}'
     )
-    assert policy.fingerprint() == "3baacc6a9c170e93"
-    assert policy.prefill_namespace() == "winnow-9b96f49b89827d46"
+    assert policy.fingerprint() == "e46fe58002c904d2"
+    assert policy.prefill_namespace() == "winnow-5859d733e6209734"
     assert AttentionPolicy().prefill_namespace() is None
 
 
