@@ -11,7 +11,7 @@ from winnow_evaluation.fidelity.passes import ExactPass
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_evaluation.fidelity.prompts import Continued
 from winnow_evaluation.offline_model import OfflineModel
-from winnow_kernels.delta_calibration import MeanShifts, choose_delta_layers, layer_shifts
+from winnow_kernels.delta_calibration import MeanCoverage, choose_delta_layers, layer_coverage
 
 
 def calibrated_layers(model: OfflineModel, prompt: Continued, full_layers: int, memory: int) -> tuple[int, ...]:
@@ -31,10 +31,10 @@ def calibrated_layers(model: OfflineModel, prompt: Continued, full_layers: int, 
     scores: list[Tensor] = []
     forcing = Forcing(batch, torch.tensor([fed], device=model.device), memory)
     forcing.run(lambda following: _ScoringPass(following, scores))
-    shifts = MeanShifts()
+    coverage = MeanCoverage()
     for of_token in zip(*scores, strict=True):
-        shifts.add(layer_shifts(of_token))
-    return choose_delta_layers(shifts.mean(), full_layers)
+        coverage.add(layer_coverage(of_token))
+    return choose_delta_layers(coverage.mean(), full_layers)
 
 
 class _ScoringPass(ExactPass):

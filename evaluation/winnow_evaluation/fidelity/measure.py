@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -58,7 +58,7 @@ class Plan:
         return max(windows, default=0)
 
     def steps(self, prompts: int) -> int:
-        """Return how often ``run`` tells how far it is."""
+        """Return how often ``measured`` tells how far it is."""
         batches = range(0, prompts, self.batch)
         # Dense attention, once more, and prefill once more.
         steps = len(batches) * (2 + len(self.after_dense_prefill) + len(self.oracles))
@@ -66,10 +66,12 @@ class Plan:
             steps += sum(begin < self.prefilled for begin in batches) * (1 + len(sparse))
         return steps
 
-    def run(
+    def measured(
         self, model: OfflineModel, prompts: Sequence[Continued], advance: Callable[[str], None]
-    ) -> list[dict[str, Any]]:
-        """Return the rows of all policies on the prompts.
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Measure all policies on the prompts; yield the rows so far, after each batch's decode and each prefill.
+
+        A row says of how many prompts it is. The last rows are complete.
 
         Args:
             model: what reads them.
@@ -83,8 +85,9 @@ class Plan:
                 batch = _Batch(model, some, self)
                 advance("dense")
                 batch.measure_decode(rows, advance)
-                batch.measure_prefill(min(len(some), self.prefilled - begin), rows, advance)
-        return rows.told()
+            yield rows.told()
+            for _ in batch.measured_prefills(min(len(some), self.prefilled - begin), rows, advance):
+                yield rows.told()
 
 
 class _Rows:
@@ -130,26 +133,34 @@ class _Batch:
             self._add(rows.of("decode", oracle.name, oracle.parameters()), self._forcing.oracle(oracle), oracle.p)
             advance(oracle.label)
 
-    def measure_prefill(self, count: int, rows: _Rows, advance: Callable[[str], None]) -> None:
-        """Measure the prefill policies of the first ``count`` prompts, and what is decoded after such a prefill."""
+    def measured_prefills(self, count: int, rows: _Rows, advance: Callable[[str], None]) -> Iterator[None]:
+        """Measure the prefill policies of the first ``count`` prompts, and what is decoded after each, one by one."""
         sparse = self._plan.after_sparse_prefill
         if not sparse or count < 1:
             return
-        halves = self._prefill(count, chunk=-(-max(self._dense.lengths) // 2))
-        self._add_prefill(rows.of("prefill", FLOOR, {"chunks": 2}), halves)
+        with torch.inference_mode():
+            halves = self._prefill(count, chunk=-(-max(self._dense.lengths) // 2))
+            self._add_prefill(rows.of("prefill", FLOOR, {"chunks": 2}), halves)
         advance("dense prefill in two chunks")
         by_prefill: defaultdict[str, list[Measured]] = defaultdict(list)
         for measured in sparse:
             by_prefill[measured.prefill.canonical()].append(measured)
         for of_prefill in by_prefill.values():
-            prefill = Measured(of_prefill[0].prefill)
-            batch = self._prefill(count, policy=prefill.policy)
-            self._add_prefill(rows.of("prefill", prefill.name, prefill.parameters()), batch)
-            for measured in of_prefill:
-                if not measured.is_prefill:
-                    outcome = self._forcing_of(batch).policy(measured.policy)
-                    self._add(rows.of("decode", *measured.named), outcome, measured.p)
-                advance(measured.label)
+            with torch.inference_mode():
+                self._measure_prefill(count, of_prefill, rows, advance)
+            yield
+
+    def _measure_prefill(
+        self, count: int, of_prefill: Sequence[Measured], rows: _Rows, advance: Callable[[str], None]
+    ) -> None:
+        prefill = Measured(of_prefill[0].prefill)
+        batch = self._prefill(count, policy=prefill.policy)
+        self._add_prefill(rows.of("prefill", prefill.name, prefill.parameters()), batch)
+        for measured in of_prefill:
+            if not measured.is_prefill:
+                outcome = self._forcing_of(batch).policy(measured.policy)
+                self._add(rows.of("decode", *measured.named), outcome, measured.p)
+            advance(measured.label)
 
     def _prefill(
         self, count: int, *, policy: AttentionPolicy | None = None, chunk: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -99,7 +99,9 @@ class Session:
             console.width = _PLAIN_WIDTH
 
     def run(self, output: Path | None) -> FidelityRecord:
-        """Measure each context, print its tables, and write the record to ``output`` so far.
+        """Measure each context, print its tables, and keep ``output`` up to date with what is measured.
+
+        A run that was cut off has ``complete`` false in the record, and each of its rows as many prompts as it says.
 
         Raises:
             SessionError: a context, a policy or the text does not do.
@@ -111,18 +113,19 @@ class Session:
                 f"--context: {options.contexts[-1]} tokens and {options.tokens + 1} behind them are more than the"
                 f" model's context of {self._model.context_length}"
             )
-        rows: list[dict[str, Any]] = []
-        runs: list[dict[str, Any]] = []
+        record = FidelityRecord([], [])
         for context in options.contexts:
-            header, of_context = self._measure(context)
-            runs.append(header)
-            rows += [row | {"run": len(runs) - 1} for row in of_context]
-            self._print(context, of_context)
-            if output is not None:
-                FidelityRecord(runs, rows).write(output)
-        return FidelityRecord(runs, rows)
+            before = record
+            for header, of_context in self._measured(context):
+                added = [row | {"run": len(before.runs)} for row in of_context]
+                record = FidelityRecord([*before.runs, header], [*before.rows, *added])
+                if output is not None:
+                    record.write(output)
+            self._print(context, record.rows[len(before.rows) :])
+        return record
 
-    def _measure(self, context: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _measured(self, context: int) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Yield the run's header and the rows so far, time and again; the last ones are complete."""
         options, model = self._options, self._model
         begin = time.perf_counter()
         prompts, spare = self._prompts(context)
@@ -141,7 +144,6 @@ class Session:
             prefilled=min(options.prefill_prompts, len(prompts)),
             memory=int(options.memory * _GIB) if options.memory else self._step_memory(),
         )
-        rows = self._with_progress(plan, prompts, context)
         header = model.environment() | {
             "dtype": str(model.dtype).removeprefix("torch."),
             "text": options.source,
@@ -152,9 +154,11 @@ class Session:
             "batch": plan.batch,
             "delta_layers": None if layers is None else {"layers": list(layers), "source": source},
             "interval": INTERVAL,
-            "seconds": round(time.perf_counter() - begin, 1),
         }
-        return header, [{"model": header["model"], "text": options.source, "context": context} | row for row in rows]
+        about = {"model": header["model"], "text": options.source, "context": context}
+        for rows, complete in self._with_progress(plan, prompts, context):
+            so_far = {"seconds": round(time.perf_counter() - begin, 1), "complete": complete}
+            yield header | so_far, [about | row for row in rows]
 
     def _prompts(self, context: int) -> tuple[list[Continued], Continued]:
         """Return the prompts, and one more: by it Δ-layers are chosen."""
@@ -210,7 +214,10 @@ class Session:
             return _CPU_STEP
         return torch.cuda.mem_get_info(self._device)[0] // _CUDA_STEP_SHARE
 
-    def _with_progress(self, plan: Plan, prompts: Sequence[Continued], context: int) -> list[dict[str, Any]]:
+    def _with_progress(
+        self, plan: Plan, prompts: Sequence[Continued], context: int
+    ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+        """Yield the rows so far, and whether they are all."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -234,7 +241,10 @@ class Session:
                     self._console.print(f"{where}: {done}, {now - last:.1f} s", highlight=False, markup=False)
                 last = now
 
-            return plan.run(self._model, prompts, advance)
+            rows: list[dict[str, Any]] = []
+            for rows in plan.measured(self._model, prompts, advance):
+                yield rows, False
+            yield rows, True
 
     def _print(self, context: int, rows: Sequence[dict[str, Any]]) -> None:
         console = Console()

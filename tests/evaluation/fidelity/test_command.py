@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.evaluation.fidelity.test_record import ASKED_KEYS
 from winnow_evaluation.fidelity.__main__ import app, parse_contexts
+from winnow_evaluation.fidelity.measure import _Batch
 from winnow_evaluation.fidelity.record import KEYS, FidelityRecord
 from winnow_service.cli.main import app as program
 from winnow_service.evaluation.options import OptionError
@@ -65,6 +66,27 @@ def _row(record: FidelityRecord, **about: Any) -> dict[str, Any]:
     return found
 
 
+def test_a_run_that_is_cut_off_leaves_what_it_measured(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Batch, "_measure_prefill", cut_off)
+    output = tmp_path / "record.json"
+    result = _invoke(
+        "--model", folder, "--text-folder", text, "--context", "256", "--prompts", "2", "--tokens", "3", "--device",
+        "cpu", "--policy", QUEST, "--policy", PREFILL, "--no-oracles", "--output", output,
+    )  # fmt: skip
+    assert result.exit_code != 0
+    kept = FidelityRecord.read(output)
+    assert [(row["phase"], row["policy"], row["prompts"]) for row in kept.rows] == [
+        ("decode", "dense", 2),
+        ("decode", "quest", 2),
+    ]
+    assert kept.runs[0]["complete"] is False
+
+
 def test_each_row_says_what_it_is_of(record: FidelityRecord, folder: Path) -> None:
     for row in record.rows:
         assert list(row) == list(KEYS)
@@ -77,6 +99,7 @@ def test_each_row_says_what_it_is_of(record: FidelityRecord, folder: Path) -> No
         assert row["prompts"] == prompts
         assert tokens in (None, row["tokens"])
     for run in record.runs:
+        assert run["complete"]
         assert run.keys() >= {"model", "device", "dtype", "versions", "commit", "date", "interval", "delta_layers"}
 
 
