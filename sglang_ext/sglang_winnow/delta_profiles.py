@@ -36,7 +36,7 @@ class DeltaProfile(BaseModel):
         samples: prompts that were decoded; None if the source does not say.
         words: their length in English words.
         steps: decode steps observed.
-        shifts: mean 1 − cosine similarity of the attention of each layer and the one before; the first is 0.
+        coverage: the share of each layer's token scores on the pages selected for it; 1 where it attends to all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,7 +50,7 @@ class DeltaProfile(BaseModel):
     samples: int | None = None
     words: int | None = None
     steps: int | None = None
-    shifts: tuple[float, ...] | None = None
+    coverage: tuple[float, ...] | None = None
 
 
 def delta_profile(model_path: Path) -> tuple[int, ...] | None:

@@ -1,78 +1,92 @@
-"""The choice of Δ-layers: shifts against a plain version, peaks, distances."""
+"""The choice of Δ-layers: coverage against a plain version, the best choice against all choices."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from winnow_kernels.delta_calibration import (
-    MeanShifts,
+    MeanCoverage,
     choose_delta_layers,
-    layer_shifts,
-    minimum_distance,
+    covered,
+    layer_coverage,
     token_scores,
 )
 
-
-def _shift(before: list[float], after: list[float]) -> float:
-    product = math.fsum(b * a for b, a in zip(before, after, strict=True))
-    return 1 - product / math.hypot(*before) / math.hypot(*after)
+PAGE = 16
 
 
-def test_shifts_equal_the_plain_version() -> None:
+def _plain_coverage(scores: list[list[float]]) -> list[list[float]]:
+    tokens = len(scores[0])
+    pages = [range(start, min(start + PAGE, tokens)) for start in range(0, tokens, PAGE)]
+
+    def of_pages(layer: list[float]) -> list[float]:
+        return [sum(layer[token] for token in page) for page in pages]
+
+    def selected(layer: list[float]) -> set[int]:
+        kept = {0, len(pages) - 1}
+        by_score = sorted(set(range(len(pages))) - kept, key=lambda page: of_pages(layer)[page], reverse=True)
+        return kept | set(by_score[: max(-(-(tokens // 8) // PAGE), 2) - 2])
+
+    return [
+        [sum(of_pages(other)[page] for page in selected(layer)) / sum(other) for other in scores] for layer in scores
+    ]
+
+
+@pytest.mark.parametrize("tokens", [1000, 992, 40])
+def test_coverage_equals_the_plain_version(tokens: int) -> None:
     rng = random.Random(0)
-    weights = [[[rng.random() for _ in range(50)] for _ in range(4)] for _ in range(6)]
+    weights = [[[rng.random() ** 8 for _ in range(tokens)] for _ in range(4)] for _ in range(6)]
     scores = [token_scores(torch.tensor(layer)) for layer in weights]
-    plain = [[max(head[token] for head in layer) for token in range(50)] for layer in weights]
+    plain = [[max(head[token] for head in layer) for token in range(tokens)] for layer in weights]
     for ours, theirs in zip(scores, plain, strict=True):
         torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), atol=1e-6, rtol=0)
-    expected = [0.0] + [_shift(plain[layer - 1], plain[layer]) for layer in range(1, 6)]
-    assert layer_shifts(scores).tolist() == pytest.approx(expected, abs=1e-6)
+    expected = torch.tensor(_plain_coverage(plain), dtype=torch.float64)
+    torch.testing.assert_close(layer_coverage(scores), expected, atol=1e-6, rtol=0)
 
 
 def test_the_mean_is_over_all_steps() -> None:
-    shifts = MeanShifts()
+    coverage = MeanCoverage()
     with pytest.raises(ValueError, match="no decode step"):
-        shifts.mean()
-    for step in ([0.0, 0.2, 0.4], [0.0, 0.4, 0.0], [0.0, 0.9, 0.2]):
-        shifts.add(torch.tensor(step, dtype=torch.float64))
-    assert shifts.steps == 3
-    assert shifts.mean() == pytest.approx([0.0, 0.5, 0.2])
+        coverage.mean()
+    for step in (0.0, 0.3, 0.9):
+        coverage.add(torch.full((2, 2), step, dtype=torch.float64))
+    assert coverage.steps == 3
+    torch.testing.assert_close(coverage.mean(), torch.full((2, 2), 0.4, dtype=torch.float64))
 
 
-def test_the_largest_shifts_are_chosen_but_not_two_neighbours() -> None:
-    shifts = [0.1] * 28
-    shifts[1], shifts[3], shifts[14], shifts[15], shifts[23] = 0.99, 0.95, 0.9, 0.89, 0.5
-    assert choose_delta_layers(shifts, full_layers=2) == (2, 14, 23)
+def test_the_layer_that_looks_things_up_is_chosen() -> None:
+    coverage = torch.full((12, 12), 0.5, dtype=torch.float64)
+    # What layers from 7 on look up, layers before do not select.
+    coverage[:7, 7:] = 0.1
+    assert choose_delta_layers(coverage, full_layers=2, count=2) == (2, 7)
+    assert covered(coverage, (2, 7)) == [1, 1, 1, *[0.5] * 4, 1, *[0.5] * 4]
 
 
-@pytest.mark.parametrize(
-    ("layers", "delta_layers"), [(28, (2, 14, 23)), (28, (2, 14, 22)), (48, (2, 6, 42)), (32, (2, 8, 31))]
-)
-def test_the_papers_choices_are_possible(layers: int, delta_layers: tuple[int, ...]) -> None:
-    shifts = [0.9 if layer in delta_layers else 0.1 for layer in range(layers)]
-    assert choose_delta_layers(shifts, full_layers=2) == delta_layers
+@st.composite
+def coverages(draw: st.DrawFn) -> Tensor:
+    layers = draw(st.integers(1, 9))
+    shares = st.lists(st.floats(0, 1), min_size=layers, max_size=layers)
+    return torch.tensor(draw(st.lists(shares, min_size=layers, max_size=layers)), dtype=torch.float64)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=80), st.integers(0, 5), st.integers(1, 6))
-def test_choices_ascend_lie_apart_and_begin_after_the_full_layers(
-    shifts: list[float], full_layers: int, count: int
-) -> None:
-    if full_layers >= len(shifts):
+@given(coverages(), st.integers(0, 5), st.integers(1, 5))
+def test_no_other_choice_covers_more(coverage: Tensor, full_layers: int, count: int) -> None:
+    layers = len(coverage)
+    if full_layers >= layers:
         with pytest.raises(ValueError, match="full_layers"):
-            choose_delta_layers(shifts, full_layers, count)
+            choose_delta_layers(coverage, full_layers, count)
         return
-    chosen = choose_delta_layers(shifts, full_layers, count)
+    chosen = choose_delta_layers(coverage, full_layers, count)
     assert chosen[0] == full_layers
-    assert 1 <= len(chosen) <= count
-    distance = minimum_distance(len(shifts))
-    assert all(after - before >= distance for before, after in itertools.pairwise(chosen))
-    if len(chosen) < count:
-        apart = [all(abs(layer - own) >= distance for own in chosen) for layer in range(full_layers, len(shifts))]
-        assert not any(apart)
+    assert list(chosen) == sorted(set(chosen))
+    assert len(chosen) == min(count, layers - full_layers)
+    others = itertools.combinations(range(full_layers + 1, layers), len(chosen) - 1)
+    most = max(sum(covered(coverage, (full_layers, *other))) for other in others)
+    assert sum(covered(coverage, chosen)) == pytest.approx(most)

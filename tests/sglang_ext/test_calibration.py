@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from sglang_winnow.calibration.__main__ import main
-from sglang_winnow.calibration.attention_maps import ATTENTION, decode_shifts
+from sglang_winnow.calibration.attention_maps import ATTENTION, decode_coverage
 from sglang_winnow.delta_profiles import PROFILE_FILE, DeltaProfile, config_hash, delta_profile
 from tests.models import ModelShape, write_model, write_weights
+from winnow_kernels.delta_calibration import layer_coverage, token_scores
 from winnow_service.cli.calibrate import app
 
 SHAPE = ModelShape(layers=5, hidden_size=64, query_heads=4, kv_heads=2, head_dim=16, context_length=2048)
@@ -31,39 +30,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _plain_shifts(model: Any, prompt: torch.Tensor) -> list[list[float]]:
+def _plain_coverage(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:
     """Each decode step from the start, by the weights that eager attention returns for its last query."""
     tokens = prompt[None]
-    shifts = []
+    steps = []
     for _ in range(STEPS):
         with torch.inference_mode():
             token = model(tokens).logits[0, -1].argmax()
             tokens = torch.cat((tokens, token[None, None]), dim=1)
             maps = model(tokens, output_attentions=True).attentions
-        scores = [weights[0, :, -1].amax(0).double() for weights in maps]
-        pairs = itertools.pairwise(scores)
-        shifts.append([0.0, *(1 - float(F.cosine_similarity(before, after, dim=0)) for before, after in pairs)])
-    return shifts
+        steps.append(layer_coverage([token_scores(weights[0, :, -1]) for weights in maps]))
+    return steps
 
 
-def test_shifts_are_those_of_the_attention_that_transformers_returns(folder: Path) -> None:
+def test_coverage_is_that_of_the_attention_that_transformers_returns(folder: Path) -> None:
     prompt = torch.tensor(AutoTokenizer.from_pretrained(folder)("a lamp, a road and a river; " * 5)["input_ids"])
     ours, eager = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name).eval()
         for name in (ATTENTION, "eager")
     )
-    steps = [step.tolist() for step in decode_shifts(ours, prompt, STEPS, frozenset())]
-    expected = _plain_shifts(eager, prompt)
+    steps = list(decode_coverage(ours, prompt, STEPS, frozenset()))
+    expected = _plain_coverage(eager, prompt)
     assert len(steps) == STEPS
     for step, plain in zip(steps, expected, strict=True):
-        assert step == pytest.approx(plain, abs=1e-4)
+        torch.testing.assert_close(step, plain, atol=1e-4, rtol=0)
 
 
 def test_decoding_ends_with_the_answer(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION).eval()
     prompt = torch.tensor([5, 6, 7])
     everything = frozenset(range(SHAPE.vocab_size))
-    assert list(decode_shifts(model, prompt, STEPS, everything)) == []
+    assert list(decode_coverage(model, prompt, STEPS, everything)) == []
 
 
 def test_the_command_writes_a_profile_that_the_server_finds(folder: Path) -> None:
@@ -78,9 +75,11 @@ def test_the_command_writes_a_profile_that_the_server_finds(folder: Path) -> Non
     assert (profile.samples, profile.words) == (2, 60)
     assert profile.steps is not None
     assert 0 < profile.steps <= 2 * 4
-    assert profile.shifts is not None
-    assert profile.shifts[0] == 0
-    assert all(0 < shift < 1 for shift in profile.shifts[1:])
+    assert profile.coverage is not None
+    assert len(profile.coverage) == 5
+    assert all(
+        (share == 1) == (layer < 2 or layer in profile.delta_layers) for layer, share in enumerate(profile.coverage)
+    )
     assert str(list(profile.delta_layers)) in result.output
 
 

@@ -118,8 +118,8 @@ def test_the_model_that_ships_has_a_profile_that_its_policy_takes() -> None:
     checked = check_against_model(policy, config["num_hidden_layers"], config["max_position_embeddings"], layers)
     assert checked.decode.delta_layers == layers  # type: ignore[union-attr]
     profile = DeltaProfile.model_validate_json((NEEDLE / PROFILE_FILE).read_text())
-    assert profile.shifts is not None
-    assert len(profile.shifts) == profile.layers == config["num_hidden_layers"]
+    assert profile.coverage is not None
+    assert len(profile.coverage) == profile.layers == config["num_hidden_layers"]
     assert profile.steps is not None
     assert profile.steps > 100
 

@@ -55,7 +55,7 @@ def delta(
         typer.Option(dir_okay=False, help="Profile to write.", show_default=f"{PROFILE_FILE} in the model's folder"),
     ] = None,
 ) -> None:
-    """Find the Δ-layers of a model for the policy ``delta``: the layers at which its attention shifts most."""
+    """Find the Δ-layers of a model for the policy ``delta``: the layers that select best for those after them."""
     try:
         with ConsoleProgress.shown() as progress:
             folder = getting.resolve(model, progress)

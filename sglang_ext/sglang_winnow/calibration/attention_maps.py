@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from winnow_kernels.delta_calibration import layer_shifts, token_scores
+from winnow_kernels.delta_calibration import layer_coverage, token_scores
 
 ATTENTION: Final = "winnow_calibration"
 """The attention implementation to load a model with."""
@@ -20,8 +20,9 @@ ATTENTION: Final = "winnow_calibration"
 _scores: dict[int, Tensor] = {}
 
 
-def decode_shifts(model: Any, prompt: Tensor, steps: int, end: frozenset[int]) -> Iterator[Tensor]:
-    """Decode greedily, and yield each step's shifts between layers, float64 [layers].
+def decode_coverage(model: Any, prompt: Tensor, steps: int, end: frozenset[int]) -> Iterator[Tensor]:
+    """Decode greedily, and yield how much of each layer's attention others would select: float64 [layers, layers]
+    of each step (``layer_coverage``).
 
     Args:
         model: a causal language model of transformers, loaded with the attention implementation ``ATTENTION``.
@@ -39,7 +40,7 @@ def decode_shifts(model: Any, prompt: Tensor, steps: int, end: frozenset[int]) -
             output = model(
                 torch.tensor([[token]], device=prompt.device), past_key_values=output.past_key_values, use_cache=True
             )
-            yield layer_shifts([_scores[layer] for layer in sorted(_scores)])
+            yield layer_coverage([_scores[layer] for layer in sorted(_scores)])
 
 
 @contextmanager

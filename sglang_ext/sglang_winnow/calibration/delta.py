@@ -1,4 +1,4 @@
-"""Calibrating DELTA: decode prompts with full attention, and choose the layers at which attention shifts most."""
+"""Calibrating DELTA: decode prompts with full attention, and choose the layers that select best for others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_winnow.calibration.attention_maps import ATTENTION, decode_shifts
+from sglang_winnow.calibration.attention_maps import ATTENTION, decode_coverage
 from sglang_winnow.calibration.prompt_lengths import context_length, prompt_tokens
 from sglang_winnow.delta_profiles import DeltaProfile, config_hash
-from winnow_kernels.delta_calibration import MeanShifts, choose_delta_layers
+from winnow_kernels.delta_calibration import MeanCoverage, choose_delta_layers, covered
 
 
 def calibrate(
@@ -38,23 +38,24 @@ def calibrate(
     _check_length(max(map(len, tokenized)) + steps, context_length(folder))
     dtype = torch.float32 if device == "cpu" else "auto"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
-    shifts = MeanShifts()
+    coverage = MeanCoverage()
     for number, prompt in enumerate(tokenized, start=1):
-        for step in decode_shifts(model, prompt.to(device), steps, _end_tokens(model)):
-            shifts.add(step.cpu())
-        sys.stderr.write(f"{number} of {len(prompts)}: {len(prompt)} tokens, {shifts.steps} decode steps so far\n")
-    mean = shifts.mean()
+        for step in decode_coverage(model, prompt.to(device), steps, _end_tokens(model)):
+            coverage.add(step.cpu())
+        sys.stderr.write(f"{number} of {len(prompts)}: {len(prompt)} tokens, {coverage.steps} decode steps so far\n")
+    mean = coverage.mean()
+    delta_layers = choose_delta_layers(mean, full_layers)
     return DeltaProfile(
         model=folder.resolve().name,
         layers=len(mean),
         config_sha256=config_hash(json.loads((folder / "config.json").read_text())),
-        delta_layers=choose_delta_layers(mean, full_layers),
+        delta_layers=delta_layers,
         full_layers=full_layers,
         source="winnow calibrate delta",
         samples=len(prompts),
         words=words,
-        steps=shifts.steps,
-        shifts=tuple(round(shift, 4) for shift in mean),
+        steps=coverage.steps,
+        coverage=tuple(round(share, 4) for share in covered(mean, delta_layers)),
     )
 
 
