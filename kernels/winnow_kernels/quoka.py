@@ -85,7 +85,7 @@ class QuokaPrefillParameters:
     budget: int | None = None
     budget_ratio: float | None = None
     block: int = 128
-    queries: int = 32
+    queries: int = 64
     dense_prefix: int = 0
     sinks: int = 0
     recency_ratio: float = 0.0

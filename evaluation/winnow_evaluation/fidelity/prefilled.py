@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from winnow_evaluation.offline_model import OfflineModel
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
 from winnow_kernels.indexes.pages import PageIndex
+
+if TYPE_CHECKING:
+    from sglang_winnow.device.prefill import DevicePrefill
 
 PAGE_SIZE: Final = 16
 _READS: Final = {
@@ -53,6 +56,7 @@ class PrefilledBatch:
         window: int = 0,
         span: int = SPAN,
         chunk: int | None = None,
+        by_kernels: bool | None = None,
     ) -> None:
         """Prefill the prompts, one after another.
 
@@ -65,6 +69,7 @@ class PrefilledBatch:
             window: how many of each prompt's last queries are kept: the longest observation window of the policies.
             span: of Tactic's clusters.
             chunk: tokens prefilled at once; all of a prompt without it.
+            by_kernels: whether a sparse prefill is the GPU's kernels' and not the reference's; on CUDA if not given.
         """
         self.model = model
         self.lengths = [len(prompt) for prompt in prompts]
@@ -75,6 +80,7 @@ class PrefilledBatch:
         self.scale = 0.0
         self._policy = policy or AttentionPolicy()
         self._statistics = Statistics(len(prompts), model.device)
+        self._by_kernels = model.device.type == "cuda" if by_kernels is None else by_kernels
         self._last_queries: list[list[Tensor]] = [[] for _ in prompts]
         self.last = torch.stack(
             [self._prefill(row, prompt, scored, window, chunk or len(prompt)) for row, prompt in enumerate(prompts)]
@@ -165,6 +171,7 @@ class PrefilledBatch:
         context = self.context(torch.tensor([row]), torch.tensor([end], device=self.model.device))
         own_row = torch.tensor([row], device=self.model.device)
         plan = PrefillPlan(context, own_row, [state], [start], [end - start], self.indexes, self._statistics)
+        kernels = self._kernels_of(plan)
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
             cache = self.caches[layer]
@@ -174,11 +181,28 @@ class PrefilledBatch:
                 known = queries[0, -window:] if not len(before) else torch.cat((before, queries[0]))[-window:]
                 self._last_queries[row][layer] = known.clone()
             self.scale = scale
-            return plan.attend(layer, queries[0], cache, scale, None)[None]
+            if kernels is None:
+                return plan.attend(layer, queries[0], cache, scale, None)[None]
+            own = queries[0].contiguous()
+            output = torch.empty_like(own)
+            kernels.attend(layer, own, scale, output)
+            return output[None]
 
         hidden = self.model.hidden(tokens, positions, attend)
-        plan.finish()
+        (kernels or plan).finish()
         return hidden
+
+    def _kernels_of(self, plan: PrefillPlan) -> DevicePrefill | None:
+        """Return what attends by the GPU's kernels; None where nothing is to, or attention is dense."""
+        if not self._by_kernels or plan.is_dense:
+            return None
+        # Triton looks for a GPU's driver when it is imported.
+        from sglang_winnow.device.prefill import DevicePrefill  # noqa: PLC0415
+        from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace  # noqa: PLC0415
+
+        workspace = QuokaPrefillWorkspace.empty(self.model.kv_heads, self.slots.shape[1], self.model.device)
+        kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, self.caches, workspace)
+        return None if kernels.is_dense else kernels
 
 
 class _Indexes(Indexes):

@@ -40,7 +40,7 @@ class DevicePrefill:
     def __init__(
         self,
         plan: PrefillPlan,
-        forward_batch: ForwardBatch,
+        forward_batch: ForwardBatch | None,
         table: Tensor,
         page_size: int,
         caches: Sequence[LayerCache],
@@ -49,7 +49,7 @@ class DevicePrefill:
         """
         Args:
             plan: of the pass.
-            forward_batch: of SGLang.
+            forward_batch: of SGLang; None where all requests are sparse.
             table: int32 [request slots, positions]; the KV slot of each token of a request.
             page_size: slots in a page.
             caches: every layer's KV cache.

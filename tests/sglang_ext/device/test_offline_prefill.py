@@ -1,0 +1,33 @@
+"""Prompts that are prefilled without a server, by the kernels, beside the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sglang_winnow.policy import parse_policy
+from tests.models import ModelShape, write_model, write_weights
+from winnow_evaluation.fidelity.prefilled import PrefilledBatch
+from winnow_evaluation.offline_model import OfflineModel
+
+POLICY = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "queries": 32}}
+
+
+def test_kernels_prefill_as_the_reference(device: torch.device, tmp_path: Path) -> None:
+    write_model(tmp_path, ModelShape(kv_heads=2))
+    write_weights(tmp_path)
+    model = OfflineModel(tmp_path, device, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 512, (length,), generator=generator).tolist() for length in (203, 40, 150)]
+    with torch.inference_mode():
+        dense, ours, reference = (
+            PrefilledBatch(model, prompts, 8, policy=policy, scored=32, chunk=128, by_kernels=by_kernels)
+            for policy, by_kernels in ((None, True), (parse_policy(POLICY), True), (parse_policy(POLICY), False))
+        )
+    torch.testing.assert_close(ours.last, reference.last, atol=2e-3, rtol=2e-3)
+    assert ours.reads == reference.reads
+    assert ours.reads["attended"] < dense.reads["attended"]
+    # The second prompt is shorter than a budget, the others are not.
+    changed = (ours.last - dense.last).abs().amax((1, 2))
+    assert (changed > 1e-2).tolist() == [True, False, True]
