@@ -1,8 +1,8 @@
 """The Δ-layers that were calibrated for a model: where profiles lie, and which of them is a model's own.
 
 A profile that ``winnow calibrate delta`` wrote lies in the model's folder and names the configuration that it was
-measured on. Those that ship with this package are the DELTA paper's; they have no configuration's hash and belong to
-the models of their name that have as many layers.
+measured on. Those that ship with this package are the DELTA paper's, and those of the models that ``winnow models``
+gets; they have no configuration's hash and belong to the models of their name that have as many layers.
 """
 
 from __future__ import annotations

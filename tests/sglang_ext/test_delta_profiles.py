@@ -18,6 +18,7 @@ from sglang_winnow.delta_profiles import (
 )
 from sglang_winnow.policy import check_against_model, parse_policy
 from sglang_winnow.server_information import _folder
+from winnow_service.models.catalogue import CATALOGUE, Shipped
 
 NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
 PAPER = {
@@ -42,7 +43,7 @@ def _profile(config: dict[str, Any], **changes: Any) -> str:
 
 
 def test_the_papers_models_have_its_layers_and_say_whose_they_are() -> None:
-    shipped = {profile.model: profile for profile in shipped_profiles()}
+    shipped = {profile.model: profile for profile in shipped_profiles() if profile.model not in CATALOGUE}
     assert {name: (p.layers, p.delta_layers) for name, p in shipped.items()} == PAPER
     assert all("section 5.1" in profile.source for profile in shipped.values())
 
@@ -122,6 +123,14 @@ def test_the_model_that_ships_has_a_profile_that_its_policy_takes() -> None:
     assert len(profile.coverage) == profile.layers == config["num_hidden_layers"]
     assert profile.steps is not None
     assert profile.steps > 100
+
+
+@pytest.mark.parametrize("name", [name for name, model in CATALOGUE.items() if not isinstance(model.source, Shipped)])
+def test_a_model_that_is_fetched_has_a_profile_that_was_calibrated(name: str) -> None:
+    [profile] = [profile for profile in shipped_profiles() if profile.model == name]
+    assert profile.source == "winnow calibrate delta"
+    assert profile.coverage is not None
+    assert len(profile.coverage) == profile.layers == 30
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/model", "nobody/nothing", "a/b/c/d"])
