@@ -90,6 +90,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tasks": ("accuracy.json", tasks_table),
     "accuracy-32k": ("accuracy-smollm2-32k.json", accuracy_table),
     "tasks-32k": ("accuracy-smollm2-32k.json", tasks_table),
+    "delta-layers": ("accuracy-delta-layers.json", cells_table),
     "ruler": ("accuracy-smollm2-32k.json", lengths_table),
     "accuracy-prefill": ("accuracy-prefill.json", accuracy_table),
     "tasks-prefill": ("accuracy-prefill.json", tasks_table),
