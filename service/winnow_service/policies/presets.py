@@ -25,10 +25,13 @@ class Preset:
 PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
     {
         "exact": Preset(AttentionPolicy(), "Dense attention: what SGLang itself computes."),
-        "balanced": Preset(AttentionPolicy(decode=Tactic()), "Reads what holds nine tenths of the attention."),
+        "balanced": Preset(
+            AttentionPolicy(decode=Tactic()),
+            "Reads what holds nine tenths of the attention. One of many look-alike identifiers it may miss.",
+        ),
         "fast": Preset(
             AttentionPolicy(decode=Quest(budget=1024)),
-            "A fixed budget at every decode step, however long the context.",
+            "A fixed budget at every decode step. For a few thousand tokens: the longer a prompt, the more it misses.",
         ),
         "long-prompt": Preset(
             AttentionPolicy(decode=Tactic(), prefill=QuokaPrefill()),
