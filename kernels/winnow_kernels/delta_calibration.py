@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from winnow_kernels.delta import rank_pages
-from winnow_kernels.page_selection import pages_of
+from winnow_kernels.page_selection import order_pages, pages_kept, pages_of
 
 DELTA_LAYERS = 3
 SELECTED_SHARE = 1 / 8
@@ -48,11 +47,11 @@ def layer_coverage(scores: Sequence[Tensor], page_size: int = 16) -> Tensor:
     def each(number: int) -> Tensor:
         return torch.full((layers,), number, dtype=torch.int64, device=stacked.device)
 
-    recent, sinks = pages_of(_RECENT, page_size), pages_of(_SINKS, page_size)
     pages = pages_of(tokens, page_size)
-    width = min(pages, max(pages_of(int(SELECTED_SHARE * tokens), page_size), recent + sinks))
-    chosen = rank_pages(stacked, each(tokens), each(recent), each(sinks), width, page_size)
     of_pages = F.pad(stacked, (0, -tokens % page_size)).reshape(layers, pages, page_size).sum(-1)
+    recent, sinks = each(pages_of(_RECENT, page_size)), each(pages_of(_SINKS, page_size))
+    width = min(pages, pages_kept(int(SELECTED_SHARE * tokens), _RECENT, _SINKS, page_size))
+    chosen = order_pages(of_pages[:, None], each(pages - 1), recent, sinks, width)[:, 0]
     is_chosen = torch.zeros_like(of_pages).scatter_(1, chosen, 1.0)
     return is_chosen @ (of_pages / of_pages.sum(-1, keepdim=True)).mT
 

@@ -138,6 +138,7 @@ class _Batch:
         sparse = self._plan.after_sparse_prefill
         if not sparse or count < 1:
             return
+        # Not around all of it: a generator that pauses in inference mode would leave its caller in it.
         with torch.inference_mode():
             halves = self._prefill(count, chunk=-(-max(self._dense.lengths) // 2))
             self._add_prefill(rows.of("prefill", FLOOR, {"chunks": 2}), halves)

@@ -21,8 +21,7 @@ _scores: dict[int, Tensor] = {}
 
 
 def decode_coverage(model: Any, prompt: Tensor, steps: int, end: frozenset[int]) -> Iterator[Tensor]:
-    """Decode greedily, and yield how much of each layer's attention others would select: float64 [layers, layers]
-    of each step (``layer_coverage``).
+    """Decode greedily, and yield each step's coverage, float64 [layers, layers] (``layer_coverage``).
 
     Args:
         model: a causal language model of transformers, loaded with the attention implementation ``ATTENTION``.
