@@ -24,6 +24,7 @@ from benchmarks.accuracy_tables import (
     shares_table,
     spans_table,
     tasks_table,
+    times_table,
 )
 from benchmarks.gpu_rows import REPOSITORY, RESULTS
 from benchmarks.gpu_tables import (
@@ -90,6 +91,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tasks": ("accuracy.json", tasks_table),
     "accuracy-32k": ("accuracy-smollm2-32k.json", accuracy_table),
     "tasks-32k": ("accuracy-smollm2-32k.json", tasks_table),
+    "preset-times": ("preset-times-smollm2-32k.json", times_table),
     "delta-layers": ("accuracy-delta-layers.json", cells_table),
     "ruler": ("accuracy-smollm2-32k.json", lengths_table),
     "accuracy-prefill": ("accuracy-prefill.json", accuracy_table),
@@ -121,6 +123,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "short": ("attention-short.json", attention_table),
     "serve": ("serve.json", serve_table),
     "served": ("serve.json", served_table),
+    "serve-flashinfer": ("serve-flashinfer.json", serve_table),
     "batches": ("serve-batches.json", serve_table),
     "ranks": ("tp.json", ranks_table),
     "dram": ("dram.json", dram_table),
