@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from winnow_service.evaluation.report import CellRow, Header, Report, SampleRecord, measured_row
+from winnow_evaluation.over_http.report import CellRow, Header, Report, SampleRecord, measured_row
 
 LEAST_DENSE: Final = 85.0
 """Percent that dense attention must reach on a task for policies to be compared by it."""

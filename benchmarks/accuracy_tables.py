@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from benchmarks.accuracy_record import ALL, NEEDLES, AccuracyRecord
 from benchmarks.markdown_tables import commit_of, interval, markdown_table, percent, signed
-from winnow_service.evaluation.report import CellRow
+from winnow_evaluation.over_http.report import CellRow
 
 
 def accuracy_table(path: Path) -> str:

@@ -35,8 +35,8 @@ from benchmarks.overhead.beside_runtime import (
     prepare,
 )
 from benchmarks.overhead.beside_table import service_table
+from winnow_evaluation.environment import checkout_commit, installed_versions
 from winnow_evaluation.machine import cpu
-from winnow_service.evaluation.environment import checkout_commit, installed_versions
 
 RECORD: Final = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks" / "results" / "service.json"
 _SERVERS: Final = ("fastapi", "uvicorn", "uvloop", "h11")

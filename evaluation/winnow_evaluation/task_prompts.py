@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from winnow_evaluation.offline_model import OfflineModel
-from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey, prepare
-from winnow_service.evaluation.sizing import TaskSizer, smaller_size
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.tasks.generation import PreparedSample, SampleGenerator, SampleKey, prepare
+from winnow_evaluation.tasks.sizing import TaskSizer, smaller_size
 
 _MOST_ATTEMPTS = 8
 _SEAM_TOKENS = 2
