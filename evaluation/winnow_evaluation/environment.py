@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-_DISTRIBUTIONS = ("sglang-winnow", "httpx", "sglang")
+_DISTRIBUTIONS = ("sglang-winnow", "openai", "httpx", "sglang")
 
 
 class Commit(BaseModel):

@@ -1,4 +1,8 @@
-"""An OpenAI-compatible server, as the evaluation sees it: models, token counts, timed answers."""
+"""An OpenAI-compatible server, as the evaluation sees it: models, token counts, timed answers.
+
+The OpenAI SDK sends the requests and reads the streams. Answers stay plain JSON: the SDK's own objects cost 0.13 ms a
+chunk, which would be in the times, and lack ``attention``.
+"""
 
 from __future__ import annotations
 
@@ -8,61 +12,33 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import openai
+
+from winnow_evaluation.over_http.answers import (
+    Answer,
+    RequestError,
+    StreamedAnswer,
+    attention_of,
+    count_of,
+    error_text,
+    shortened,
+)
+from winnow_evaluation.over_http.requests import Api, Prompt
+from winnow_evaluation.tasks.sizing import SEAM_TOKENS
 
 _CONNECT_SECONDS = 10.0
 # Below the 5 s after which uvicorn, the usual server, drops an idle connection: a request never meets a closing one.
 _IDLE_CONNECTION_SECONDS = 2.0
-_ERROR_CHARACTERS = 300
-_SEAM_TOKENS = 2
 _NOT_CONTINUED = (
     "the server does not let a chat's answer begin with a given text (continue_final_message): "
     "ask it with --api tokens or --api completions"
 )
-
-
-Prompt = Mapping[str, Any]
-"""The fields of a request that say what is asked."""
-
-
-class Api(StrEnum):
-    """Which of the two OpenAI forms is asked.
-
-    ``tokens`` has the server tokenize a chat prompt once, at ``/v1/tokenize`` as SGLang has it, and then asks the
-    completions form with the ids. A server spends more time on tokenizing a long prompt than on answering it from its
-    cache.
-    """
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    TOKENS = "tokens"
-
-
-class RequestError(Exception):
-    """A request that gave no answer.
-
-    Attributes:
-        status: the HTTP status, when the server answered with an error before streaming began.
-    """
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-
-    @property
-    def refused(self) -> bool:
-        """Whether the server refused the request for what it asked, as it does with a prompt that is too long."""
-        return self.status in (
-            HTTPStatus.BAD_REQUEST,
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            HTTPStatus.UNPROCESSABLE_ENTITY,
-        )
 
 
 @dataclass(frozen=True)
@@ -79,74 +55,6 @@ class ServerFacts:
 
     device: str | None
     version: str | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A streamed answer and its times in seconds.
-
-    Attributes:
-        latency: from sending the request to the end of the stream.
-        ttft: from sending the request to the first token.
-        tpot: between the first and the last token, divided by the number of tokens after the first; None when there
-            are none, or when the server does not count its tokens.
-        attention: the ``attention`` object of the response, if there was one.
-    """
-
-    text: str
-    finish_reason: str
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    latency: float
-    ttft: float | None
-    tpot: float | None
-    attention: Mapping[str, Any] | None
-
-
-@dataclass
-class _StreamState:
-    """What has been read of a stream so far; times as of ``time.perf_counter``."""
-
-    pieces: list[str] = field(default_factory=list)
-    first_token: float | None = None
-    last_token: float | None = None
-    finish_reason: str | None = None
-    usage: Mapping[str, Any] = field(default_factory=dict)
-    attention: Mapping[str, Any] | None = None
-
-    def add(self, chunk: Mapping[str, Any], now: float) -> None:
-        if "error" in chunk:
-            raise RequestError(f"error during the stream: {_error_text(chunk)}")
-        self.usage = chunk.get("usage") or self.usage
-        choices = chunk.get("choices") or [{}]
-        choice = choices[0]
-        text, thought = _texts(choice)
-        self.pieces.append(text)
-        if text or thought:
-            self.first_token = self.first_token or now
-            self.last_token = now
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.attention = _attention(chunk) or self.attention
-
-    def answer(self, started: float, ended: float) -> Answer:
-        if self.finish_reason is None:
-            raise RequestError("the stream ended before the answer did")
-        if self.finish_reason == "abort":
-            raise RequestError("the server aborted the request")
-        tokens = _count(self.usage, "completion_tokens")
-        tpot = None
-        if self.first_token is not None and self.last_token is not None and tokens is not None and tokens > 1:
-            tpot = (self.last_token - self.first_token) / (tokens - 1)
-        return Answer(
-            text="".join(self.pieces),
-            finish_reason=self.finish_reason,
-            prompt_tokens=_count(self.usage, "prompt_tokens"),
-            completion_tokens=tokens,
-            latency=ended - started,
-            ttft=None if self.first_token is None else self.first_token - started,
-            tpot=tpot,
-            attention=self.attention,
-        )
 
 
 class OpenAIClient:
@@ -178,16 +86,21 @@ class OpenAIClient:
         self._api = api
         self.attention = attention
         self._timeout = timeout
-        self._http = httpx.AsyncClient(
+        self._sdk = openai.AsyncOpenAI(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            # Without a key no header is sent; None would have the SDK look for one of OpenAI's.
+            api_key=api_key or "",
             timeout=httpx.Timeout(None, connect=min(timeout, _CONNECT_SECONDS)),
-            limits=httpx.Limits(
-                max_connections=connections,
-                max_keepalive_connections=connections,
-                keepalive_expiry=_IDLE_CONNECTION_SECONDS,
+            # A request that failed is a result.
+            max_retries=0,
+            http_client=httpx.AsyncClient(
+                limits=httpx.Limits(
+                    max_connections=connections,
+                    max_keepalive_connections=connections,
+                    keepalive_expiry=_IDLE_CONNECTION_SECONDS,
+                ),
+                transport=transport,
             ),
-            transport=transport,
         )
 
     async def __aenter__(self) -> Self:
@@ -196,7 +109,7 @@ class OpenAIClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        await self._sdk.close()
 
     def with_attention(self, attention: Mapping[str, Any] | str | None) -> Self:
         """The same server and model, asked with another ``attention``; the connections are shared, and closed here."""
@@ -210,9 +123,9 @@ class OpenAIClient:
         Raises:
             RequestError: the server does not list its models, or lists none.
         """
-        listed = (await self._json("GET", "/v1/models")).get("data")
+        listed = (await self._json("/v1/models")).get("data")
         served = [
-            ServedModel(name=each["id"], max_tokens=_count(each, "max_model_len"))
+            ServedModel(name=each["id"], max_tokens=count_of(each, "max_model_len"))
             for each in (listed if isinstance(listed, list) else [])
             if isinstance(each, Mapping) and isinstance(each.get("id"), str)
         ]
@@ -229,7 +142,7 @@ class OpenAIClient:
         told: dict[str, Any] = {}
         for path in ("/server_info", "/version"):
             try:
-                told = await self._json("GET", path)
+                told = await self._json(path)
                 break
             except RequestError:
                 continue
@@ -244,7 +157,7 @@ class OpenAIClient:
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         for path in ("/tokenize", "/v1/tokenize"):
             try:
-                return _count(await self._json("POST", path, body), "count")
+                return count_of(await self._json(path, body), "count")
             except RequestError as error:
                 if error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise
@@ -260,7 +173,7 @@ class OpenAIClient:
             RequestError: it was refused or failed, or the server does not tell the usage.
         """
         answer = await self._one_token(prompt, given)
-        tokens = _count(answer.get("usage") or {}, "prompt_tokens")
+        tokens = count_of(answer.get("usage") or {}, "prompt_tokens")
         if tokens is None:
             raise RequestError("the server's answers have no usage.prompt_tokens: lengths cannot be measured")
         return tokens
@@ -271,10 +184,10 @@ class OpenAIClient:
         Raises:
             RequestError: it was refused or failed.
         """
-        return _attention(await self._one_token(prompt))
+        return attention_of(await self._one_token(prompt))
 
     async def _one_token(self, prompt: str, given: str = "") -> dict[str, Any]:
-        return await self._json("POST", self._path, self._body(await self.prepared(prompt, given), max_tokens=1))
+        return await self._json(self._api.path, self._body(await self.prepared(prompt, given), max_tokens=1))
 
     async def prepared(self, prompt: str, given: str = "") -> Prompt:
         """What ``ask`` sends for a prompt: do this once for a prompt that is asked several times.
@@ -319,11 +232,11 @@ class OpenAIClient:
             if not error.refused:
                 raise
             raise RequestError(f"{_NOT_CONTINUED} ({error})", error.status) from error
-        if continued > await self.prompt_tokens(prompt + given) + _SEAM_TOKENS:
+        if continued > await self.prompt_tokens(prompt + given) + SEAM_TOKENS:
             raise RequestError(_NOT_CONTINUED)
 
     async def _token_ids(self, content: Mapping[str, Any]) -> list[int]:
-        tokens = (await self._json("POST", "/v1/tokenize", {"model": self._model, **content})).get("tokens")
+        tokens = (await self._json("/v1/tokenize", {"model": self._model, **content})).get("tokens")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise RequestError("the server's /v1/tokenize does not tell the tokens of messages (--api tokens)")
         return tokens
@@ -335,25 +248,16 @@ class OpenAIClient:
             RequestError: the server refused, failed, took longer than the timeout, or ended the stream early.
         """
         body = self._body(prompt, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
-        state = _StreamState()
+        streamed = StreamedAnswer()
         async with self._limits_of_one_request():
             started = time.perf_counter()
-            async with self._http.stream("POST", self._path, json=body) as response:
-                if response.status_code != HTTPStatus.OK:
-                    await response.aread()
-                    raise _status_error(response)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        break
-                    state.add(_json_object(data), time.perf_counter())
-            return state.answer(started, time.perf_counter())
-
-    @property
-    def _path(self) -> str:
-        return "/v1/chat/completions" if self._api is Api.CHAT else "/v1/completions"
+            stream = await self._sdk.post(
+                self._api.path, cast_to=object, body=body, stream=True, stream_cls=openai.AsyncStream[object]
+            )
+            async with stream:
+                async for chunk in stream:
+                    streamed.add(chunk, time.perf_counter())
+            return streamed.answer(started, time.perf_counter())
 
     def _body(self, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "temperature": 0, **prompt}
@@ -361,12 +265,17 @@ class OpenAIClient:
             body["attention"] = self.attention
         return body
 
-    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def _json(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Post ``body``, or get ``path`` if there is none."""
         async with self._limits_of_one_request():
-            response = await self._http.request(method, path, json=body)
-        if response.status_code != HTTPStatus.OK:
-            raise _status_error(response)
-        return _json_object(response.text)
+            if body is None:
+                response = await self._sdk.get(path, cast_to=httpx.Response)
+            else:
+                response = await self._sdk.post(path, cast_to=httpx.Response, body=body)
+            parsed = json.loads(response.text)
+        if not isinstance(parsed, dict):
+            raise RequestError(f"the server sent what is not a JSON object: {shortened(response.text)}")
+        return parsed
 
     @asynccontextmanager
     async def _limits_of_one_request(self) -> AsyncIterator[None]:
@@ -376,59 +285,26 @@ class OpenAIClient:
                 yield
         except TimeoutError as error:
             raise RequestError(f"no complete answer within {self._timeout:g} s (--timeout)") from error
-        except httpx.ConnectError as error:
-            raise RequestError(f"cannot connect to {self.url}: {error}") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RequestError(f"request to {self.url} failed: {type(error).__name__} {error}".rstrip()) from error
+        except openai.APIStatusError as error:
+            raise _status_error(error.response) from error
+        except openai.APIConnectionError as error:
+            raise self._network_error(error.__cause__ or error) from error
+        except openai.APIError as error:
+            raise RequestError(f"error during the stream: {error_text(error.body)}") from error
+        except httpx.HTTPError as error:
+            raise self._network_error(error) from error
+        except json.JSONDecodeError as error:
+            raise RequestError(f"the server sent what is not JSON: {shortened(error.doc)}") from error
 
-
-def _texts(choice: Mapping[str, Any]) -> tuple[str, str]:
-    """The answer's text and the reasoning text in one chunk of either API."""
-    delta = choice.get("delta") or {}
-    return choice.get("text") or delta.get("content") or "", delta.get("reasoning_content") or ""
-
-
-def _attention(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``attention`` object of an answer or a chunk of one, or of its first choice; of a list of them the first."""
-    for holder in (answer, *(answer.get("choices") or ())[:1]):
-        attention = holder.get("attention")
-        if isinstance(attention, list) and attention:
-            attention = attention[0]
-        if isinstance(attention, Mapping) and attention:
-            return attention
-    return None
-
-
-def _count(holder: Mapping[str, Any], field_name: str) -> int | None:
-    number = holder.get(field_name)
-    return number if isinstance(number, int) and not isinstance(number, bool) else None
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"the server sent what is not JSON: {_shortened(text)}") from error
-    if not isinstance(parsed, dict):
-        raise RequestError(f"the server sent what is not a JSON object: {_shortened(text)}")
-    return parsed
+    def _network_error(self, error: BaseException) -> RequestError:
+        if isinstance(error, httpx.ConnectError):
+            return RequestError(f"cannot connect to {self.url}: {error}")
+        return RequestError(f"request to {self.url} failed: {type(error).__name__} {error}".rstrip())
 
 
 def _status_error(response: httpx.Response) -> RequestError:
     try:
-        text = _error_text(response.json())
+        text = error_text(response.json())
     except ValueError:
-        text = _shortened(response.text)
+        text = shortened(response.text)
     return RequestError(f"HTTP {response.status_code}: {text}", status=response.status_code)
-
-
-def _error_text(body: Any) -> str:
-    """The message in an error of OpenAI's, SGLang's or FastAPI's form."""
-    for name in ("error", "message", "detail"):
-        if isinstance(body, Mapping) and body.get(name):
-            return _error_text(body[name])
-    return _shortened(body if isinstance(body, str) else json.dumps(body))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _ERROR_CHARACTERS else f"{text[:_ERROR_CHARACTERS]}..."

@@ -8,15 +8,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from winnow_evaluation.over_http.client import Answer, OpenAIClient, Prompt, RequestError
+from winnow_evaluation.over_http.answers import Answer, RequestError
 from winnow_evaluation.over_http.policies import NO_POLICY, AskedPolicy, not_followed
 from winnow_evaluation.over_http.report import CellRow, SampleRecord, measured_row, unfitting_row
 from winnow_evaluation.over_http.token_counts import token_counter
 from winnow_evaluation.tasks.generation import PreparedSample, SampleGenerator, SampleKey
 from winnow_evaluation.tasks.scoring import found_fraction
 from winnow_evaluation.tasks.sizing import CellSizes, TaskSizer, TokenCounter, smaller_size
+
+if TYPE_CHECKING:
+    from winnow_evaluation.over_http.client import OpenAIClient
+    from winnow_evaluation.over_http.requests import Prompt
 
 _MOST_ATTEMPTS = 8
 _PROBE = "Which way does the river run?"

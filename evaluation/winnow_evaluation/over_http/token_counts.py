@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from winnow_evaluation.over_http.client import OpenAIClient, RequestError
-from winnow_evaluation.tasks.sizing import TokenCounter
+from typing import TYPE_CHECKING
 
-_SEAM_TOKENS = 2
-"""Tokens may merge differently where the template meets the prompt."""
+from winnow_evaluation.over_http.answers import RequestError
+from winnow_evaluation.tasks.sizing import SEAM_TOKENS, TokenCounter
+
+if TYPE_CHECKING:
+    from winnow_evaluation.over_http.client import OpenAIClient
+
 _TEMPLATE_PROBE = "The lamp is lit. The road is long. Which way does the river run?"
 
 
@@ -53,4 +56,4 @@ async def token_counter(client: OpenAIClient) -> TokenCounter:
     """
     whole = await client.prompt_tokens(_TEMPLATE_PROBE)
     alone = await client.tokenize(_TEMPLATE_PROBE)
-    return UsageCounter(client) if alone is None else TokenizeCounter(client, whole - alone + _SEAM_TOKENS)
+    return UsageCounter(client) if alone is None else TokenizeCounter(client, whole - alone + SEAM_TOKENS)

@@ -22,6 +22,8 @@ _MOST_GROWTH = 8
 _ALIKE = 0.015
 """Samples of one size that differ by a larger part in their tokens get a size each."""
 _COUNTED_AT_ONCE = 8
+SEAM_TOKENS = 2
+"""Room for tokens that merge differently where a text meets the chat template."""
 
 
 class TokenCounter(Protocol):

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from winnow_evaluation.over_http.client import OpenAIClient, RequestError
+from winnow_evaluation.over_http.answers import RequestError
+from winnow_evaluation.over_http.client import OpenAIClient
 
 
 def _stream(*events: dict[str, Any] | str) -> httpx.MockTransport:
@@ -133,3 +134,50 @@ async def test_a_server_that_fails_to_tokenize_is_not_one_without_tokenize() -> 
     async with OpenAIClient("http://x", transport=httpx.MockTransport(lambda _: httpx.Response(503))) as client:
         with pytest.raises(RequestError, match="HTTP 503"):
             await client.tokenize("hello")
+
+
+async def test_a_request_that_failed_is_not_sent_again() -> None:
+    seen: list[str] = []
+
+    def fail(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        return httpx.Response(503)
+
+    async with OpenAIClient("http://x", transport=httpx.MockTransport(fail)) as client:
+        with pytest.raises(RequestError, match="HTTP 503"):
+            await client.ask(await client.prepared("hello"), 10)
+    assert seen == ["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize(("api_key", "sent"), [("a key", "Bearer a key"), (None, None), ("", None)])
+async def test_only_a_key_that_was_given_is_sent(
+    api_key: str | None, sent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "another server's key")
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("Authorization"))
+        return httpx.Response(200, json={"data": [{"id": "m"}]})
+
+    async with OpenAIClient("http://x", api_key=api_key, transport=httpx.MockTransport(answer)) as client:
+        await client.select_model()
+    assert seen == [sent]
+
+
+async def test_a_stream_that_is_cut_is_an_error() -> None:
+    class Cut(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield f"data: {json.dumps(_text('a'))}\n\n".encode()
+            raise httpx.RemoteProtocolError("peer closed connection")
+
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Cut()))
+    async with OpenAIClient("http://x", transport=transport) as client:
+        with pytest.raises(RequestError, match="x failed: RemoteProtocolError peer closed connection"):
+            await client.ask(await client.prepared("hello"), 10)
+
+
+async def test_a_server_that_is_not_there_is_an_error() -> None:
+    async with OpenAIClient("http://127.0.0.1:1") as client:
+        with pytest.raises(RequestError, match=r"cannot connect to http://127\.0\.0\.1:1"):
+            await client.select_model()

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 from tests.evaluation.fake_model import FakeModel, find_values, serving
 from tests.evaluation.tasks.tiny_tasks import tiny_tasks
 from winnow_evaluation.options import OptionError
-from winnow_evaluation.over_http.client import OpenAIClient, RequestError
+from winnow_evaluation.over_http.answers import RequestError
+from winnow_evaluation.over_http.client import OpenAIClient
 from winnow_evaluation.over_http.policies import NO_POLICY, AskedPolicy, not_followed, parse_policies, readable_label
 from winnow_evaluation.over_http.report import CellRow, Report, SampleRecord
 from winnow_evaluation.over_http.runner import CellResult, Plan, run_plan

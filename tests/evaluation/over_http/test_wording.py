@@ -12,7 +12,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tests.evaluation.fake_model import FakeModel, serving
-from winnow_evaluation.over_http.client import Api, OpenAIClient, RequestError
+from winnow_evaluation.over_http.answers import RequestError
+from winnow_evaluation.over_http.client import OpenAIClient
+from winnow_evaluation.over_http.requests import Api
 from winnow_evaluation.text import Document
 from winnow_evaluation.text.documents import write_collection
 from winnow_service.cli import evaluate
