@@ -8,19 +8,22 @@ Every model with times at enough lengths gives one SVG; dashed are the power law
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
-import matplotlib as mpl
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from benchmarks.folders import PLOTS
 from benchmarks.markdown_tables import in_thousands
 from benchmarks.records import Record, headers_of
 from benchmarks.serving.ttft_growth import FEWEST, Growth, growths_of
+from winnow_evaluation.plotting import COLORS, save_plot
 
+_HEIGHT: Final = 5.0
 _MARKERS: Final = "osD^vP*X"
 
 
@@ -52,33 +55,34 @@ def draw(record: Record, folder: Path) -> list[Path]:
             raise ValueError(f"{len(runs)} runs of {model} have times to first token at {FEWEST} lengths")
         device = headers_of(record)[growths[0].run]["device"]
         path = folder / f"gpu-ttft-{model.lower()}.svg"
-        # The same figures, the same file: no date, no random names; and text stays text.
-        with mpl.rc_context({"svg.hashsalt": path.name, "svg.fonttype": "none"}):
-            _figure(growths, f"Time to first token: {model} on {device}").savefig(path, metadata={"Date": None})
+        title = f"Time to first token: {model} on {device}"
+        save_plot(path, _HEIGHT, partial(_draw_growths, title=title, growths=growths))
         paths.append(path)
     return paths
 
 
-def _figure(growths: Sequence[Growth], title: str) -> Figure:
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+def _draw_growths(figure: Figure, title: str, growths: Sequence[Growth]) -> None:
     axes: Axes = figure.add_subplot()
     for number, growth in enumerate(growths):
         lengths, seconds, fit = list(growth.seconds), list(growth.seconds.values()), growth.fit
         label = f"{growth.name} ({fit.exponent:.2f})"
         marker = _MARKERS[number % len(_MARKERS)]
-        [line] = axes.plot(lengths, seconds, marker, markersize=4, label=label)
+        [line] = axes.plot(lengths, seconds, marker, color=COLORS[number % len(COLORS)], markersize=6, label=label)
         ends = [fit.first, fit.last]
-        axes.plot(ends, [fit(tokens) for tokens in ends], "--", linewidth=1, color=line.get_color())
+        axes.plot(ends, [fit(tokens) for tokens in ends], "--", linewidth=1.4, color=line.get_color())
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({tokens for growth in growths for tokens in growth.seconds})
-    axes.set_xticks(ticks, [in_thousands(tokens) for tokens in ticks], fontsize=8)
+    axes.set_xticks(ticks, [in_thousands(tokens) for tokens in ticks])
+    # Powers of ten would have exponents too small to read.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g}"))
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("seconds")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, loc="left")
+    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title="policy (exponent over the longest half)", fontsize=8, title_fontsize=8, frameon=False)
-    return figure
+    axes.legend(title="policy (exponent over the longest half)", frameon=False)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.records import Record, Row
 from benchmarks.speedup_plots import draw, groups_of, is_shown, label_of
+from tests.plots import assert_readable
 
 
 def row(policy: str, speedup: float, context: int = 32768, bench: str = "attention", **parameters: Any) -> Row:
@@ -68,8 +69,19 @@ def test_a_plot(tmp_path: Path) -> None:
     for shown in ("tactic, 12 %", "32K × 8", "128K × 8", "H200", ">4.2<", ">8.0<"):
         assert shown in text
     assert "half delta" not in text
+    for path in paths:
+        assert_readable(path)
     again = draw(record, tmp_path / "again")
     assert again[0].read_bytes() == paths[0].read_bytes()
+
+
+def test_more_cases_make_more_lines_of_panels(tmp_path: Path) -> None:
+    rows = [row("quest", 1.5 + number, 1024 << number) for number in range(7)]
+    [path] = draw(Record({"device": "H200"}, rows), tmp_path)
+    assert_readable(path)
+    text = path.read_text()
+    assert all(f"{1 << number}K × 8" in text for number in range(7))
+    assert text.count(">quest<") == 2
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from benchmarks.records import Record, Row, merged
 from benchmarks.serving.tables import growth_table, ttft_table
 from benchmarks.serving.ttft_growth import fitted_power, growths_of
 from benchmarks.serving.ttft_plot import draw
+from tests.plots import assert_readable
 
 LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144)
 HEADER = {"device": "H200", "commit": {"id": "0123456789", "modified": False}}
@@ -113,6 +114,7 @@ def test_a_plot(tmp_path: Path) -> None:
     text = path.read_text()
     for shown in ("quoka prefill (1.25)", "dense, fa3 (2.00)", "256K", "H200", "tokens of the prompt"):
         assert shown in text
+    assert_readable(path)
     [again] = draw(record, tmp_path / "again")
     assert again.read_bytes() == path.read_bytes()
     with pytest.raises(ValueError, match="no run"):
