@@ -15,8 +15,8 @@ from typing import Annotated, Final
 
 import typer
 
-from benchmarks import fidelity_tables
-from benchmarks.accuracy_tables import (
+from benchmarks.fidelity import fidelity_tables
+from benchmarks.fidelity.accuracy_tables import (
     accuracy_table,
     cells_table,
     divergence_table,
@@ -26,21 +26,17 @@ from benchmarks.accuracy_tables import (
     tasks_table,
     times_table,
 )
-from benchmarks.gpu_rows import REPOSITORY, RESULTS
-from benchmarks.gpu_tables import (
+from benchmarks.folders import REPOSITORY, RESULTS
+from benchmarks.kernels.tables import (
     attention_table,
     dram_table,
-    growth_table,
     prefill_table,
-    ranks_table,
-    serve_table,
-    served_table,
     sinks_table,
     stopping_table,
     summary_table,
-    ttft_table,
 )
-from benchmarks.overhead.beside_table import service_table
+from benchmarks.serving.overhead.beside_table import service_table
+from benchmarks.serving.tables import growth_table, ranks_table, serve_table, served_table, ttft_table
 
 _DOCS: Final = REPOSITORY / "docs"
 DOCUMENTS: Final = (REPOSITORY / "README.md", _DOCS / "measurements.md", _DOCS / "load-tests.md")

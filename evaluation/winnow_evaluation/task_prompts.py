@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from winnow_evaluation.offline_model import OfflineModel
-from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey, prepare
-from winnow_service.evaluation.sizing import TaskSizer, smaller_size
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.tasks.generation import PreparedSample, SampleGenerator, SampleKey, prepare
+from winnow_evaluation.tasks.sizing import SEAM_TOKENS, TaskSizer, smaller_size
 
 _MOST_ATTEMPTS = 8
-_SEAM_TOKENS = 2
-"""What ``winnow eval`` leaves for tokens that merge differently where the template meets the prompt."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class _Counter:
         self._model = model
 
     async def count(self, prompt: str, given: str = "") -> int | None:
-        return len(self._model.encode_message(prompt)) + len(self._model.encode(given)) + _SEAM_TOKENS
+        return len(self._model.encode_message(prompt)) + len(self._model.encode(given)) + SEAM_TOKENS
 
 
 class _InProcess(SampleGenerator):

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from winnow_evaluation.fidelity.plot import draw
 from winnow_evaluation.fidelity.record import FidelityRecord, merged
+from winnow_evaluation.options import OptionError, check_output, parse_policy, parse_tasks
+from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text import Kind
 from winnow_service.cli.models import ConsoleProgress
-from winnow_service.evaluation.options import OptionError, check_output, parse_policy, parse_tasks
-from winnow_service.evaluation.tasks import TASKS
 from winnow_service.models.errors import ModelError
 from winnow_service.models.getting import resolve
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 

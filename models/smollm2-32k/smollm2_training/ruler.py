@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from smollm2_training.needles import Prose
 from smollm2_training.turns import Conversation, Turn
-from winnow_service.evaluation.sample import Question
-from winnow_service.evaluation.tasks.ruler import NEEDLE, NEEDLE_TASKS, RULER_TASKS, NeedleTask, make_niah
+from winnow_evaluation.tasks.ruler import NEEDLE, NEEDLE_TASKS, RULER_TASKS, NeedleTask, make_niah
+from winnow_evaluation.tasks.sample import Question
 
 _MOST_NEEDLES = 32
 _WORDS_PER_NEEDLE = 30

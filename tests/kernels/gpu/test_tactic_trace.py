@@ -9,10 +9,10 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from torch import Tensor
 
-from benchmarks.gpu_requests import Contexts, Heads, Requests
-from benchmarks.tactic_trace.given_fit import GivenFit, given_fit_kernel
-from benchmarks.tactic_trace.lengths import LengthTrace, Recorded, ServedLengths
-from benchmarks.tactic_trace.serving import hooks_of
+from benchmarks.kernels.decode_requests import Contexts, Heads, Requests
+from benchmarks.kernels.tactic_trace.given_fit import GivenFit, given_fit_kernel
+from benchmarks.kernels.tactic_trace.lengths import LengthTrace, Recorded, ServedLengths
+from benchmarks.kernels.tactic_trace.serving import hooks_of
 from sglang_winnow import crossover
 from sglang_winnow.device.selectors import TacticSelector
 from sglang_winnow.policy import parse_policy
