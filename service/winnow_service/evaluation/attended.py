@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from winnow_service.attention.told import decode_context, prefill_context
+from winnow_service.proxy.reported_usage import decode_context, prefill_context
 
 
 @dataclass(frozen=True)

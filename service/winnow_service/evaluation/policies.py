@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from winnow_service.attention.told import section
 from winnow_service.evaluation.options import OptionError, parse_policy
+from winnow_service.proxy.reported_usage import section
 
 Attention = Mapping[str, Any] | str
 """What a request carries as ``attention``: a policy, or the name of one that the server knows."""
