@@ -83,7 +83,7 @@ class Forwarder:
         except BaseException:
             call.end()
             raise
-        outgoing = _outgoing(request, content, streams=bool(body.members.get("stream")))
+        outgoing = _outgoing(request, content, streams=bool(body.members.get("stream")), prefix=prefix)
         generation = Generation(
             self.metrics, kind, self.runtimes.model, started_at(request.scope), request_facts(request.scope)
         )
@@ -160,7 +160,9 @@ class Forwarder:
         self.metrics.client_disconnects.labels(route_template(request.scope)).inc()
 
 
-def _outgoing(request: Request, content: bytes, *, streams: bool = False) -> RuntimeRequest:
+def _outgoing(
+    request: Request, content: bytes, *, streams: bool = False, prefix: bytes | None = None
+) -> RuntimeRequest:
     path: str = request.scope["raw_path"].decode("latin-1")
     # Whoever follows these comes to what the service does not pass on.
     if any(segment in (".", "..") for segment in unquote(path).split("/")):
@@ -172,6 +174,7 @@ def _outgoing(request: Request, content: bytes, *, streams: bool = False) -> Run
         headers=headers.to_runtime(request.headers.raw),
         body=content,
         streams=streams,
+        prefix=prefix,
     )
 
 

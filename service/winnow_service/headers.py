@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,10 +24,15 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# The runtime's client writes its own Host and Content-Length. Answers must come uncompressed for their end to be seen.
-_NOT_TO_RUNTIME = _HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect"}
+# By which a balancer between the service and several runtimes sends alike prompts to one of them.
+PREFIX_HEADER: Final = b"x-winnow-prefix"
+# By which that balancer says that an answer comes from one of several.
+RUNTIME_HEADER: Final = b"x-winnow-runtime"
+# The runtime's client writes its own Host, Content-Length and prefix. Answers must come uncompressed: their end must be
+# seen.
+_NOT_TO_RUNTIME = _HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", PREFIX_HEADER}
 # The server writes its own Date, Server and Content-Length.
-_NOT_TO_CLIENT = _HOP_BY_HOP | {b"date", b"server", b"content-length"}
+_NOT_TO_CLIENT = _HOP_BY_HOP | {b"date", b"server", b"content-length", RUNTIME_HEADER}
 
 
 # Names and values, as they are on the wire: a value may be of any encoding.

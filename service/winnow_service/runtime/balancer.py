@@ -37,6 +37,11 @@ def prefix_of(body: Mapping[str, Any]) -> bytes:
     return _beginning(prompt)
 
 
+def prefix_key(prefix: bytes) -> bytes:
+    """Return ``prefix`` as the header has it in which a balancer finds it: 16 hexadecimal digits."""
+    return blake2b(prefix, digest_size=8).hexdigest().encode()
+
+
 def rank(prefix: bytes, names: Sequence[str]) -> list[str]:
     """Return ``names`` in the order in which they should serve ``prefix``."""
     return sorted(names, key=lambda name: blake2b(prefix, digest_size=8, key=name.encode()[:64]).digest())

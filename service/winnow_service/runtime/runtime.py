@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeFailure
+from winnow_service.headers import RUNTIME_HEADER
 from winnow_service.runtime.breaker import BreakerState, CircuitBreaker
 from winnow_service.runtime.client import RuntimeAnswer, RuntimeClient, RuntimeRequest, Traced
 from winnow_service.runtime.failures import RequestTimeout
@@ -99,11 +100,15 @@ class Call:
         """The runtime has given its answer."""
         self._trial.answered()
 
-    def failed(self, failure: RuntimeFailure) -> None:
-        """The runtime gives no answer, or no more of it."""
+    def failed(self, failure: RuntimeFailure, *, balanced: bool = False) -> None:
+        """The runtime gives no answer, or no more of it.
+
+        Args:
+            balanced: it is one of several behind a balancer. The others may be well.
+        """
         self.runtime.monitor.ask_now()
         # An answer that was too long is no failure.
-        if not isinstance(failure, RequestTimeout):
+        if not balanced and not isinstance(failure, RequestTimeout):
             self._trial.failed()
 
     def end(self) -> None:
@@ -123,6 +128,7 @@ class Answer:
         self.status = answer.status
         self.headers = answer.headers
         self.is_event_stream = answer.is_event_stream
+        self._balanced = any(name.lower() == RUNTIME_HEADER for name, _ in answer.headers)
 
     @property
     def runtime(self) -> Runtime:
@@ -138,7 +144,7 @@ class Answer:
                     self._call.begun()
                 yield chunk
         except RuntimeFailure as failure:
-            self._call.failed(failure)
+            self._call.failed(failure, balanced=self._balanced)
             raise
         if self.status != UNAVAILABLE:
             self._call.answered()
