@@ -1,4 +1,4 @@
-"""Passing a client's request on to a runtime, and the runtime's answer back."""
+"""Passing a client's request on to the runtime, and the runtime's answer back."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from winnow_service import headers
 from winnow_service.attention.answer import lift_in_body, lift_in_events
 from winnow_service.attention.request import Form, Policies, each_policy, place_policies
 from winnow_service.client_leaving import unless_client_leaves
-from winnow_service.errors import ClientDisconnected, NotFound, RuntimeFailure, RuntimeUnavailable
+from winnow_service.errors import ClientDisconnected, NotFound, RuntimeFailure
 from winnow_service.metrics.generation import Generation
 from winnow_service.metrics.http import route_template, started_at
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.request_body import JsonBody, read_json_object
 from winnow_service.request_id import REQUEST_ID_HEADER
 from winnow_service.request_log import request_facts
-from winnow_service.runtime.balancer import prefix_of
 from winnow_service.runtime.client import RuntimeRequest
-from winnow_service.runtime.pool import RuntimePool
-from winnow_service.runtime.runtime import UNAVAILABLE, Answer, Call, Runtime
+from winnow_service.runtime.prefix import prefix_of
+from winnow_service.runtime.runtime import Answer, Runtime
 from winnow_service.runtime.served_model import ServedModelLookup, not_served
 from winnow_service.settings import Settings
 from winnow_service.streaming import EventStreamResponse
@@ -44,16 +43,16 @@ def _unchanged(content: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Forwarder:
-    """Forwards requests to the runtimes. A client that leaves takes its request with it."""
+    """Forwards requests to the runtime. A client that leaves takes its request with it."""
 
-    runtimes: RuntimePool
+    runtime: Runtime
     metrics: Metrics
     settings: Settings
 
     @property
     def served(self) -> ServedModelLookup:
-        """Tells what the runtimes serve."""
-        return self.runtimes.typical.served
+        """Tells what the runtime serves."""
+        return self.runtime.served
 
     async def forward(self, request: Request) -> Response:
         """Forward a request without a body."""
@@ -65,16 +64,15 @@ class Forwarder:
         return await self._unless_client_leaves(request, self._forward(request, body.content))
 
     async def _forward(self, request: Request, content: bytes) -> Response:
-        answer = await self._send(self.runtimes.begin(None), None, _outgoing(request, content))
+        answer = await self.runtime.begin().send(_outgoing(request, content))
         return await self._response(request, answer)
 
     async def _generate(self, request: Request, form: Form, body: JsonBody, policies: Policies) -> Response:
-        prefix = prefix_of(body.members)
-        call = self.runtimes.begin(prefix)
+        call = self.runtime.begin()
         try:
             content = body.content
             if policies is not None:
-                served = await _as_served(policies, call.runtime, request.headers.get("authorization"))
+                served = await _as_served(policies, self.runtime, request.headers.get("authorization"))
                 content = to_json(place_policies(body.members, form, served), inf_nan_mode="constants")
             kinds = _decode_policies(policies)
             for name in kinds:
@@ -83,14 +81,14 @@ class Forwarder:
         except BaseException:
             call.end()
             raise
-        outgoing = _outgoing(request, content, streams=bool(body.members.get("stream")), prefix=prefix)
+        outgoing = _outgoing(request, content, streams=bool(body.members.get("stream")), prefix=prefix_of(body.members))
         generation = Generation(
-            self.metrics, kind, self.runtimes.model, started_at(request.scope), request_facts(request.scope)
+            self.metrics, kind, self.runtime.model, started_at(request.scope), request_facts(request.scope)
         )
 
         async def answer() -> Response:
             rewriting = (lift_in_body, lift_in_events) if form is Form.NATIVE else (_unchanged, _unchanged)
-            return await self._response(request, await self._send(call, prefix, outgoing), *rewriting)
+            return await self._response(request, await call.send(outgoing), *rewriting)
 
         return await _measured(generation, answer())
 
@@ -104,30 +102,6 @@ class Forwarder:
         except RuntimeFailure as failure:
             self._note_failure(request, failure)
             raise
-
-    async def _send(self, call: Call, prefix: bytes | None, outgoing: RuntimeRequest) -> Answer:
-        """Send a request; to a second runtime, if there is one and the first has not taken it."""
-        try:
-            answer = await call.send(outgoing)
-        except RuntimeUnavailable as failure:
-            other = self.runtimes.begin_elsewhere(prefix, call.runtime)
-            if other is None:
-                raise
-            self.metrics.runtime_errors.labels(failure.code).inc()
-            self._note_retry(call.runtime, failure.message)
-            return await other.send(outgoing)
-        if answer.status != UNAVAILABLE:
-            return answer
-        other = self.runtimes.begin_elsewhere(prefix, call.runtime)
-        if other is None:
-            return answer
-        self._note_retry(call.runtime, f"It answered with status {UNAVAILABLE}.")
-        try:
-            await answer.close()
-        except BaseException:
-            other.end()
-            raise
-        return await other.send(outgoing)
 
     async def _response(
         self,
@@ -146,10 +120,6 @@ class Forwarder:
                 rewrite=rewrite_events,
             )
         return await _whole(answer, rewrite_body)
-
-    def _note_retry(self, runtime: Runtime, reason: str) -> None:
-        logger.warning("Runtime %s did not take a request, and another gets it: %s", runtime.name, reason)
-        self.metrics.runtime_retries.inc()
 
     def _note_failure(self, request: Request, failure: RuntimeFailure) -> None:
         logger.warning("Request %s: %s", request.headers[REQUEST_ID_HEADER], failure.message)

@@ -14,9 +14,9 @@ from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
 from winnow_service.headers import PREFIX_HEADER, RawHeaders
-from winnow_service.runtime.balancer import prefix_key
 from winnow_service.runtime.connections import ConnectionPool, LoopBackend
 from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
+from winnow_service.runtime.prefix import prefix_key
 from winnow_service.settings import Settings
 
 # A connection that is there already saves half a millisecond. It is used again well before SGLang closes an idle one,
