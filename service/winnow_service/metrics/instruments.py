@@ -207,30 +207,6 @@ class Metrics:
             "runtime",
             "state",
         )
-        self.discovered = self._gauge(
-            "winnow_runtime_addresses", "Addresses that a name in WINNOW_RUNTIME_URLS stands for.", "dns_name"
-        )
-        self.discovery_resolved = self._gauge(
-            "winnow_runtime_dns_resolved",
-            "1 if the name could be looked up the last time; else 0, and its addresses are those found before.",
-            "dns_name",
-        )
-        self.discovery_failures = self._counter(
-            "winnow_runtime_dns_failures_total",
-            "Times that the name could not be looked up, or had no address.",
-            "dns_name",
-        )
-        self.runtime_retries = self._counter(
-            "winnow_runtime_retries_total", "Requests sent to a second runtime, because the first did not take them."
-        )
-        self.balanced = self._counter(
-            "winnow_balanced_requests_total",
-            "Requests for which there were several runtimes. Choice: affine (the one that their prefix belongs to), or "
-            "load (another, because that one had too much to do).",
-            "choice",
-        )
-        for choice in ("affine", "load"):
-            self.balanced.labels(choice)
 
     def _add_admission(self) -> None:
         self.queued = self._gauge("winnow_queued_requests", "Generation requests that wait for others to end.")

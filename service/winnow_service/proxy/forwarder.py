@@ -31,10 +31,11 @@ from winnow_service.proxy.generation import Generation
 from winnow_service.proxy.headers import to_client
 from winnow_service.proxy.incidents import Incidents
 from winnow_service.proxy.request_facts import request_facts, started_at
-from winnow_service.proxy.upstream import UpstreamCall
+from winnow_service.proxy.upstream import as_served, upstream_request
+from winnow_service.runtime.client import RuntimeRequest
 from winnow_service.runtime.failures import RequestTimeout
-from winnow_service.runtime.pool import RuntimePool
-from winnow_service.runtime.runtime import Answer
+from winnow_service.runtime.prefix import prefix_of
+from winnow_service.runtime.runtime import Answer, Runtime
 from winnow_service.runtime.served_model import ServedModelLookup
 from winnow_service.settings import Settings
 
@@ -58,7 +59,7 @@ class _Asked:
 class Forwarder:
     """Forwards what callers may send. A client that leaves takes its request with it."""
 
-    runtimes: RuntimePool
+    runtime: Runtime
     metrics: Metrics
     settings: Settings
     registry: PolicyRegistry
@@ -67,8 +68,8 @@ class Forwarder:
 
     @property
     def served(self) -> ServedModelLookup:
-        """Knows what the runtimes serve."""
-        return self.runtimes.typical.served
+        """Knows what the runtime serves."""
+        return self.runtime.served
 
     async def forward(self, request: Request) -> Response:
         """Forward a request without a body."""
@@ -121,11 +122,11 @@ class Forwarder:
         return SettlingResponse(response, lambda: charge.settle(charge.used(response.status_code, generation.usage)))
 
     async def _forward(self, request: Request, content: bytes) -> Response:
+        outgoing = upstream_request(request, content)
         incidents = Incidents(request, self.metrics)
 
         async def answer() -> Response:
-            call = UpstreamCall(self.runtimes, self.metrics)
-            answer = await call.send(request, content)
+            answer = await self.runtime.begin().send(outgoing)
             if answer.is_event_stream:
                 return EventStreamResponse(answer, incidents, stall_seconds=self.settings.client_stall_timeout_seconds)
             return await _whole(answer, lambda body: body)
@@ -138,16 +139,15 @@ class Forwarder:
     ) -> tuple[Response, Generation]:
         """Answer when it is the turn of ``ticket``, which is left when the runtime has done its part."""
         await ticket.turn()
-        request, members = asked.request, asked.body.members
-        call = UpstreamCall(self.runtimes, self.metrics, members)
+        call = self.runtime.begin()
         try:
-            content = await self._content(asked, call)
+            outgoing = await self._outgoing(asked)
             generation = self._begin(asked)
         except BaseException:
             call.end()
             raise
         try:
-            answer = await call.send(request, content, streams=bool(members.get("stream")))
+            answer = await call.send(outgoing)
             response: Response
             if answer.is_event_stream:
                 response = EventStreamResponse(
@@ -167,14 +167,14 @@ class Forwarder:
             response.headers.append(_WARNING, warning)
         return response, generation
 
-    async def _content(self, asked: _Asked, call: UpstreamCall) -> bytes:
-        """Return the body that the runtime gets."""
-        policies = asked.choice.policies
-        if policies is None:
-            return asked.body.content
-        served = await call.as_served(policies, asked.request.headers.get("authorization"))
-        placed = place_policies(asked.body.members, asked.form, served)
-        return to_json(placed, inf_nan_mode="constants")
+    async def _outgoing(self, asked: _Asked) -> RuntimeRequest:
+        """Return what the runtime gets."""
+        content, members, policies = asked.body.content, asked.body.members, asked.choice.policies
+        if policies is not None:
+            served = await as_served(policies, self.served, asked.request.headers.get("authorization"))
+            content = to_json(place_policies(members, asked.form, served), inf_nan_mode="constants")
+        streams = bool(members.get("stream"))
+        return upstream_request(asked.request, content, streams=streams, prefix=prefix_of(members))
 
     def _begin(self, asked: _Asked) -> Generation:
         """Count the request by its policies, and begin to measure it."""
@@ -186,7 +186,7 @@ class Forwarder:
         return Generation(
             self.metrics,
             kinds.pop() if len(kinds) == 1 else _SEVERAL_POLICIES,
-            self.runtimes.model,
+            self.runtime.model,
             started_at(scope),
             request_facts(scope),
             AnswerReader(asked.form, asked.choice.warnings, several=several),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from winnow_service.headers import RawHeaders
+from winnow_service.headers import PREFIX_HEADER, RUNTIME_HEADER, RawHeaders
 
 # RFC 9110, section 7.6.1, and the older names that RFC 2616 lists.
 _HOP_BY_HOP = frozenset(
@@ -20,10 +20,11 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# The runtime's client writes its own Host and Content-Length. Answers must come uncompressed for their end to be seen.
-_NOT_TO_RUNTIME = _HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect"}
+# The runtime's client writes its own Host, Content-Length and prefix. Answers must come uncompressed: their end must be
+# seen.
+_NOT_TO_RUNTIME = _HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", PREFIX_HEADER}
 # The server writes its own Date, Server and Content-Length.
-_NOT_TO_CLIENT = _HOP_BY_HOP | {b"date", b"server", b"content-length"}
+_NOT_TO_CLIENT = _HOP_BY_HOP | {b"date", b"server", b"content-length", RUNTIME_HEADER}
 
 
 def to_runtime(headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
