@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from sglang_winnow.policy import DECODE_POLICIES
 from tests.service.conftest import Deployment
@@ -317,6 +318,28 @@ def test_several_choices_have_a_cost_each() -> None:
     event = b"data: " + encoded({"choices": [], "attention": [COST, None]}) + b"\n\n"
     assert stream.read_events(event) == event
     assert stream.usage == ReportedUsage((COST,), 100, 5, events=1)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_no_part_of_an_answer_is_parsed_twice(monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
+    parsed: list[bytes] = []
+
+    def counted(text: bytes) -> Any:
+        parsed.append(text)
+        return from_json(text)
+
+    monkeypatch.setattr("winnow_service.proxy.answer.from_json", counted)
+    reader = AnswerReader(Form.NATIVE, ["changed"], several=several)
+    events = [native(0, prompt_tokens=7, completion_tokens=count) for count in range(1, 20)]
+    for event in events:
+        assert reader.read_events(event) == event
+    last = native(0, prompt_tokens=7, completion_tokens=20, finish_reason={"type": "stop"}, attention=COST)
+    sent = json.loads(reader.read_events(last).removeprefix(b"data: "))
+    assert sent["attention"] == sent["meta_info"]["attention"] == {**COST, "warnings": ["changed"]}
+    usage = reader.usage
+    assert (usage.output_tokens, usage.total_tokens, usage.events) == (20, 27, 20)
+    # Which of several answers an event is of, only its JSON says.
+    assert len(parsed) == len(set(parsed)) == (20 if several else 2)
 
 
 _NAMES = (

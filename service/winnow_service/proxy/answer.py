@@ -79,7 +79,7 @@ class AnswerReader:
 
     @property
     def usage(self) -> ReportedUsage:
-        """What the answer has reported so far. What was kept is parsed now."""
+        """What the answer has reported. What was kept is parsed now: to be asked for once, at its end."""
         if self._answers is not None:
             return reported_usage(enumerate(self._answers))
         kept = sorted([*self._newest_counts.values(), *self._reports], key=itemgetter(0))
