@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from winnow_evaluation.over_http.report import CellRow, Header, Report, SampleRecord, measured_row
+from winnow_evaluation.writing import write_json
 
 LEAST_DENSE: Final = 85.0
 """Percent that dense attention must reach on a task for policies to be compared by it."""
@@ -68,8 +69,7 @@ class AccuracyRecord:
         """Write JSON."""
         content: dict[str, Any] = {"runs": [run.model_dump() for run in self.runs]}
         content |= {"rows": [_told(row) for row in self.rows], "pools": [_told(row) for row in self.pools]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_json(path, content)
 
     @classmethod
     def read(cls, path: Path) -> AccuracyRecord:
