@@ -24,6 +24,7 @@ from benchmarks.fidelity.accuracy_tables import (
     shares_table,
     spans_table,
     tasks_table,
+    times_table,
 )
 from benchmarks.folders import REPOSITORY, RESULTS
 from benchmarks.kernels.tables import (
@@ -86,6 +87,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tasks": ("accuracy.json", tasks_table),
     "accuracy-32k": ("accuracy-smollm2-32k.json", accuracy_table),
     "tasks-32k": ("accuracy-smollm2-32k.json", tasks_table),
+    "preset-times": ("preset-times-smollm2-32k.json", times_table),
     "delta-layers": ("accuracy-delta-layers.json", cells_table),
     "ruler": ("accuracy-smollm2-32k.json", lengths_table),
     "accuracy-prefill": ("accuracy-prefill.json", accuracy_table),
@@ -117,6 +119,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "short": ("attention-short.json", attention_table),
     "serve": ("serve.json", serve_table),
     "served": ("serve.json", served_table),
+    "serve-flashinfer": ("serve-flashinfer.json", serve_table),
     "batches": ("serve-batches.json", serve_table),
     "ranks": ("tp.json", ranks_table),
     "dram": ("dram.json", dram_table),

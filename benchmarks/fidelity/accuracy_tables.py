@@ -59,6 +59,23 @@ def lengths_table(path: Path) -> str:
     return markdown_table(("accuracy % (less dense [95 %])", *headings), rows) + _runs(record)
 
 
+def times_table(path: Path) -> str:
+    """Return the time per token of each policy, and what it read, row by row."""
+    record = AccuracyRecord.read(path)
+    rows = [
+        (
+            f"{row.length:,}",
+            row.policy or "",
+            str(row.samples),
+            f"{1000 * row.tpot:.1f}",
+            percent(row.decode_kv_read_ratio),
+        )
+        for row in record.rows
+        if row.tpot is not None
+    ]
+    return markdown_table(("length", "policy", "prompts", "time per token, ms", "KV read %"), rows) + _runs(record)
+
+
 def _with_difference(row: CellRow | None) -> str:
     if row is None:
         return ""

@@ -35,7 +35,7 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
         ),
         "long-prompt": Preset(
             AttentionPolicy(decode=Tactic(), prefill=QuokaPrefill()),
-            "Sparse prefill too: less time to the first token.",
+            "Sparse prefill too: less time to the first token. The longer a prompt, the more it misses.",
         ),
         "reasoning": Preset(
             AttentionPolicy(decode=Tactic(), early_termination=EarlyTermination()),
