@@ -1,7 +1,7 @@
 """One record of several evaluations of policies: each task, and tasks pooled, without the samples' texts.
 
     python -m benchmarks.fidelity.accuracy_record 8k.json 16k.json 32k.json \
-        --output kernels/benchmarks/results/accuracy.json
+        --output benchmarks/results/accuracy.json
 
 Reports are those of ``winnow eval``, with the same policies, or with ``--policy`` those that are the same in all. Tasks
 on which the first policy, dense, reaches ``LEAST_DENSE`` percent at a length are pooled there: all of them, and those

@@ -9,7 +9,11 @@ import pytest
 
 from benchmarks.folders import REPOSITORY
 
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "benchmarks" / "NOTES.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 # Modules of commands and in text, and paths below the repository's root.
 _NAMED = re.compile(r"(?:python -m |`)(benchmarks(?:\.\w+)+)|(?<![\w./])(benchmarks/[\w./-]*\w)")
 

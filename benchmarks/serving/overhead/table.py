@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from winnow_evaluation.writing import replaced_between
 
-RECORD: Final = "docs/benchmarks/service-overhead.json"
+RECORD: Final = "benchmarks/results/service-overhead.json"
 PAGE: Final = "docs/load-tests.md"
 BEGIN: Final = "<!-- service_overhead: begin -->"
 END: Final = "<!-- service_overhead: end -->"
