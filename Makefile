@@ -40,7 +40,7 @@ lint: $(INSTALLED) ## Check style, types and import contracts
 	$(BIN)/lint-imports
 
 packages:
-	scripts/debian-packages redis-server prometheus openssl
+	scripts/debian-packages redis-server prometheus openssl haproxy
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -11,27 +11,26 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from winnow_service.admission.drain import Drain, DrainMiddleware
+from winnow_service.admission.drain import Drain
 from winnow_service.admission.queue import AdmissionQueue, QueueBounds
 from winnow_service.errors import StoreUnavailable, install_error_handlers
-from winnow_service.headers import HeaderLimitMiddleware
 from winnow_service.keys.keyring import Keyring
 from winnow_service.limits.fallback import FallbackLimiter
-from winnow_service.limits.forwarding import GovernedForwarder
 from winnow_service.limits.limiter import Limiter
 from winnow_service.limits.memory import MemoryLimiter
 from winnow_service.limits.redis import RedisLimiter
-from winnow_service.metrics.http import MetricsMiddleware, count_refusals
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.metrics.state import StateCollector
 from winnow_service.metrics.store import MeasuredStore
+from winnow_service.openapi import install_documentation
 from winnow_service.policies.registry import PolicyRegistry
-from winnow_service.request_id import RequestIdMiddleware
-from winnow_service.request_log import install_request_log
-from winnow_service.routers import keys, native, openai, operations, policies
-from winnow_service.routers.documentation import install_documentation
-from winnow_service.runtime.discovery import Resolve, resolve
-from winnow_service.runtime.pool import RuntimePool
+from winnow_service.proxy import native_routes, openai_routes
+from winnow_service.proxy.entrance import EntranceMiddleware
+from winnow_service.proxy.forwarder import Forwarder
+from winnow_service.proxy.gate import GateMiddleware
+from winnow_service.proxy.refusals import count_refusals
+from winnow_service.routers import keys, operations, policies
+from winnow_service.runtime.runtime import Runtime
 from winnow_service.settings import Settings
 from winnow_service.store.documents import Store
 from winnow_service.store.mirror import Mirror
@@ -48,12 +47,11 @@ def store_of(settings: Settings) -> Store:
     return open_store(parse_store_url(settings.store_url.get_secret_value(), password), settings.store_namespace)
 
 
-def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolve = resolve) -> FastAPI:
-    """The service in front of the runtimes that ``settings`` name. It starts, and stays up, without them and its store.
+def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
+    """The service in front of the runtime that ``settings`` name. It starts, and stays up, without it and its store.
 
     Args:
         may_be_open: whether it answers everybody as long as there are no keys.
-        resolve: looks up the names of runtimes.
 
     Raises:
         TracingRefused: the environment asks for traces that the service cannot send.
@@ -70,14 +68,14 @@ def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolv
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        runtimes = RuntimePool(settings, metrics, None if tracing is None else tracing.sending, resolve)
-        queue = _queue(settings, runtimes, drain, metrics)
+        runtime = Runtime(settings, metrics, None if tracing is None else tracing.sending)
+        queue = _queue(settings, drain, metrics)
         limiter = _limiter(store, mirror)
-        app.state.forwarder = GovernedForwarder(runtimes, metrics, settings, registry, limiter, queue)
+        app.state.forwarder = Forwarder(runtime, metrics, settings, registry, limiter, queue)
         # A store that is away does not keep the service from starting: the mirror goes on asking.
         with suppress(StoreUnavailable):
             await mirror.refresh()
-        tasks = [asyncio.create_task(each) for each in (runtimes.run(), mirror.run(), limiter.run())]
+        tasks = [asyncio.create_task(each) for each in (runtime.run(), mirror.run(), limiter.run())]
         for task in tasks:
             task.add_done_callback(_log_failure)
         try:
@@ -87,7 +85,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolv
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await store.close()
-            await runtimes.close()
+            await runtime.close()
             if tracing is not None:
                 await tracing.close()
 
@@ -103,8 +101,8 @@ def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolv
     install_error_handlers(app)
     count_refusals(app, metrics)
     # Looked through in this order, for each request.
-    app.include_router(openai.router)
-    app.include_router(native.router)
+    app.include_router(openai_routes.router)
+    app.include_router(native_routes.router)
     app.include_router(operations.router)
     app.include_router(policies.router)
     app.include_router(keys.router)
@@ -114,11 +112,8 @@ def create_app(settings: Settings, *, may_be_open: bool = False, resolve: Resolv
 
 def _install_middleware(app: FastAPI, settings: Settings, drain: Drain, metrics: Metrics) -> None:
     # What is added later sees requests earlier.
-    app.add_middleware(HeaderLimitMiddleware, limit_bytes=settings.max_header_bytes, metrics=metrics)
-    app.add_middleware(DrainMiddleware, drain=drain, metrics=metrics)
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(MetricsMiddleware, metrics=metrics)
-    install_request_log(app)
+    app.add_middleware(GateMiddleware, drain=drain, max_head_bytes=settings.max_header_bytes, metrics=metrics)
+    app.add_middleware(EntranceMiddleware, metrics=metrics)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
@@ -126,13 +121,12 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         logger.critical("A task of the service has ended; restart it", exc_info=error)
 
 
-def _queue(settings: Settings, runtimes: RuntimePool, drain: Drain, metrics: Metrics) -> AdmissionQueue:
+def _queue(settings: Settings, drain: Drain, metrics: Metrics) -> AdmissionQueue:
     bounds = QueueBounds(settings.max_queued, settings.max_queued_per_key, settings.queue_timeout_seconds)
-    queue = AdmissionQueue(bounds, lambda: runtimes.capacity, metrics.queue_wait.observe)
+    queue = AdmissionQueue(bounds, lambda: settings.max_running, metrics.queue_wait.observe)
     metrics.queued.set_function(lambda: queue.waiting)
     metrics.admitted.set_function(lambda: queue.running)
     metrics.draining.set_function(lambda: drain.draining)
-    runtimes.when_changed(queue.admit_waiting)
     drain.when_begun(queue.close)
     return queue
 

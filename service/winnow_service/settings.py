@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import Annotated, Final
 
-from pydantic import AnyUrl, Field, SecretStr, UrlConstraints, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import AnyUrl, Field, SecretStr, UrlConstraints, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from winnow_service.logs import LogFormat, LogLevel
 from winnow_service.store.open import StoreAddressError, parse_store_url
 
-RuntimeUrl = Annotated[AnyUrl, UrlConstraints(allowed_schemes=["http", "https", "dns+http"], host_required=True)]
+RuntimeUrl = Annotated[AnyUrl, UrlConstraints(allowed_schemes=["http", "https"], host_required=True)]
+_ONE_RUNTIME: Final = (
+    "must be one address, of a runtime or of a balancer in front of several (docs/operation.md, Several runtimes)"
+)
 
 
 class Settings(BaseSettings):
@@ -18,14 +22,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="WINNOW_", frozen=True, hide_input_in_errors=True)
 
-    runtime_urls: Annotated[tuple[RuntimeUrl, ...], NoDecode] = Field(
-        default=(AnyUrl("http://127.0.0.1:30000"),),
-        min_length=1,
-        description="Base addresses of the SGLang servers, separated by commas. All serve one model. One that begins "
-        "with dns+http:// stands for all addresses of its host.",
-    )
-    runtime_dns_interval_seconds: float = Field(
-        default=5.0, gt=0, description="How often the addresses behind dns+http:// are looked up."
+    runtime_url: RuntimeUrl = Field(
+        default=AnyUrl("http://127.0.0.1:30000"),
+        description="Base address of the SGLang server, or of a balancer in front of several that serve one model.",
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1, description="Largest request body that is read.")
     max_header_bytes: int = Field(
@@ -33,9 +32,7 @@ class Settings(BaseSettings):
         ge=1024,
         description="Longest head of a request (its first line and headers) that is read.",
     )
-    max_running: int = Field(
-        default=1024, ge=1, description="Generation requests that are sent at once, for each runtime that answers."
-    )
+    max_running: int = Field(default=1024, ge=1, description="Generation requests that are sent at once.")
     max_queued: int = Field(default=1024, ge=0, description="Generation requests that may wait for others to end.")
     max_queued_per_key: int = Field(default=256, ge=0, description="Of one key.")
     queue_timeout_seconds: float = Field(default=30.0, gt=0, description="Longest wait for others to end.")
@@ -55,14 +52,9 @@ class Settings(BaseSettings):
         default=60.0, gt=0, description="Longest time for a client to take what it is sent."
     )
     breaker_failures: int = Field(
-        default=5, ge=1, description="Failures in a row after which a runtime is not asked for a while."
+        default=5, ge=1, description="Failures in a row after which the runtime is not asked for a while."
     )
     breaker_open_seconds: float = Field(default=5.0, gt=0, description="Until a request tries it again.")
-    affinity_load_factor: float = Field(
-        default=1.25,
-        ge=1,
-        description="A runtime gets the prompts whose beginning it has cached up to so many times the mean load.",
-    )
     drain_timeout_seconds: float = Field(
         default=45.0, ge=0, description="How long answers that are being given may go on after a signal to stop."
     )
@@ -102,21 +94,29 @@ class Settings(BaseSettings):
     log_level: LogLevel = Field(default="info", description="Of the service's own lines.")
     metrics_public: bool = Field(default=False, description="Serve /metrics without a key.")
 
-    @field_validator("runtime_urls", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _are_separated(cls, urls: object) -> object:
-        return [url.strip() for url in urls.split(",")] if isinstance(urls, str) else urls
+    def _has_no_list_of_runtimes(cls, values: object) -> object:
+        # Without this, a service that was given several would ask the default one.
+        if "WINNOW_RUNTIME_URLS" in os.environ:
+            raise ValueError(f"WINNOW_RUNTIME_URLS is now WINNOW_RUNTIME_URL, which {_ONE_RUNTIME}")
+        return values
 
-    @field_validator("runtime_urls")
+    @field_validator("runtime_url", mode="before")
     @classmethod
-    def _name_runtimes(cls, urls: tuple[RuntimeUrl, ...]) -> tuple[RuntimeUrl, ...]:
-        if any(url.username or url.password for url in urls):
-            raise ValueError("no user or password in an address: use WINNOW_RUNTIME_API_KEY")
-        if any(url.query or url.fragment for url in urls):
-            raise ValueError("nothing behind the path of an address")
-        if len({(url.host, url.port) for url in urls}) < len(urls):
-            raise ValueError("each runtime once")
-        return urls
+    def _is_one_runtime(cls, url: object) -> object:
+        if "," in str(url) or str(url).startswith("dns+http"):
+            raise ValueError(_ONE_RUNTIME)
+        return url
+
+    @field_validator("runtime_url")
+    @classmethod
+    def _names_a_runtime(cls, url: RuntimeUrl) -> RuntimeUrl:
+        if url.username or url.password:
+            raise ValueError("no user or password in the address: use WINNOW_RUNTIME_API_KEY")
+        if url.query or url.fragment:
+            raise ValueError("nothing behind the path of the address")
+        return url
 
     @field_validator("store_url")
     @classmethod

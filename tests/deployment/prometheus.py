@@ -72,6 +72,7 @@ async def prometheus(folder: Path, targets: Mapping[str, str]) -> AsyncIterator[
     port = free_port()
     own = f"127.0.0.1:{port}"
     for job in configuration["scrape_configs"]:
+        job.pop("dns_sd_configs", None)
         job["static_configs"] = [{"targets": [targets.get(job["job_name"], own)]}]
     file = folder / "prometheus.yml"
     file.write_text(yaml.safe_dump(configuration))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -19,6 +20,7 @@ from tests.deployment.charts import (
     render,
     values_of,
 )
+from tests.deployment.haproxy import check_haproxy
 from tests.deployment.repository import (
     ROOT,
     check_settings,
@@ -36,6 +38,9 @@ CUSTOM_KINDS = {"LeaderWorkerSet", "PrometheusRule", "ServiceMonitor"}
 WARNING = 2
 KEY = "0123456789abcdef0123456789abcdef"
 
+# How long the balancer takes a look-up for valid.
+LOOKED_UP_EVERY_SECONDS = 5
+
 each_values_file = pytest.mark.parametrize("name", VALUES_FILES)
 SIDECARS = [name for name in VALUES_FILES if name.startswith("sidecar")]
 GATEWAYS = [name for name in VALUES_FILES if name.startswith("gateway")]
@@ -47,6 +52,10 @@ def runtime_containers(name: str) -> list[Manifest]:
 
 def service_containers(name: str) -> list[Manifest]:
     return [container for _, container in containers(name) if container["name"] == "service"]
+
+
+def balancer_containers(name: str) -> list[Manifest]:
+    return [container for _, container in containers(name) if container["name"] == "balancer"]
 
 
 def secret_references(name: str) -> dict[str, dict[str, Any]]:
@@ -242,7 +251,7 @@ def test_beside_the_service_the_runtime_listens_on_loopback(name: str) -> None:
         assert "--host=127.0.0.1" in container["args"]
         assert "ports" not in container
     [service] = service_containers(name)
-    assert {"name": "WINNOW_RUNTIME_URLS", "value": "http://127.0.0.1:30000"} in service["env"]
+    assert {"name": "WINNOW_RUNTIME_URL", "value": "http://127.0.0.1:30000"} in service["env"]
     assert not any(each.endswith("-runtime") for each in of_kind(name, "Service"))
 
 
@@ -262,8 +271,9 @@ def test_who_may_scrape_reaches_the_metrics_of_the_service() -> None:
     policy = values_of("gateway.yaml")["networkPolicy"]
     assert policy["clients"]
     assert policy["scrapers"]
-    [rule] = of_kind("gateway.yaml", "NetworkPolicy")["demo-winnow-service"]["spec"]["ingress"]
+    rule, of_balancer = of_kind("gateway.yaml", "NetworkPolicy")["demo-winnow-service"]["spec"]["ingress"]
     assert rule["from"] == [*policy["clients"], *policy["scrapers"]]
+    assert of_balancer == {"ports": [{"port": 8405}], "from": policy["scrapers"]}
 
 
 @each_values_file
@@ -272,11 +282,19 @@ def test_a_runtime_outlives_what_it_answers(name: str) -> None:
     environment = {variable["name"]: variable.get("value") for variable in service["env"]}
     drain = float(environment.get("WINNOW_DRAIN_TIMEOUT_SECONDS") or Settings().drain_timeout_seconds)
     before = float(service["lifecycle"]["preStop"]["exec"]["command"][1])
-    needed = before + drain if name in SIDECARS else Settings().runtime_dns_interval_seconds
+    needed = before + drain if name in SIDECARS else LOOKED_UP_EVERY_SECONDS
     for container in runtime_containers(name):
         command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
         assert command == "sleep"
         assert needed < float(seconds) < values_of(name).get("runtime", {}).get("terminationGracePeriodSeconds", 120)
+
+
+@pytest.mark.parametrize("name", GATEWAYS)
+def test_a_balancer_outlives_the_streams_of_its_service(name: str) -> None:
+    [balancer], [service] = balancer_containers(name), service_containers(name)
+    needed = float(service["lifecycle"]["preStop"]["exec"]["command"][1]) + Settings().drain_timeout_seconds
+    seconds = float(balancer["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert needed < seconds < values_of(name).get("service", {}).get("terminationGracePeriodSeconds", 60)
 
 
 def test_a_runtime_waits_for_a_service_that_drains_longer() -> None:
@@ -286,9 +304,20 @@ def test_a_runtime_waits_for_a_service_that_drains_longer() -> None:
 
 
 @pytest.mark.parametrize("name", GATEWAYS)
-def test_a_gateway_finds_each_runtime_by_itself(name: str) -> None:
+def test_the_balancer_of_a_gateway_finds_each_runtime(name: str, tmp_path: Path) -> None:
     [service] = service_containers(name)
-    assert {"name": "WINNOW_RUNTIME_URLS", "value": "dns+http://demo-winnow-runtime:30000"} in service["env"]
+    [balancer] = balancer_containers(name)
+    environment = {variable["name"]: variable["value"] for variable in balancer["env"]}
+    address = f"http://{environment['WINNOW_BALANCER_BIND']}"
+    assert {"name": "WINNOW_RUNTIME_URL", "value": address} in service["env"]
+    files = of_kind(name, "ConfigMap")["demo-winnow-balancer"]["data"]
+    assert files["haproxy.cfg"].strip() == (ROOT / "deploy/haproxy/haproxy.cfg").read_text().strip()
+    check_haproxy(files, balancer["args"], environment, tmp_path)
+    runtime = values_of(name)["runtime"]
+    most = runtime["autoscaling"].get("maxReplicas", 4)
+    listed = f"server-template runtime {2 * most} demo-winnow-runtime.prod.svc.cluster.local:30000 resolvers dns"
+    assert listed in files["runtimes.cfg"]
+    assert f"hold valid {LOOKED_UP_EVERY_SECONDS}s" in files["runtimes.cfg"]
     headless = of_kind(name, "Service")["demo-winnow-runtime"]["spec"]
     assert headless["clusterIP"] == "None"
     # Those that are not ready, or about to end, are not in the DNS.
@@ -332,7 +361,7 @@ def test_images_have_the_version_of_the_chart_and_the_project() -> None:
 
 
 def test_dashboards_are_those_of_grafana_in_the_repository() -> None:
-    [dashboards] = of_kind("gateway.yaml", "ConfigMap").values()
+    dashboards = of_kind("gateway.yaml", "ConfigMap")["demo-winnow-dashboards"]
     files = {path.name: path.read_text() for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
     # YAML ends a block of text with one line break.
     assert {name: text.strip() for name, text in (dashboards["data"] or {}).items()} == {
@@ -383,6 +412,7 @@ def test_notes_say_how_to_reach_it() -> None:
         ({"runtime": {"sharedMemory": "lots"}}, "sharedMemory"),
         ({"runtime": {"model": {"name": ""}}}, "name"),
         ({"runtime": {"model": {"volume": {"emptyDir": {}, "nfs": {}}}}}, "volume"),
+        ({"balancer": {"clusterDomain": "a b"}}, "clusterDomain"),
         ({"redis": {"mode": "none"}}, "mode"),
         ({"redis": {"external": {"url": "http://redis"}}}, "url"),
         ({"redis": {"external": {"url": "redis://:password@redis"}}}, "url"),

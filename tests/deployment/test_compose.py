@@ -15,6 +15,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from tests.deployment.dockerfiles import stage
+from tests.deployment.haproxy import check_haproxy
 from tests.deployment.repository import (
     ROOT,
     check_settings,
@@ -86,7 +87,24 @@ def test_ports_are_published_on_loopback_only() -> None:
             assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", interpolated(port))
 
 
-@pytest.mark.parametrize("name", ["runtime", "redis"])
+def test_the_balancer_is_where_several_runtimes_are(tmp_path: Path) -> None:
+    balancer = services()["balancer"]
+    assert balancer["profiles"] == ["balanced"]
+    assert balancer["volumes"] == ["./deploy/haproxy:/etc/haproxy:ro"]
+    files = {path.name: path.read_text() for path in (ROOT / "deploy/haproxy").glob("*.cfg")}
+    check_haproxy(files, balancer["command"], balancer["environment"], tmp_path)
+    port = stage(OURS["runtime"], "").values("EXPOSE")[0]
+    assert f"server-template runtime 16 runtime:{port} resolvers dns" in files["runtimes.cfg"]
+    # The command that the file says, with what the service is given by it.
+    text = (ROOT / COMPOSE).read_text()
+    [given] = re.findall(r"# +WINNOW_RUNTIME_URL=(\S+) docker compose --profile balanced up --scale runtime=2", text)
+    assert given == f"http://balancer{balancer['environment']['WINNOW_BALANCER_BIND']}"
+    assert (
+        interpolated(services()["service"]["environment"]["WINNOW_RUNTIME_URL"], {"WINNOW_RUNTIME_URL": given}) == given
+    )
+
+
+@pytest.mark.parametrize("name", ["runtime", "redis", "balancer"])
 def test_what_needs_no_key_is_in_a_network_of_its_own(name: str) -> None:
     networks = read_yaml(COMPOSE)["networks"]
     assert all(networks[network]["internal"] for network in services()[name]["networks"])
@@ -106,11 +124,14 @@ def test_everything_is_hardened() -> None:
 def test_the_service_understands_its_environment(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WINNOW_ADMIN_KEY", raising=False)
     environment = services()["service"]["environment"]
-    passed_on = {name: given[name] if value is None else value for name, value in environment.items() if value or given}
+    passed_on = {
+        name: given[name] if value is None else interpolated(value)
+        for name, value in environment.items()
+        if value or given
+    }
     settings = check_settings(passed_on | stage(OURS["service"], "").environment | passed_on, monkeypatch)
-    [runtime_url] = settings.runtime_urls
-    assert runtime_url.host == "runtime"
-    assert str(runtime_url.port) in stage(OURS["runtime"], "").values("EXPOSE")
+    assert settings.runtime_url.host == "runtime"
+    assert str(settings.runtime_url.port) in stage(OURS["runtime"], "").values("EXPOSE")
     assert urlsplit(settings.store_url.get_secret_value()).hostname == "redis"
     # Open is only what is published on loopback only: another test sees to that.
     assert settings.allow_open
@@ -183,16 +204,15 @@ def test_prometheus_configuration_is_valid() -> None:
 
 
 def test_prometheus_scrapes_what_there_is() -> None:
-    targets = [
-        target
-        for job in read_yaml("deploy/prometheus/prometheus.yml")["scrape_configs"]
-        for each in job["static_configs"]
-        for target in each["targets"]
-    ]
+    targets: set[str] = set()
+    for job in read_yaml("deploy/prometheus/prometheus.yml")["scrape_configs"]:
+        targets.update(target for each in job.get("static_configs", []) for target in each["targets"])
+        targets.update(f"{name}:{each['port']}" for each in job.get("dns_sd_configs", []) for name in each["names"])
     ports = {f"{name}:{stage(dockerfile, '').values('EXPOSE')[0]}" for name, dockerfile in OURS.items()}
-    assert set(targets) == ports | {"127.0.0.1:9090"}
+    metrics_bind = services()["balancer"]["environment"]["WINNOW_BALANCER_METRICS_BIND"]
+    assert targets == ports | {f"balancer{metrics_bind}", "127.0.0.1:9090"}
     networks = set(services()["prometheus"]["networks"])
-    assert all(networks & set(services()[name]["networks"]) for name in OURS)
+    assert all(networks & set(services()[name]["networks"]) for name in [*OURS, "balancer"])
     assert "--enable-metrics" in services()["runtime"]["command"]
 
 

@@ -18,6 +18,7 @@ from tests.deployment.prometheus import SGLangStandIn, prometheus, sglang_metric
 from tests.deployment.repository import ROOT, read_yaml
 from tests.ports import free_port
 from tests.service.control import ADMIN_KEY, bearer, make_key, replica, runtime
+from tests.service.haproxy import haproxy
 from tests.service.servers import serving
 from tests.service.test_attention import SERVED
 from tests.service.test_metrics import COST, FORMS, QUEST
@@ -86,12 +87,19 @@ async def test_every_query_returns_series(tmp_path: Path) -> None:
         fake, address = await stack.enter_async_context(runtime())
         fake.server_info = {"winnow": SERVED}
         store = f"sqlite:///{tmp_path}/control.db"
-        found_by_name = address.replace("http://", "dns+http://")
+        port = urlsplit(address).port
+        assert port is not None
+        balancer = await stack.enter_async_context(haproxy(tmp_path, [port]))
+        await balancer.until_up(1)
         client = await stack.enter_async_context(
-            replica(store, found_by_name, admin_key=ADMIN_KEY, metrics_public=True)
+            replica(store, balancer.address, admin_key=ADMIN_KEY, metrics_public=True)
         )
         exporter = await stack.enter_async_context(serving(stand_in.app, free_port(), grace_seconds=1))
-        targets = {"winnow-service": urlsplit(str(client.base_url)).netloc, "winnow-runtime": urlsplit(exporter).netloc}
+        targets = {
+            "winnow-service": urlsplit(str(client.base_url)).netloc,
+            "winnow-runtime": urlsplit(exporter).netloc,
+            "winnow-balancer": f"127.0.0.1:{balancer.metrics_port}",
+        }
         monitoring = await stack.enter_async_context(prometheus(tmp_path, targets))
 
         # Prometheus looks for its targets five seconds after it has started.

@@ -56,7 +56,7 @@ async def deployment(tmp_path: Path, silence_seconds: float) -> AsyncIterator[De
             await stopping.__aexit__(None, None, None)
 
     settings = Settings(
-        runtime_urls=(AnyHttpUrl(f"http://127.0.0.1:{runtime_port}"),),
+        runtime_url=AnyHttpUrl(f"http://127.0.0.1:{runtime_port}"),
         max_body_bytes=BODY_LIMIT_BYTES,
         first_token_timeout_seconds=silence_seconds,
         runtime_silence_timeout_seconds=silence_seconds,

@@ -20,7 +20,6 @@ from tests.service.fake_runtime import FakeRuntime
 from tests.service.servers import serving
 from tests.service.waiting import eventually
 from winnow_service.app import create_app
-from winnow_service.runtime.discovery import Resolve, resolve
 from winnow_service.settings import Settings
 
 SERVE = (sys.executable, "-m", "winnow_service.cli.serve")
@@ -37,17 +36,16 @@ async def replica(
     runtime_url: str = "http://127.0.0.1:9",
     *,
     may_be_open: bool = True,
-    resolve: Resolve = resolve,
     **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A service on that store; yields a client without a key."""
     given = Settings(
         store_url=SecretStr(store_url),
-        runtime_urls=tuple(map(AnyUrl, runtime_url.split(","))),
+        runtime_url=AnyUrl(runtime_url),
         **{"readiness_interval_seconds": 0.05, **settings},
     )
     async with (
-        serving(create_app(given, may_be_open=may_be_open, resolve=resolve), free_port(), grace_seconds=1) as address,
+        serving(create_app(given, may_be_open=may_be_open), free_port(), grace_seconds=1) as address,
         httpx.AsyncClient(base_url=address, timeout=20, limits=httpx.Limits(max_connections=None)) as client,
     ):
         yield client
@@ -87,7 +85,7 @@ async def processes(
         **os.environ,
         "WINNOW_STORE_URL": store_url,
         "WINNOW_ADMIN_KEY": ADMIN_KEY,
-        "WINNOW_RUNTIME_URLS": runtime_url,
+        "WINNOW_RUNTIME_URL": runtime_url,
     }
     async with contextlib.AsyncExitStack() as stack:
         services = []

@@ -20,7 +20,8 @@ from tests.service.test_forwarding import key, samples
 from tests.service.test_streaming import events
 from tests.service.waiting import eventually
 from winnow_evaluation.over_http.client import OpenAIClient
-from winnow_service.attention.request import Form, place_policies, read_policies
+from winnow_service.proxy.attention_field import place_policies, read_policies
+from winnow_service.proxy.body import Form
 
 ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
 OPENAI_ROUTES = ROUTES[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from winnow_service.runtime.breaker import BreakerState, CircuitBreaker, Trial
+from winnow_service.runtime.breaker import BreakerState, CircuitBreaker, Permit
 
 FAILURES = 3
 OPEN_SECONDS = 5.0
@@ -32,7 +32,7 @@ def state(breaker: CircuitBreaker) -> BreakerState:
 def opened() -> tuple[CircuitBreaker, Clock]:
     breaker, clock = breaker_and_clock()
     for _ in range(FAILURES):
-        breaker.begin().failed()
+        breaker.permit().failed()
     assert state(breaker) is BreakerState.OPEN
     return breaker, clock
 
@@ -41,8 +41,8 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
     breaker, _ = breaker_and_clock()
     for _ in range(10):
         for _ in range(FAILURES - 1):
-            breaker.begin().failed()
-        breaker.begin().answered()
+            breaker.permit().failed()
+        breaker.permit().answered()
     assert state(breaker) is BreakerState.CLOSED
 
 
@@ -52,18 +52,18 @@ def test_one_request_tries_and_closes_it() -> None:
     assert not breaker.permits
     clock.now += 0.01
     assert state(breaker) is BreakerState.HALF_OPEN
-    probe = breaker.begin()
+    probe = breaker.permit()
     assert not breaker.permits
     probe.answered()
     assert state(breaker) is BreakerState.CLOSED
-    breaker.begin().failed()
+    breaker.permit().failed()
     assert state(breaker) is BreakerState.CLOSED
 
 
 def test_a_probe_that_fails_opens_it_for_as_long_again() -> None:
     breaker, clock = opened()
     clock.now += OPEN_SECONDS
-    breaker.begin().failed()
+    breaker.permit().failed()
     assert state(breaker) is BreakerState.OPEN
     assert breaker.retry_in == OPEN_SECONDS
 
@@ -71,18 +71,18 @@ def test_a_probe_that_fails_opens_it_for_as_long_again() -> None:
 def test_a_probe_that_says_nothing_makes_room_for_another() -> None:
     breaker, clock = opened()
     clock.now += OPEN_SECONDS
-    breaker.begin().drop()
+    breaker.permit().drop()
     assert breaker.permits
 
 
 def test_while_a_probe_takes_long_others_try() -> None:
     breaker, clock = opened()
     clock.now += OPEN_SECONDS
-    long = breaker.begin()
+    long = breaker.permit()
     clock.now += OPEN_SECONDS - 0.01
     assert not breaker.permits
     clock.now += 0.01
-    short = breaker.begin()
+    short = breaker.permit()
     assert not breaker.permits
     short.answered()
     assert state(breaker) is BreakerState.CLOSED
@@ -95,9 +95,9 @@ def test_while_a_probe_takes_long_others_try() -> None:
 def test_the_first_of_several_probes_to_be_answered_closes_it() -> None:
     breaker, clock = opened()
     clock.now += OPEN_SECONDS
-    long = breaker.begin()
+    long = breaker.permit()
     clock.now += OPEN_SECONDS
-    breaker.begin()
+    breaker.permit()
     long.answered()
     assert state(breaker) is BreakerState.CLOSED
 
@@ -105,25 +105,25 @@ def test_the_first_of_several_probes_to_be_answered_closes_it() -> None:
 def test_a_probe_that_is_being_answered_closes_it_and_its_end_counts() -> None:
     breaker, clock = opened()
     clock.now += OPEN_SECONDS
-    probe = breaker.begin()
+    probe = breaker.permit()
     probe.begun()
     assert state(breaker) is BreakerState.CLOSED
-    for trial in [breaker.begin() for _ in range(FAILURES - 1)]:
-        trial.begun()
-        trial.failed()
+    for permit in [breaker.permit() for _ in range(FAILURES - 1)]:
+        permit.begun()
+        permit.failed()
     probe.failed()
     assert state(breaker) is BreakerState.OPEN
 
 
 def test_requests_from_before_do_not_open_it_again() -> None:
     breaker, clock = breaker_and_clock()
-    old = [breaker.begin() for _ in range(3 * FAILURES)]
-    for trial in old[:FAILURES]:
-        trial.failed()
+    old = [breaker.permit() for _ in range(3 * FAILURES)]
+    for permit in old[:FAILURES]:
+        permit.failed()
     clock.now += OPEN_SECONDS
-    breaker.begin().answered()
-    for trial in old[FAILURES:]:
-        trial.failed()
+    breaker.permit().answered()
+    for permit in old[FAILURES:]:
+        permit.failed()
     assert state(breaker) is BreakerState.CLOSED
 
 
@@ -133,46 +133,46 @@ class BreakerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.breaker, self.clock = breaker_and_clock()
-        self.under_way: list[Trial] = []
-        self.probes: list[Trial] = []
+        self.under_way: list[Permit] = []
+        self.probes: list[Permit] = []
         self.failures_since_answer = 0
         # What was sent before it was closed last does not count.
         self.closings = 0
-        self.sent_after: dict[Trial, int] = {}
+        self.sent_after: dict[Permit, int] = {}
 
     @precondition(lambda self: self.breaker.permits)
     @rule()
     def begin(self) -> None:
         half_open = self.breaker.state is BreakerState.HALF_OPEN
-        trial = self.breaker.begin()
-        self.under_way.append(trial)
-        self.sent_after[trial] = self.closings
+        permit = self.breaker.permit()
+        self.under_way.append(permit)
+        self.sent_after[permit] = self.closings
         if half_open:
-            self.probes.append(trial)
+            self.probes.append(permit)
             assert not self.breaker.permits
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), outcome=st.sampled_from(["answered", "failed", "nothing"]), begun=st.booleans())
     def end(self, data: st.DataObject, outcome: str, begun: bool) -> None:
-        trial = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        permit = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
         before = self.breaker.state
-        is_probe = trial in self.probes
+        is_probe = permit in self.probes
         if begun:
-            trial.begun()
+            permit.begun()
             if self.breaker.state is not before:
                 assert (before, self.breaker.state) == (BreakerState.HALF_OPEN, BreakerState.CLOSED)
                 assert is_probe
                 before = BreakerState.CLOSED
                 self.closed()
-                self.sent_after[trial] = self.closings
-        counts = self.sent_after[trial] == self.closings
+                self.sent_after[permit] = self.closings
+        counts = self.sent_after[permit] == self.closings
         if outcome == "answered":
-            trial.answered()
+            permit.answered()
             self.failures_since_answer = 0 if counts else self.failures_since_answer
         elif outcome == "failed":
-            trial.failed()
+            permit.failed()
             self.failures_since_answer += counts
-        trial.drop()
+        permit.drop()
         after = self.breaker.state
         if before is not BreakerState.CLOSED and after is BreakerState.CLOSED:
             self.closed()
@@ -213,8 +213,8 @@ class BreakerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         # Whatever has happened: when all requests are over and time has passed, it asks again.
-        for trial in self.under_way:
-            trial.drop()
+        for permit in self.under_way:
+            permit.drop()
         self.clock.now += OPEN_SECONDS + 1e-6
         assert self.breaker.permits
 

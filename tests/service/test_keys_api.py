@@ -437,7 +437,7 @@ async def test_the_command_line_makes_the_first_key(tmp_path: Path) -> None:
         ({"WINNOW_STORE_URL": "sqlite:////proc/nothing/control.db"}, "WINNOW_STORE_URL"),
         ({"WINNOW_STORE_URL": "redis://:hunter2@h:port"}, "store_url"),
         ({"WINNOW_ADMIN_KEY": "hunter2"}, "admin_key"),
-        ({"WINNOW_RUNTIME_URLS": "http://user:hunter2@h:1"}, "runtime_urls"),
+        ({"WINNOW_RUNTIME_URL": "http://user:hunter2@h:1"}, "runtime_url"),
     ],
 )
 async def test_it_refuses_to_start(tmp_path: Path, environment: dict[str, str], says: str) -> None:

@@ -25,8 +25,8 @@ def test_settings_and_their_defaults() -> None:
     for name, default in documented.items():
         field = Settings.model_fields[name].default
         match name, field:
-            case "runtime_urls", _:
-                assert default == f"`{','.join(str(url).rstrip('/') for url in field)}`"
+            case "runtime_url", _:
+                assert default == f"`{str(field).rstrip('/')}`"
             case _, str():
                 assert default == f"`{field}`"
             case (("max_body_bytes" | "max_header_bytes"), _):

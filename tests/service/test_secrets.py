@@ -53,7 +53,7 @@ async def watched(folder: Path, log_format: str) -> AsyncIterator[Watched]:
         environment = {
             "WINNOW_STORE_URL": f"sqlite:///{folder}/control.db",
             "WINNOW_ADMIN_KEY": ADMIN_KEY,
-            "WINNOW_RUNTIME_URLS": address,
+            "WINNOW_RUNTIME_URL": address,
             "WINNOW_RUNTIME_API_KEY": RUNTIME_KEY,
             "WINNOW_MAX_BODY_BYTES": str(BODY_LIMIT_BYTES),
             "WINNOW_LOG_FORMAT": log_format,

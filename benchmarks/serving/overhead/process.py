@@ -72,7 +72,7 @@ async def started() -> AsyncIterator[Pair]:
             program = ["-m", "benchmarks.serving.overhead.standin", "--port", str(port)]
             standin = await stack.enter_async_context(_process(program, {}, others, port, "/health", Path(folder)))
             environment = {
-                "WINNOW_RUNTIME_URLS": standin.address,
+                "WINNOW_RUNTIME_URL": standin.address,
                 "WINNOW_STORE_URL": f"sqlite:///{folder}/control.db",
                 "WINNOW_ADMIN_KEY": admin_key,
                 "WINNOW_METRICS_PUBLIC": "true",

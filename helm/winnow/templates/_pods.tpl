@@ -42,12 +42,16 @@ capabilities:
 {{- define "winnow.podAnnotations" -}}
 {{- if or (not .Values.auth.existingSecret) .Values.podAnnotations }}
 annotations:
+  {{- include "winnow.podAnnotationValues" . | nindent 2 }}
 {{- end }}
+{{- end }}
+
+{{- define "winnow.podAnnotationValues" -}}
 {{- if not .Values.auth.existingSecret }}
-  checksum/secret: {{ include (print $.Template.BasePath "/secret.yaml") . | sha256sum }}
+checksum/secret: {{ include (print $.Template.BasePath "/secret.yaml") . | sha256sum }}
 {{- end }}
 {{- with .Values.podAnnotations }}
-  {{- toYaml . | nindent 2 }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -60,9 +64,10 @@ annotations:
     - --host=0.0.0.0
     - --port={{ .Values.service.port }}
   env:
-    - name: WINNOW_RUNTIME_URLS
+    - name: WINNOW_RUNTIME_URL
       {{- if eq .Values.topology "gateway" }}
-      value: dns+http://{{ include "winnow.fullname" . }}-runtime:{{ .Values.runtime.port }}
+      # The balancer beside it.
+      value: http://127.0.0.1:30001
       {{- else }}
       value: http://127.0.0.1:{{ .Values.runtime.port }}
       {{- end }}
@@ -136,6 +141,58 @@ annotations:
       mountPath: /tmp
 {{- end }}
 
+{{- define "winnow.balancerContainer" -}}
+- name: balancer
+  image: "{{ .Values.balancer.image.repository }}:{{ .Values.balancer.image.tag }}"
+  imagePullPolicy: {{ .Values.balancer.image.pullPolicy }}
+  args: [haproxy, -f, /etc/haproxy/haproxy.cfg, -f, /etc/haproxy/runtimes.cfg]
+  env:
+    - name: WINNOW_BALANCER_BIND
+      value: 127.0.0.1:30001
+    - name: WINNOW_BALANCER_METRICS_BIND
+      value: ":8405"
+  ports:
+    - name: balancer
+      containerPort: 8405
+  startupProbe:
+    httpGet:
+      path: /healthz
+      port: balancer
+    periodSeconds: 1
+    failureThreshold: 60
+  livenessProbe:
+    httpGet:
+      path: /healthz
+      port: balancer
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 3
+  # Whether any runtime answers is for the service beside it to say.
+  readinessProbe:
+    httpGet:
+      path: /healthz
+      port: balancer
+    periodSeconds: 5
+  lifecycle:
+    preStop:
+      exec:
+        # The streams of the service, which is told to stop at the same time, pass through it.
+        command: [sleep, {{ include "winnow.afterService" . | quote }}]
+  resources:
+    {{- toYaml .Values.balancer.resources | nindent 4 }}
+  securityContext:
+    {{- include "winnow.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - name: balancer
+      mountPath: /etc/haproxy
+      readOnly: true
+{{- end }}
+
+{{/* Seconds after which a service that is told to stop has ended: it takes requests for 5, then finishes those that run. */}}
+{{- define "winnow.afterService" -}}
+{{- dig "WINNOW_DRAIN_TIMEOUT_SECONDS" 45 .Values.service.env | int | add 7 -}}
+{{- end }}
+
 {{/* Called with the root and a list of arguments that say which part of a runtime this is. */}}
 {{- define "winnow.runtimeContainer" -}}
 {{- $part := index . 1 }}
@@ -176,12 +233,12 @@ annotations:
     preStop:
       exec:
         {{- if eq .Values.topology "gateway" }}
-        # Until the gateways have looked up its name again: their look-ups, and the cluster's DNS, are some seconds old.
+        # Until the balancers have looked up its name again: their look-ups, and the cluster's DNS, are some seconds old.
         command: [sleep, "30"]
         {{- else }}
         # The service beside it, told to stop at the same time, still takes requests for 5 seconds, and then finishes
         # those that run. With it nothing would be left to answer them.
-        command: [sleep, {{ dig "WINNOW_DRAIN_TIMEOUT_SECONDS" 45 .Values.service.env | int | add 7 | quote }}]
+        command: [sleep, {{ include "winnow.afterService" . | quote }}]
         {{- end }}
   resources:
     {{- toYaml .Values.runtime.resources | nindent 4 }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, get_args
 
 import typer
-from pydantic import AnyUrl, SecretStr, ValidationError
+from pydantic import SecretStr, ValidationError
 
 from winnow_service.server import StartRefused, run
 from winnow_service.settings import Settings
@@ -18,17 +18,19 @@ def serve(
         list[str] | None,
         typer.Option(
             "--runtime-url",
-            help="Address of an SGLang server, or dns+http:// and a name of several; may be repeated [default: "
-            "WINNOW_RUNTIME_URLS or port 30000].",
+            help="Address of the SGLang server, or of a balancer in front of several [default: WINNOW_RUNTIME_URL or "
+            "port 30000].",
         ),
     ] = None,
 ) -> None:
-    """Run the service alone. It stays up, and says that it is not ready, while its runtimes are away.
+    """Run the service alone. It stays up, and says that it is not ready, while its runtime is away.
 
     Without any API key it answers everybody, on this machine only.
     """
     try:
-        settings = Settings() if runtime_urls is None else Settings(runtime_urls=tuple(map(AnyUrl, runtime_urls)))
+        # Several are refused as one that is a list.
+        given = {} if runtime_urls is None else {"runtime_url": ",".join(runtime_urls)}
+        settings = Settings.model_validate(given)
     except ValidationError as error:
         report(error)
         raise typer.Exit(2) from None
@@ -42,11 +44,11 @@ def serve(
 def report(error: ValidationError) -> None:
     """Say which settings are wrong, without the values of those that are secret."""
     for problem in error.errors():
-        field = ".".join(map(str, problem["loc"])) or "runtime_urls"
+        field = ".".join(map(str, problem["loc"])) or "runtime_url"
         known = Settings.model_fields.get(field)
         is_secret = known is not None and SecretStr in (known.annotation, *get_args(known.annotation))
         # An address may have a password in it, which is what may be wrong with it.
-        got = "" if is_secret or field.startswith("runtime_urls") else f" (got {problem['input']!r})"
+        got = "" if is_secret or field == "runtime_url" else f" (got {problem['input']!r})"
         typer.echo(f"error: {field}: {problem['msg']}{got}", err=True)
 
 

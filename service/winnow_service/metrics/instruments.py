@@ -131,13 +131,13 @@ class Metrics:
             *_GENERATION,
         )
         self.prompt_tokens = self._counter(
-            "winnow_prompt_tokens_total", "Tokens of prompts, as answers tell them.", *_GENERATION
+            "winnow_prompt_tokens_total", "Tokens of prompts, as answers report them.", *_GENERATION
         )
         self.cached_prompt_tokens = self._counter(
             "winnow_cached_prompt_tokens_total", "Of them, those that the runtime had cached.", *_GENERATION
         )
         self.output_tokens = self._counter(
-            "winnow_output_tokens_total", "Tokens of answers, as they tell them.", *_GENERATION
+            "winnow_output_tokens_total", "Tokens of answers, as they report them.", *_GENERATION
         )
 
     def _add_attention(self) -> None:
@@ -162,12 +162,12 @@ class Metrics:
             "winnow_attended_tokens_total", "Of the tokens in context, those attended to.", *_COST
         )
         self.kv_read_tokens = self._counter(
-            "winnow_kv_read_tokens_total", "As many tokens in context as have the bytes that were read.", *_COST
+            "winnow_kv_read_tokens_total", "Bytes read of KV cache and index, divided by the bytes of a token.", *_COST
         )
         self.decode_steps = self._counter(
             "winnow_decode_steps_total",
-            "Decode steps. Mode: sparse, or dense because the context was too short for the policy to gain, or dense "
-            "is what it is.",
+            "Decode steps. Mode: sparse or dense. A step is dense if its policy is, or if the context is too short for "
+            "the policy to gain.",
             *_DECODE,
             "mode",
         )
@@ -207,30 +207,6 @@ class Metrics:
             "runtime",
             "state",
         )
-        self.discovered = self._gauge(
-            "winnow_runtime_addresses", "Addresses that a name in WINNOW_RUNTIME_URLS stands for.", "dns_name"
-        )
-        self.discovery_resolved = self._gauge(
-            "winnow_runtime_dns_resolved",
-            "1 if the name could be looked up the last time; else 0, and its addresses are those found before.",
-            "dns_name",
-        )
-        self.discovery_failures = self._counter(
-            "winnow_runtime_dns_failures_total",
-            "Times that the name could not be looked up, or had no address.",
-            "dns_name",
-        )
-        self.runtime_retries = self._counter(
-            "winnow_runtime_retries_total", "Requests sent to a second runtime, because the first did not take them."
-        )
-        self.balanced = self._counter(
-            "winnow_balanced_requests_total",
-            "Requests for which there were several runtimes. Choice: affine (the one that their prefix belongs to), or "
-            "load (another, because that one had too much to do).",
-            "choice",
-        )
-        for choice in ("affine", "load"):
-            self.balanced.labels(choice)
 
     def _add_admission(self) -> None:
         self.queued = self._gauge("winnow_queued_requests", "Generation requests that wait for others to end.")
@@ -240,7 +216,7 @@ class Metrics:
             "How long generation requests that were let through had waited; 0 for most, or there is too much load.",
             _SECONDS,
         )
-        self.draining = self._gauge("winnow_draining", "1 from when the service was told to end.")
+        self.draining = self._gauge("winnow_draining", "1 while the service drains, else 0.")
 
     def _add_store(self) -> None:
         self.store_writes = self._counter(

@@ -99,7 +99,7 @@ class Bounds(BaseModel):
         for violation in violations:
             violation.correct()
         try:
-            return parse_policy(asked), [violation.told for violation in violations]
+            return parse_policy(asked), [violation.warning for violation in violations]
         except PolicyError as error:
             cause = "" if self.max_budget is None else f" (max_budget of this key is {self.max_budget})"
             raise PolicyForbidden(error.path, error.problem + cause) from None
@@ -180,7 +180,7 @@ class _Violation:
         return f"{self.rule}; it is {self.part[self.field]}" if self._is_scalar else self.rule
 
     @property
-    def told(self) -> str:
+    def warning(self) -> str:
         became = "left out" if self.value is None else f"set to {self.value}"
         return f"{self.field_path} was {became}: it {self.rule} (bounds of this key)"
 

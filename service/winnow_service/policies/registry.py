@@ -38,7 +38,7 @@ class NamedPolicy:
 
 
 class PolicyRegistry:
-    """Reads policies from the last known state of the store. A request asks once, and keeps what it was told."""
+    """Reads policies from the last known state of the store. A request asks once, and keeps what it got."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror

@@ -10,10 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
 from winnow_service.admission.drain import Drain
-from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency, Scrapes
-from winnow_service.routers.documentation import problems
-from winnow_service.runtime.discovery import DiscoveryState
-from winnow_service.runtime.pool import RuntimeState
+from winnow_service.openapi import problems
+from winnow_service.proxy.authorization import Scrapes
+from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency
+from winnow_service.runtime.runtime import RuntimeState
 
 router = APIRouter(tags=["operations"])
 
@@ -35,10 +35,9 @@ class ReadyState(BaseModel):
     """Whether requests are served.
 
     Attributes:
-        degraded: they are, but with the last known policies and keys because the store is away, or not by all runtimes,
-            or by those whose addresses were known before the DNS was away.
+        degraded: they are, but with the last known policies and keys because the store is away.
         draining: they are not any more, because the service is about to end.
-        names: of ``WINNOW_RUNTIME_URLS`` that stand for runtimes.
+        runtimes: the one address that requests are sent to: of a runtime, or of a balancer in front of several.
     """
 
     ready: bool
@@ -47,20 +46,18 @@ class ReadyState(BaseModel):
     reason: str
     store: StoreState
     runtimes: list[RuntimeState]
-    names: list[DiscoveryState]
 
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """200 as long as the service lives, whatever the runtimes do."""
+    """200 as long as the service lives, whatever the runtime does."""
     return Health(status="ok")
 
 
 @router.get("/readyz", response_model=ReadyState, responses={503: {"model": ReadyState}})
 async def readyz(forwarder: ForwarderDependency, mirror: MirrorDependency, request: Request) -> JSONResponse:
-    """200 if requests are served: a runtime answered when last asked, and the store has been read; else 503."""
-    runtimes, store = forwarder.runtimes, mirror.health
-    runtime = runtimes.health
+    """200 if requests are served: the runtime answered when last asked, and the store has been read; else 503."""
+    runtime, store = forwarder.runtime.state, mirror.health
     draining = cast(Drain, request.app.state.drain).draining
     ready = runtime.usable and mirror.loaded and not draining
     if draining:
@@ -69,12 +66,11 @@ async def readyz(forwarder: ForwarderDependency, mirror: MirrorDependency, reque
         reason = runtime.reason if not runtime.usable or mirror.loaded else store.reason
     state = ReadyState(
         ready=ready,
-        degraded=ready and not (store.healthy and runtimes.all_usable),
+        degraded=ready and not store.healthy,
         draining=draining,
         reason=reason,
         store=StoreState(healthy=store.healthy, reason=store.reason),
-        runtimes=runtimes.states,
-        names=runtimes.discovered,
+        runtimes=[runtime],
     )
     return JSONResponse(state.model_dump(), status_code=200 if ready else 503)
 

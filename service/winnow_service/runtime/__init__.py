@@ -1,1 +1,1 @@
-"""Runtimes as the service sees them: asking one, knowing whether it answers, and choosing between several."""
+"""The runtime as the service sees it: asking it, knowing whether it answers, and what it serves."""

@@ -33,7 +33,7 @@ class CircuitBreaker:
         self._state = BreakerState.CLOSED
         self._failures = 0
         self._opened = 0.0
-        self._probes: set[Trial] = set()
+        self._probes: set[Permit] = set()
         self._probed = 0.0
         # Requests that were sent before it was closed last say nothing about the runtime as it is now.
         self._round = 0
@@ -57,14 +57,14 @@ class CircuitBreaker:
             return not self._probes or self._clock() - self._probed >= self._open_seconds
         return state is BreakerState.CLOSED
 
-    def begin(self) -> Trial:
-        """Send a request, which must be permitted. Its outcome must be told."""
+    def permit(self) -> Permit:
+        """Let one request be sent, which must be permitted now. Its outcome must be reported."""
         assert self.permits
-        trial = Trial(self, self._round)
+        permit = Permit(self, self._round)
         if self._state is BreakerState.HALF_OPEN:
-            self._probes.add(trial)
+            self._probes.add(permit)
             self._probed = self._clock()
-        return trial
+        return permit
 
     def try_now(self) -> None:
         """Let a request try, if none may: there is reason to think that the runtime answers again."""
@@ -72,29 +72,29 @@ class CircuitBreaker:
             self._state = BreakerState.HALF_OPEN
             self._probes.clear()
 
-    def begun(self, trial: Trial) -> None:
-        """``trial`` is being answered. That is enough of a probe: its stream may take long."""
-        if trial in self._probes and self.state is BreakerState.HALF_OPEN:
+    def begun(self, permit: Permit) -> None:
+        """``permit`` is being answered. That is enough of a probe: its stream may take long."""
+        if permit in self._probes and self.state is BreakerState.HALF_OPEN:
             self._close()
-            trial.round = self._round
+            permit.round = self._round
 
-    def judge(self, trial: Trial, *, answered: bool) -> None:
-        """Take the outcome of ``trial``. While the breaker is not closed, that of probes alone counts."""
+    def judge(self, permit: Permit, *, answered: bool) -> None:
+        """Take the outcome of ``permit``. While the breaker is not closed, that of probes alone counts."""
         if self.state is BreakerState.CLOSED:
-            if trial.round != self._round:
+            if permit.round != self._round:
                 return
             self._failures = 0 if answered else self._failures + 1
             if self._failures >= self._most_failures:
                 self._open()
-        elif trial in self._probes:
+        elif permit in self._probes:
             if answered:
                 self._close()
             else:
                 self._open()
 
-    def drop(self, trial: Trial) -> None:
-        """Forget ``trial``, which has told nothing."""
-        self._probes.discard(trial)
+    def drop(self, permit: Permit) -> None:
+        """Forget ``permit``, which has told nothing."""
+        self._probes.discard(permit)
 
     def _close(self) -> None:
         self._state, self._failures = BreakerState.CLOSED, 0
@@ -106,8 +106,8 @@ class CircuitBreaker:
         self._probes.clear()
 
 
-class Trial:
-    """One request, as the breaker sees it."""
+class Permit:
+    """One request that may be sent, and its outcome."""
 
     __slots__ = ("_breaker", "round")
 

@@ -13,9 +13,10 @@ import httpx
 from pydantic import AnyUrl
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
-from winnow_service.headers import RawHeaders
+from winnow_service.headers import PREFIX_HEADER, RawHeaders
 from winnow_service.runtime.connections import ConnectionPool, LoopBackend
 from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
+from winnow_service.runtime.prefix import prefix_key
 from winnow_service.settings import Settings
 
 # A connection that is there already saves half a millisecond. It is used again well before SGLang closes an idle one,
@@ -38,6 +39,7 @@ class RuntimeRequest:
 
     Attributes:
         streams: whether it asks for its answer token by token.
+        prefix: what it has in common with requests whose radix cache it can use; None if it has no prompt.
     """
 
     method: str
@@ -46,6 +48,7 @@ class RuntimeRequest:
     headers: RawHeaders
     body: bytes
     streams: bool = False
+    prefix: bytes | None = None
 
 
 class Patience:
@@ -191,6 +194,8 @@ class RuntimeClient:
         if request.query:
             target += b"?" + request.query
         own = [(b"host", self._url.netloc)]
+        if request.prefix is not None:
+            own.append((PREFIX_HEADER, prefix_key(request.prefix)))
         if request.body or request.method in _WITH_BODY:
             own.append((b"content-length", str(len(request.body)).encode()))
         return httpcore.Request(

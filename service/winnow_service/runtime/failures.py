@@ -1,4 +1,4 @@
-"""How runtimes fail that are being waited for, or are not asked any more."""
+"""How a runtime fails that is being waited for, or is not asked any more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestTimeout(RuntimeFailure):
 
 
 class CircuitOpen(ServiceError):
-    """All runtimes have failed too often just now to be asked (503)."""
+    """The runtime has failed too often just now to be asked (503)."""
 
     def __init__(self, retry_seconds: float) -> None:
         message = "The runtime has failed several times in a row, and is not asked for a while."

@@ -77,10 +77,6 @@ class RuntimeMonitor:
         """Do not wait for the next interval: a request has just failed."""
         self._ask_now.set()
 
-    def forget(self) -> None:
-        """Take it for a runtime that has not been asked: it is not watched any more, and may be another when it is."""
-        self.readiness = _NOT_ASKED
-
     async def _ask(self) -> Readiness:
         path = self._settings.readiness_path
         try:

@@ -1,27 +1,24 @@
-"""One runtime behind the service, and the requests that are on their way to it."""
+"""The runtime behind the service, and the requests that are on their way to it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-
-from pydantic import AnyUrl
+from typing import Final
 
 from winnow_service.errors import RuntimeFailure
+from winnow_service.headers import RUNTIME_HEADER
+from winnow_service.metrics.instruments import Metrics
 from winnow_service.runtime.breaker import BreakerState, CircuitBreaker
 from winnow_service.runtime.client import RuntimeAnswer, RuntimeClient, RuntimeRequest, Traced
-from winnow_service.runtime.failures import RequestTimeout
+from winnow_service.runtime.failures import CircuitOpen, RequestTimeout
 from winnow_service.runtime.monitor import RuntimeMonitor
 from winnow_service.runtime.served_model import ServedModelLookup
 from winnow_service.settings import Settings
 
 # What a runtime says that is alive, and has too much to do or is about to end.
 UNAVAILABLE = 503
-
-
-def name_of(url: AnyUrl) -> str:
-    """Return host and port, by which a runtime is known in logs and metrics."""
-    return f"{url.host}:{url.port}"
+_UNKNOWN_MODEL: Final = "unknown"
 
 
 @dataclass(frozen=True)
@@ -32,21 +29,46 @@ class RuntimeHealth:
     reason: str
 
 
-class Runtime:
-    """What the service knows of one runtime.
+@dataclass(frozen=True)
+class RuntimeState:
+    """The runtime as operators see it.
 
     Attributes:
-        name: host and port.
+        usable: whether requests are sent to it; if not, ``reason`` says why.
+    """
+
+    name: str
+    usable: bool
+    breaker: BreakerState
+    model: str
+    reason: str
+
+
+class Runtime:
+    """The runtime that ``settings`` name, or a balancer in front of several that are alike. ``run`` watches it.
+
+    Args:
+        traced: traces what is sent to it.
+
+    Attributes:
+        name: host and port, by which it is known in logs and metrics.
         calls: how many requests it has of this service.
     """
 
-    def __init__(self, url: AnyUrl, settings: Settings, traced: Traced | None, changed: Callable[[], None]) -> None:
-        self.name = name_of(url)
+    def __init__(self, settings: Settings, metrics: Metrics, traced: Traced | None) -> None:
+        url = settings.runtime_url
+        self.name = f"{url.host}:{url.port}"
         self.client = RuntimeClient(url, self.name, settings, traced)
         self.breaker = CircuitBreaker(settings.breaker_failures, settings.breaker_open_seconds)
-        self.monitor = RuntimeMonitor(self.client, settings, lambda: self._changed(changed))
+        self.monitor = RuntimeMonitor(self.client, settings, self._changed)
         self.served = ServedModelLookup(self.client, self.monitor, settings.readiness_timeout_seconds)
         self.calls = 0
+        self._measure(metrics)
+
+    @property
+    def model(self) -> str:
+        """The name of the served model; "unknown" if the runtime has not told it."""
+        return self.monitor.model or _UNKNOWN_MODEL
 
     @property
     def health(self) -> RuntimeHealth:
@@ -55,22 +77,47 @@ class Runtime:
             return RuntimeHealth(usable=False, reason="The runtime has failed several times in a row.")
         return RuntimeHealth(readiness.ready, readiness.reason)
 
+    @property
+    def state(self) -> RuntimeState:
+        health = self.health
+        return RuntimeState(self.name, health.usable, self.breaker.state, self.model, health.reason)
+
     def begin(self) -> Call:
-        """Reserve a request, which the breaker must permit."""
+        """Reserve a request.
+
+        Raises:
+            CircuitOpen: the runtime is not asked now.
+        """
+        if not self.breaker.permits:
+            raise CircuitOpen(self.breaker.retry_in)
         return Call(self)
 
-    def _changed(self, tell: Callable[[], None]) -> None:
+    async def run(self) -> None:
+        """Watch it for ever; ends when cancelled."""
+        await self.monitor.run()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    def _changed(self) -> None:
         if self.monitor.readiness.ready:
             self.breaker.try_now()
-        tell()
+
+    def _measure(self, metrics: Metrics) -> None:
+        metrics.runtime_ready.labels(self.name).set_function(lambda: self.monitor.readiness.ready)
+        metrics.runtime_calls.labels(self.name).set_function(lambda: self.calls)
+        for state in BreakerState:
+            metrics.breaker_state.labels(self.name, state).set_function(
+                lambda state=state: self.breaker.state is state  # type: ignore[misc]
+            )
 
 
 class Call:
-    """One request to a runtime, from when the runtime is chosen until ``end``. Until then it is part of its load."""
+    """One request to the runtime, until ``end``."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._trial = runtime.breaker.begin()
+        self._permit = runtime.breaker.permit()
         self._ended = False
         runtime.calls += 1
 
@@ -93,24 +140,28 @@ class Call:
 
     def begun(self) -> None:
         """The runtime has begun its answer."""
-        self._trial.begun()
+        self._permit.begun()
 
     def answered(self) -> None:
         """The runtime has given its answer."""
-        self._trial.answered()
+        self._permit.answered()
 
-    def failed(self, failure: RuntimeFailure) -> None:
-        """The runtime gives no answer, or no more of it."""
+    def failed(self, failure: RuntimeFailure, *, balanced: bool = False) -> None:
+        """The runtime gives no answer, or no more of it.
+
+        Args:
+            balanced: it is one of several behind a balancer. The others may be well.
+        """
         self.runtime.monitor.ask_now()
         # An answer that was too long is no failure.
-        if not isinstance(failure, RequestTimeout):
-            self._trial.failed()
+        if not balanced and not isinstance(failure, RequestTimeout):
+            self._permit.failed()
 
     def end(self) -> None:
         """It is over. After the first time nothing happens."""
         if not self._ended:
             self._ended = True
-            self._trial.drop()
+            self._permit.drop()
             self.runtime.calls -= 1
 
 
@@ -123,10 +174,7 @@ class Answer:
         self.status = answer.status
         self.headers = answer.headers
         self.is_event_stream = answer.is_event_stream
-
-    @property
-    def runtime(self) -> Runtime:
-        return self._call.runtime
+        self._balanced = any(name.lower() == RUNTIME_HEADER for name, _ in answer.headers)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body, as it arrives. Raises RuntimeFailure if no more of it is to come."""
@@ -138,7 +186,7 @@ class Answer:
                     self._call.begun()
                 yield chunk
         except RuntimeFailure as failure:
-            self._call.failed(failure)
+            self._call.failed(failure, balanced=self._balanced)
             raise
         if self.status != UNAVAILABLE:
             self._call.answered()

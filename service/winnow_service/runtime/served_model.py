@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -15,6 +17,8 @@ from winnow_service.runtime.monitor import RuntimeMonitor
 
 _PATH = "/server_info"
 _FORBIDDEN = (401, 403)
+# Behind a balancer, one runtime after the other may be replaced while the address answers all the time.
+_KNOWN_SECONDS: Final = 60.0
 
 
 class ServedModel(BaseModel):
@@ -63,13 +67,25 @@ def not_served() -> InvalidPolicy:
 @dataclass(frozen=True)
 class _Known:
     start: int
+    until: float
     model: ServedModel | None
 
 
 class ServedModelLookup:
-    """Asks the runtime what it serves, once for each time that it has become ready."""
+    """Asks the runtime what it serves, whenever it has become ready, and now and then.
 
-    def __init__(self, client: RuntimeClient, monitor: RuntimeMonitor, timeout_seconds: float) -> None:
+    Args:
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        client: RuntimeClient,
+        monitor: RuntimeMonitor,
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._client = client
         self._monitor = monitor
         self._timeout_seconds = timeout_seconds
@@ -87,12 +103,13 @@ class ServedModelLookup:
         """
         start = self._monitor.starts
         known = self._known
-        if known is None or known.start != start:
+        if known is None or known.start != start or self._clock() >= known.until:
             try:
-                known = self._known = _Known(start, await self._ask(authorization))
+                model = await self._ask(authorization)
             except RuntimeFailure:
                 self._monitor.ask_now()
                 raise
+            known = self._known = _Known(start, self._clock() + _KNOWN_SECONDS, model)
         return known.model
 
     async def _ask(self, authorization: str | None) -> ServedModel | None:

@@ -1,4 +1,4 @@
-"""Reading the policies that a request asks for, and putting them where the runtime looks for them.
+"""The ``attention`` field of a request: reading its policies, and putting them where the runtime looks for them.
 
 SGLang ignores fields that it does not know. What it carries to its attention backend is ``custom_params``: among the
 sampling parameters in its native form, at the top level in the OpenAI forms.
@@ -6,13 +6,13 @@ sampling parameters in its native form, at the top level in the OpenAI forms.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
-from sglang_winnow.policy import AttentionPolicy, PolicyError, parse_policy
+from sglang_winnow.policy import AttentionPolicy
 from winnow_service.errors import InvalidPolicy, PolicyForbidden
+from winnow_service.policies.reading import Named, read_policy
+from winnow_service.proxy.body import Form
 
 FIELD = "attention"
 _CUSTOM = "custom_params"
@@ -20,18 +20,10 @@ _SAMPLING = "sampling_params"
 # How many lists open before the first element of a single prompt; a batch has one more.
 _PROMPT_DEPTH = {"text": 0, "input_ids": 1}
 
-# One policy for the whole request, or one for each of its prompts; None if it asks for none.
-Policies = AttentionPolicy | list[AttentionPolicy] | None
-# Returns the policy of a name, or raises InvalidPolicy.
-Named = Callable[[str], AttentionPolicy]
-
-
-class Form(StrEnum):
-    """The form of a request's body."""
-
-    NATIVE = "native"
-    COMPLETION = "completion"
-    CHAT = "chat"
+# One policy for the whole request, or one for each of its prompts.
+Given = AttentionPolicy | list[AttentionPolicy]
+# None if it asks for none.
+Policies = Given | None
 
 
 def read_policies(body: Mapping[str, Any], form: Form, named: Named) -> Policies:
@@ -63,7 +55,7 @@ def names_own(body: Mapping[str, Any], form: Form) -> bool:
     return False
 
 
-def place_policies(body: Mapping[str, Any], form: Form, policies: AttentionPolicy | list[AttentionPolicy]) -> Any:
+def place_policies(body: Mapping[str, Any], form: Form, policies: Given) -> Any:
     """Return ``body`` with ``policies``, which were read from it, where the runtime looks for them.
 
     Raises:
@@ -100,20 +92,6 @@ def each_policy(items: Sequence[Any], read: Callable[[Any], AttentionPolicy]) ->
         except (InvalidPolicy, PolicyForbidden) as error:
             raise type(error)(f"{FIELD}.{index}{error.path.removeprefix(FIELD)}", error.problem) from None
     return policies
-
-
-def read_policy(asked: object, named: Named) -> AttentionPolicy:
-    """Return the policy that a request gives, or names.
-
-    Raises:
-        InvalidPolicy: it cannot be served, or there is none of that name.
-    """
-    if isinstance(asked, str):
-        return named(asked)
-    try:
-        return parse_policy(asked if isinstance(asked, dict) else json.dumps(asked))
-    except PolicyError as error:
-        raise InvalidPolicy(error.path, error.problem) from None
 
 
 def _batch_size(body: Mapping[str, Any]) -> int | None:

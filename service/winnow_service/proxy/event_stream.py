@@ -13,9 +13,10 @@ import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from winnow_service.client_leaving import unless_client_leaves
 from winnow_service.errors import ClientDisconnected, RuntimeDied, RuntimeFailure, ServiceError
-from winnow_service.headers import RawHeaders
+from winnow_service.proxy.client_leaving import unless_client_leaves
+from winnow_service.proxy.headers import to_client
+from winnow_service.proxy.incidents import Incidents
 from winnow_service.runtime.runtime import Answer
 
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -59,10 +60,10 @@ def error_event(error: ServiceError) -> bytes:
 
 
 class StreamObserver(Protocol):
-    """What is told how a stream goes."""
+    """Follows how a stream goes."""
 
-    def feed(self, events: bytes) -> None:
-        """Whole events, as the runtime sent them."""
+    def feed(self, events: bytes) -> bytes:
+        """Take whole events, as the runtime sent them, and return what the client gets of them."""
 
     def fail(self) -> None:
         """The runtime did not complete it."""
@@ -82,33 +83,27 @@ class EventStreamResponse(StreamingResponse):
 
     Args:
         stall_seconds: how long the client may take nothing.
-        rewrite: what becomes of whole events on their way.
-
-    Attributes:
-        observer: told of everything, if there is one.
+        observer: follows it, if there is one.
         on_end: called when it has ended, one way or another.
     """
 
     def __init__(
         self,
         answer: Answer,
-        headers: RawHeaders,
+        incidents: Incidents,
         *,
         stall_seconds: float,
-        on_failure: Callable[[RuntimeFailure], None],
-        on_disconnect: Callable[[], None],
-        rewrite: Callable[[bytes], bytes],
+        observer: StreamObserver | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(self._events(), status_code=answer.status)
-        self.raw_headers = headers
+        self.raw_headers = to_client(answer.headers)
         self._answer = answer
+        self._incidents = incidents
         self._stall_seconds = stall_seconds
-        self._on_failure = on_failure
-        self._on_disconnect = on_disconnect
-        self._rewrite = rewrite
+        self._observer = observer
+        self._on_end = on_end
         self._complete = False
-        self.observer: StreamObserver | None = None
-        self.on_end: Callable[[], None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -117,13 +112,13 @@ class EventStreamResponse(StreamingResponse):
                 await unless_client_leaves(receive, self._stream(send))
         finally:
             if not self._complete:
-                self._on_disconnect()
-            if self.observer is not None:
+                self._incidents.client_left()
+            if self._observer is not None:
                 if not self._complete:
-                    self.observer.abandon()
-                self.observer.end()
-            if self.on_end is not None:
-                self.on_end()
+                    self._observer.abandon()
+                self._observer.end()
+            if self._on_end is not None:
+                self._on_end()
             with anyio.CancelScope(shield=True):
                 await self._answer.close()
 
@@ -147,9 +142,7 @@ class EventStreamResponse(StreamingResponse):
         try:
             async for chunk in self._answer.chunks():
                 if events := splitter.feed(chunk):
-                    if self.observer is not None:
-                        self.observer.feed(events)
-                    yield self._rewrite(events)
+                    yield events if self._observer is None else self._observer.feed(events)
                     if not begun:
                         begun = True
                         # uvloop writes when it gets its turn, which must not be after the end of a short answer.
@@ -159,8 +152,8 @@ class EventStreamResponse(StreamingResponse):
         except RuntimeFailure as failure:
             # After [DONE] the client has everything; how the connection ends then is of no interest.
             if not splitter.done:
-                self._on_failure(failure)
-                if self.observer is not None:
-                    self.observer.fail()
+                self._incidents.runtime_failed(failure)
+                if self._observer is not None:
+                    self._observer.fail()
                 yield error_event(failure)
         self._complete = True

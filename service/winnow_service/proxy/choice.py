@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_winnow.policy import AttentionPolicy
-from winnow_service.attention.request import Form, Policies, each_policy, names_own, read_policies
 from winnow_service.errors import PolicyForbidden
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.registry import PolicyRegistry
+from winnow_service.proxy.attention_field import Policies, each_policy, names_own, read_policies
+from winnow_service.proxy.body import Form
 
 _DENSE = AttentionPolicy()
 

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 
-from winnow_service.attention.request import Form
-from winnow_service.routers.dependencies import Infers, forwarder_of
-from winnow_service.routers.documentation import forwarded, generated, runtime_body
+from winnow_service.openapi import forwarded, generated, runtime_body
+from winnow_service.proxy.authorization import Infers
+from winnow_service.proxy.body import Form
+from winnow_service.proxy.forwarder import forwarder_of
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -19,7 +20,7 @@ async def completions(caller: Infers, request: Request) -> Response:
 
     ``attention`` is a policy for all prompts, or the name of one.
     """
-    return await forwarder_of(request).generate_for(caller, request, Form.COMPLETION)
+    return await forwarder_of(request).generate(caller, request, Form.COMPLETION)
 
 
 @router.post("/chat/completions", responses=generated(), openapi_extra=runtime_body(policies="one"))
@@ -28,7 +29,7 @@ async def chat_completions(caller: Infers, request: Request) -> Response:
 
     ``attention`` is a policy, or the name of one.
     """
-    return await forwarder_of(request).generate_for(caller, request, Form.CHAT)
+    return await forwarder_of(request).generate(caller, request, Form.CHAT)
 
 
 @router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from fastapi import Request
@@ -10,6 +11,14 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from winnow_service.errors import BodyTooLarge, ClientDisconnected, InvalidBody
+
+
+class Form(StrEnum):
+    """The form of a request's body."""
+
+    NATIVE = "native"
+    COMPLETION = "completion"
+    CHAT = "chat"
 
 
 @dataclass(frozen=True)

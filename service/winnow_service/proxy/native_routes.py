@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from winnow_service.attention.request import Form
-from winnow_service.routers.dependencies import Infers, forwarder_of
-from winnow_service.routers.documentation import forwarded, generated, runtime_body
+from winnow_service.openapi import forwarded, generated, runtime_body
+from winnow_service.proxy.authorization import Infers
+from winnow_service.proxy.body import Form
+from winnow_service.proxy.forwarder import forwarder_of
 
 router = APIRouter(tags=["SGLang"])
 
@@ -21,7 +22,7 @@ async def generate(caller: Infers, request: Request) -> Response:
 
     ``attention`` is a policy or the name of one, or a list of one for each prompt.
     """
-    return await forwarder_of(request).generate_for(caller, request, Form.NATIVE)
+    return await forwarder_of(request).generate(caller, request, Form.NATIVE)
 
 
 @router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())

@@ -1,15 +1,11 @@
-"""Which of several runtimes a request goes to: the one that has its prefix cached, unless that one has too much to do.
+"""How a prompt begins: what requests have in common that can use one runtime's radix cache.
 
-Rendezvous hashing ranks the runtimes for each prefix, in every replica alike; when one comes or goes, only the prefixes
-that it ranks first for move. A request goes to the first in its ranking whose load stays within a bound, as in
-"Consistent hashing with bounded loads" (Mirrokni, Thorup, Zadimoghaddam; 2018): a prefix that is too popular for one
-runtime is then cached by a second, always the same.
+The service tells it, hashed, to a balancer in front of several runtimes. See deploy/haproxy.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -19,9 +15,6 @@ from pydantic_core import to_json
 PREFIX_BYTES: Final = 2048
 # A token id is a few digits.
 _PREFIX_TOKENS: Final = 512
-# By so many requests a runtime may be ahead of the least loaded one, whatever the factor: with little to do, all are
-# fast, and a prefix is worth more than evenness.
-SLACK: Final = 4
 _FIRST_ROLES: Final = ("system", "developer")
 
 
@@ -37,21 +30,9 @@ def prefix_of(body: Mapping[str, Any]) -> bytes:
     return _beginning(prompt)
 
 
-def rank(prefix: bytes, names: Sequence[str]) -> list[str]:
-    """Return ``names`` in the order in which they should serve ``prefix``."""
-    return sorted(names, key=lambda name: blake2b(prefix, digest_size=8, key=name.encode()[:64]).digest())
-
-
-def choose(ranking: Sequence[str], loads: Mapping[str, int], factor: float) -> str:
-    """Return the first of ``ranking`` that may have one request more.
-
-    Args:
-        loads: how many requests each of them has.
-        factor: by which a load may be over the mean of all, with this request.
-    """
-    of_all = [loads[name] for name in ranking]
-    bound = max(math.ceil(factor * (sum(of_all) + 1) / len(of_all)), min(of_all) + SLACK)
-    return next(name for name in ranking if loads[name] < bound)
+def prefix_key(prefix: bytes) -> bytes:
+    """Return ``prefix`` as a balancer finds it in the request's header: 16 hexadecimal digits."""
+    return blake2b(prefix, digest_size=8).hexdigest().encode()
 
 
 def _beginning_of_conversation(messages: list[Any]) -> bytes:
