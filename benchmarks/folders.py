@@ -6,6 +6,6 @@ from pathlib import Path
 from typing import Final
 
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
-RESULTS: Final = REPOSITORY / "kernels" / "benchmarks" / "results"
+RESULTS: Final = REPOSITORY / "benchmarks" / "results"
 """Where records are kept."""
 PLOTS: Final = REPOSITORY / "docs" / "benchmarks"

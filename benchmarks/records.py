@@ -16,6 +16,7 @@ import torch
 from benchmarks.folders import REPOSITORY
 from benchmarks.markdown_tables import commit_of, in_thousands
 from winnow_evaluation.machine import surroundings
+from winnow_evaluation.writing import write_json
 
 _DISTRIBUTIONS: Final = ("triton", "flashinfer-python", "sglang", "sglang-kernel")
 
@@ -61,11 +62,7 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Write JSON to ``path``, whose folder is made if need be; what was there before is replaced at once."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        content = {"header": self.header, "rows": [asdict(row) for row in self.rows]}
-        unfinished.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        unfinished.replace(path)
+        write_json(path, {"header": self.header, "rows": [asdict(row) for row in self.rows]})
 
     @classmethod
     def read(cls, path: Path) -> Record:

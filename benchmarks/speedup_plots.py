@@ -1,6 +1,6 @@
 """Plots of speed-ups over dense attention, out of the records of ``kernels.layer`` and ``serving.serve``.
 
-    python -m benchmarks.speedup_plots kernels/benchmarks/results/attention.json kernels/benchmarks/results/serve.json
+    python -m benchmarks.speedup_plots benchmarks/results/attention.json benchmarks/results/serve.json
 
 Every record gives one SVG for each model in it: a panel for each context and batch, a bar for each policy. A policy
 that was measured in several ways is there once for each share of the context that it reads; with early termination, by

@@ -12,9 +12,9 @@ from typing import Any, Final, Self
 
 import httpx
 
+from benchmarks.generate_stream import meta_of, request_body
+
 _TIMEOUT_SECONDS: Final = 900
-_PREFIX: Final = "data: "
-_END: Final = "data: [DONE]"
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,8 @@ def read_timing(events: Iterable[tuple[float, str]]) -> Timing:
     """
     arrivals: list[float] = []
     meta: dict[str, Any] = {}
-    for seconds, line in events:
-        if not line.startswith(_PREFIX) or line == _END:
-            continue
-        event = json.loads(line.removeprefix(_PREFIX))
-        if "error" in event:
-            raise RuntimeError(f"the server answers: {event['error']}")
-        meta = event["meta_info"]
+    for seconds, meta in meta_of(events):
         arrivals += [seconds] * (meta["completion_tokens"] - len(arrivals))
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") != "length":
-        raise RuntimeError(f"the answer did not end as it should: {reason or 'the stream broke off'}")
     decode = (meta.get("attention") or {}).get("decode") or {}
     return Timing(arrivals, meta["cached_tokens"], decode.get("attended_ratio"))
 
@@ -103,11 +94,7 @@ class TimedServer:
             httpx.HTTPError: the server refuses.
             RuntimeError: it fails.
         """
-        parameters: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        if attention is not None:
-            parameters["custom_params"] = {"attention": json.dumps(attention)}
-        body = {"input_ids": list(prompt), "sampling_params": parameters, "stream": True}
-        content = json.dumps(body)
+        content = json.dumps(request_body(prompt, tokens, attention))
         sent = time.perf_counter()
         headers = {"Content-Type": "application/json"}
         with self._http.stream("POST", "/generate", content=content, headers=headers) as response:

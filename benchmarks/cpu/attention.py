@@ -38,6 +38,7 @@ from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from winnow_evaluation.machine import surroundings
+from winnow_evaluation.writing import write_json
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.dense import prefill
@@ -226,7 +227,7 @@ def main(
             "policies": {name: json.loads(policy.canonical()) for name, policy in chosen.items()},
             "results": [asdict(result) for result in results],
         }
-        output.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(output, record)
 
 
 def measure_decode(

@@ -38,6 +38,7 @@ from benchmarks.serving.noop_server import NOOP
 from sglang_winnow.policy import DECODE_POLICIES
 from tests.runtime import runtime_server
 from winnow_evaluation.machine import surroundings
+from winnow_evaluation.writing import write_json
 
 QUOKA_PREFILL: Final = {"prefill": {"policy": "quoka", "budget": 1024}}
 POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")
@@ -138,7 +139,7 @@ def main(
         for of_length in chain(measure_shipped(model, shipped), measure_crossovers(model, without)):
             record["series"] += [asdict(series) for series in of_length]
             if output:
-                output.write_text(json.dumps(record, indent=1) + "\n")
+                write_json(output, record)
     found = server_figures.figures(server_figures.read_series(record))
     print_tables(found)
     too_slow = server_figures.slower_policies(found, tolerance)

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.serving.noop_server import NOOP
+from winnow_evaluation.writing import replaced_between
 
 DENSE: Final = "dense"
 NATIVE: Final = "torch_native"
@@ -203,12 +204,7 @@ def write_between_markers(file: Path, text: str) -> None:
     Raises:
         ValueError: the file does not have both markers, once each and in order.
     """
-    content = file.read_text()
-    if content.count(BEGIN) != 1 or content.count(END) != 1 or content.index(BEGIN) > content.index(END):
-        raise ValueError(f"{file}: must have the lines {BEGIN} and {END}, once each and in this order")
-    before, _, rest = content.partition(BEGIN)
-    after = rest.partition(END)[2]
-    file.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    file.write_text(replaced_between(file.read_text(), BEGIN, END, text, str(file)))
 
 
 def _cells(all_series: Sequence[Series]) -> list[dict[str, Series]]:

@@ -1,7 +1,7 @@
 """One record of several evaluations of policies: each task, and tasks pooled, without the samples' texts.
 
     python -m benchmarks.fidelity.accuracy_record 8k.json 16k.json 32k.json \
-        --output kernels/benchmarks/results/accuracy.json
+        --output benchmarks/results/accuracy.json
 
 Reports are those of ``winnow eval``, with the same policies, or with ``--policy`` those that are the same in all. Tasks
 on which the first policy, dense, reaches ``LEAST_DENSE`` percent at a length are pooled there: all of them, and those
@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from winnow_evaluation.over_http.report import CellRow, Header, Report, SampleRecord, measured_row
+from winnow_evaluation.writing import write_json
 
 LEAST_DENSE: Final = 85.0
 """Percent that dense attention must reach on a task for policies to be compared by it."""
@@ -68,8 +69,7 @@ class AccuracyRecord:
         """Write JSON."""
         content: dict[str, Any] = {"runs": [run.model_dump() for run in self.runs]}
         content |= {"rows": [_told(row) for row in self.rows], "pools": [_told(row) for row in self.pools]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_json(path, content)
 
     @classmethod
     def read(cls, path: Path) -> AccuracyRecord:

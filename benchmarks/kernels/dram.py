@@ -1,6 +1,6 @@
 """Whether counted bytes are the bytes that are read: ``attend``'s own count beside what DRAM delivered.
 
-    python -m benchmarks.kernels.dram run --output kernels/benchmarks/results/dram.json
+    python -m benchmarks.kernels.dram run --output benchmarks/results/dram.json
 
 Needs Nsight Compute's ``ncu``, and leave to read the GPU's counters. Each case is one launch in a process of its own,
 with flushed caches. Counted are K and V, as requests are told; the kernel reads four bytes more for each token that is

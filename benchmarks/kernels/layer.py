@@ -1,6 +1,6 @@
 """What a layer's attention costs with each policy on a GPU: its stages, and the whole beside dense decode.
 
-    python -m benchmarks.kernels.layer --cases 32768x8 --output kernels/benchmarks/results/attention.json
+    python -m benchmarks.kernels.layer --cases 32768x8 --output benchmarks/results/attention.json
 
 Every policy is first compared with the torch reference on a small context. Then CUDA graphs are timed that go round
 the layers, so that no call finds in L2 what it reads. Stages:

@@ -1,6 +1,6 @@
 """What prefill attention costs with QUOKA on a GPU, beside dense prefill: one layer, a whole prompt in SGLang's chunks.
 
-    python -m benchmarks.kernels.prefill run --output kernels/benchmarks/results/prefill.json
+    python -m benchmarks.kernels.prefill run --output benchmarks/results/prefill.json
 
 First everything is checked on a small prompt: selections against the torch reference, attention to them against torch,
 too. Then each contestant takes all chunks of a prompt, one after another on one stream; a row has their sum. Stages:

@@ -14,9 +14,9 @@ from typing import Any, Final, Self
 
 import httpx
 
+from benchmarks.generate_stream import meta_of, request_body
+
 _TIMEOUT_SECONDS: Final = 900
-_PREFIX: Final = "data: "
-_END: Final = "data: [DONE]"
 _FEWEST_GAPS: Final = 4
 # Behind the moment from which on all requests decode: steps that still wait for what the last of them prepares.
 _STEPS_LEFT_OUT: Final = 2
@@ -86,18 +86,9 @@ def read_stream(sent: float, events: Iterable[tuple[float, str]]) -> Stream:
     """
     arrivals: list[tuple[float, int]] = []
     meta: dict[str, Any] = {}
-    for seconds, line in events:
-        if not line.startswith(_PREFIX) or line == _END:
-            continue
-        event = json.loads(line.removeprefix(_PREFIX))
-        if "error" in event:
-            raise RuntimeError(f"the server answers: {event['error']}")
-        meta = event["meta_info"]
+    for seconds, meta in meta_of(events):
         if not arrivals or meta["completion_tokens"] > arrivals[-1][1]:
             arrivals.append((seconds, meta["completion_tokens"]))
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") != "length":
-        raise RuntimeError(f"the answer did not end as it should: {reason or 'the stream broke off'}")
     return Stream(sent, arrivals, meta["cached_tokens"], (meta.get("attention") or {}).get("decode") or {})
 
 
@@ -212,7 +203,9 @@ class BatchServer:
         """
         # Text beforehand: a hundred thousand numbers take a while.
         bodies = [
-            json.dumps(_body(prompt, tokens, policy, interval if index == 0 else max(interval, 32)))
+            json.dumps(
+                request_body(prompt, tokens, policy, stream_interval=interval if index == 0 else max(interval, 32))
+            )
             for index, (prompt, policy) in enumerate(zip(prompts, policies, strict=True))
         ]
         return list(self._threads.map(self._ask, bodies))
@@ -223,18 +216,6 @@ class BatchServer:
         with self._http.stream("POST", "/generate", content=body, headers=headers) as response:
             response.raise_for_status()
             return read_stream(sent, ((time.perf_counter(), line) for line in response.iter_lines()))
-
-
-def _body(prompt: Sequence[int], tokens: int, policy: Mapping[str, Any] | None, interval: int) -> dict[str, Any]:
-    parameters: dict[str, Any] = {
-        "temperature": 0,
-        "max_new_tokens": tokens,
-        "ignore_eos": True,
-        "stream_interval": interval,
-    }
-    if policy is not None:
-        parameters["custom_params"] = {"attention": json.dumps(policy)}
-    return {"input_ids": list(prompt), "sampling_params": parameters, "stream": True}
 
 
 def _mean_ratio(streams: Sequence[Stream], name: str) -> float | None:

@@ -14,7 +14,6 @@ in ``WINNOW_API_KEY`` and ``WINNOW_RUNTIME_API_KEY``.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 from dataclasses import asdict
@@ -38,6 +37,7 @@ from benchmarks.serving.overhead.beside_runtime import (
 from benchmarks.serving.overhead.beside_table import service_table
 from winnow_evaluation.environment import checkout_commit, installed_versions
 from winnow_evaluation.machine import cpu
+from winnow_evaluation.writing import write_json
 
 RECORD: Final = RESULTS / "service.json"
 _SERVERS: Final = ("fastapi", "uvicorn", "uvloop", "h11")
@@ -65,8 +65,7 @@ def run(
     except (NotComparable, httpx.TransportError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_json(output, record)
     typer.echo(service_table(output))
 
 

@@ -27,6 +27,7 @@ from benchmarks.serving.overhead.standin import MODEL
 from benchmarks.serving.overhead.streams import Target
 from benchmarks.serving.overhead.table import PAGE, RECORD, markdown, write_table
 from winnow_evaluation.machine import surroundings
+from winnow_evaluation.writing import write_json
 
 # Higher than anything here comes to: what is measured is that they are counted.
 _LIMITS: Final = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "concurrent_requests": 100_000}
@@ -125,8 +126,7 @@ def run(
         "cores": {"service": own, "stand-in and client": others},
     }
     record = {"header": header, "plan": asdict(plan), "measured": asyncio.run(measured(plan))}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(output, record)
     typer.echo(markdown(record))
 
 

@@ -1,6 +1,6 @@
 """The plot of how the time to first token grows with the prompt, out of a record of ``serving.serve``.
 
-    python -m benchmarks.serving.ttft_plot kernels/benchmarks/results/ttft.json
+    python -m benchmarks.serving.ttft_plot benchmarks/results/ttft.json
 
 Every model with times at enough lengths gives one SVG; dashed are the power laws of ``ttft_growth``.
 """

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-RECORD: Final = "docs/benchmarks/service-overhead.json"
+from winnow_evaluation.writing import replaced_between
+
+RECORD: Final = "benchmarks/results/service-overhead.json"
 PAGE: Final = "docs/load-tests.md"
 BEGIN: Final = "<!-- service_overhead: begin -->"
 END: Final = "<!-- service_overhead: end -->"
@@ -64,8 +66,4 @@ def write_table(record: dict[str, Any], page: Path) -> None:
     Raises:
         ValueError: the page does not have both, once each and in order.
     """
-    content = page.read_text()
-    if content.count(BEGIN) != 1 or content.count(END) != 1 or content.index(BEGIN) > content.index(END):
-        raise ValueError(f"{page}: must have the lines {BEGIN} and {END}, once each and in this order")
-    before, after = content[: content.index(BEGIN)], content[content.index(END) :]
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(record)}\n\n{after}")
+    page.write_text(replaced_between(page.read_text(), BEGIN, END, markdown(record), str(page)))

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from winnow_evaluation.over_http.report import CellRow, Report
 from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.writing import replaced_between
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _MISSING = "–"
@@ -71,11 +72,10 @@ def updated(document: str, text: str) -> str:
     Raises:
         TableError: the document does not have both marks once, in their order.
     """
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or any(mark in before + after for mark in (BEGIN, END)):
-        raise TableError(f"the document must hold {BEGIN!r} and then {END!r}, each once")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+    try:
+        return replaced_between(document, BEGIN, END, text)
+    except ValueError as error:
+        raise TableError(str(error)) from error
 
 
 def _joined(reports: Mapping[str, Report]) -> _Results:
