@@ -33,7 +33,6 @@ from benchmarks.machine import numbers
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.families import FAMILIES, Rows
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, QuokaPrefill, check_against_model, parse_policy
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
@@ -44,6 +43,9 @@ from winnow_kernels.dense import prefill
 from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
 
 # The shapes of the needle model.

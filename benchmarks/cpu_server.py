@@ -33,9 +33,9 @@ from benchmarks.answer_timing import TimedServer, Timing
 from benchmarks.machine import numbers
 from benchmarks.needle_prompt import needle_prompt
 from benchmarks.server_figures import DENSE, NATIVE, NOOP, Kind, Series
-from sglang_winnow.policy import DECODE_POLICIES
 from tests.runtime import runtime_server
 from winnow_evaluation.machine import surroundings
+from winnow_kernels.policies.registry import DECODE_POLICIES
 
 QUOKA_PREFILL: Final = {"prefill": {"policy": "quoka", "budget": 1024}}
 POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")

@@ -46,9 +46,10 @@ from benchmarks.gpu_timing import Timing, calls_beyond_cache, gpu, time_calls
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
 from sglang_winnow import crossover
-from sglang_winnow.policy import MAX_PATIENCE, AttentionPolicy, parse_policy
 from sglang_winnow.statistics import Field
 from winnow_kernels.gpu.batch import Count
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
+from winnow_kernels.policies.early_termination import MAX_PATIENCE
 
 BENCH: Final = "attention"
 DTYPE: Final = torch.bfloat16

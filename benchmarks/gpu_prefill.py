@@ -39,7 +39,6 @@ from benchmarks.gpu_rows import RESULTS, Record, Row, header, merged
 from benchmarks.gpu_timing import Timing, gpu, summary
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
-from sglang_winnow.policy import QuokaPrefill
 from winnow_kernels.attend import attend as reference_attend
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.gather import Meter
@@ -53,6 +52,7 @@ from winnow_kernels.gpu.quoka_prefill_selection import (
     QuokaPrefillWorkspace,
     select_blocks,
 )
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.quoka import QuokaPrefillParameters, select_for_blocks
 from winnow_kernels.selection import Selection
 

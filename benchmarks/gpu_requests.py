@@ -18,7 +18,6 @@ from sglang_winnow.device.parameters import FAMILIES
 from sglang_winnow.device.step import Step, StepBuffers
 from sglang_winnow.families import kept_by
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import Context, LayerCache
@@ -27,6 +26,7 @@ from winnow_kernels.gpu.batch import Count
 from winnow_kernels.gpu.row_parameters import Family
 from winnow_kernels.gpu.tactic import selection_width
 from winnow_kernels.indexes.clusters import SPAN
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 PAGE_SIZE: Final = 16
 

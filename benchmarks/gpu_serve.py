@@ -55,8 +55,8 @@ from benchmarks.gpu_rows import RESULTS, Record, Row, header_from_outside, heade
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named, write_model
 from benchmarks.server_figures import NOOP
-from sglang_winnow.policy import parse_policy
 from tests.runtime import runtime_server
+from winnow_kernels.policies.attention_policy import parse_policy
 
 BENCH: Final = "serve"
 WINNOW: Final = "winnow"

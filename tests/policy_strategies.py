@@ -7,16 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import (
-    DEFAULT_SINKS,
-    MAX_DELTA_LAYERS,
-    MAX_KERNEL_SIZE,
-    MAX_LAYERS,
-    MAX_PATIENCE,
-    MAX_TOKENS,
-    MAX_WINDOW,
-    PAGE_TOKENS,
-)
+from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
+from winnow_kernels.policies.early_termination import MAX_PATIENCE
+from winnow_kernels.policies.fields import DEFAULT_SINKS, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW, PAGE_TOKENS
+from winnow_kernels.policies.snapkv.parameters import MAX_KERNEL_SIZE
 
 Json = dict[str, Any]
 

@@ -29,8 +29,8 @@ from benchmarks.tactic_trace.alike_heads import make_heads_alike
 from benchmarks.tactic_trace.given_fit import GivenFit
 from benchmarks.tactic_trace.lengths import LengthTrace, ServedLengths
 from sglang_winnow.hooks import Hook, install
-from sglang_winnow.policy import Tactic
 from winnow_kernels.gpu import tactic
+from winnow_kernels.policies.tactic.parameters import Tactic
 
 if TYPE_CHECKING:
     from torch import nn

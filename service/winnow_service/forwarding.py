@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from fastapi import Request, Response
 from pydantic_core import to_json
 
-from sglang_winnow.policy import AttentionPolicy
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service import headers
 from winnow_service.attention.answer import lift_in_body, lift_in_events
 from winnow_service.attention.request import Form, Policies, each_policy, place_policies

@@ -13,17 +13,6 @@ from torch import Tensor
 
 from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import (
-    AttentionPolicy,
-    Delta,
-    Dense,
-    PyramidKV,
-    Quest,
-    QuokaDecode,
-    SnapKV,
-    StreamingLLM,
-    Tactic,
-)
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context
@@ -34,6 +23,15 @@ from winnow_kernels.early_termination import EarlyTermination, Termination
 from winnow_kernels.indexes.clusters import clustered_until
 from winnow_kernels.observation import ObservationBuffer
 from winnow_kernels.page_selection import pages_kept
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.dense.parameters import Dense
+from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
+from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.quoka.parameters import QuokaDecode
+from winnow_kernels.policies.snapkv.parameters import SnapKV
+from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
+from winnow_kernels.policies.tactic.parameters import Tactic
 from winnow_kernels.pyramidkv import PyramidKVParameters
 from winnow_kernels.quest import QuestParameters, QuestStep
 from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep

@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.statistics import Statistics
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.snapkv import SnapKVState
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.ranks import ALONE, Ranks
 from winnow_kernels.gather import Meter
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 
 class Field(IntEnum):

@@ -15,12 +15,12 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import DECODE_POLICIES
 from tests.service.conftest import Deployment
 from tests.service.control import ADMIN_KEY, bearer, make_key, processes, replica, runtime
 from tests.service.test_attention import SERVED
 from tests.service.test_forwarding import Samples, key, samples
 from tests.service.waiting import eventually
+from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.attention.told import StreamTold, Told, decode_context, prefill_context, told_by_body
 from winnow_service.errors import StoreUnavailable
 from winnow_service.metrics.generation import Generation

@@ -15,12 +15,12 @@ from sglang_winnow.device.memory import fixed_bytes, index_bytes_of_slot
 from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.stored_positions import OutOfPositionsError, StoredPositions
 from sglang_winnow.device.variants import ANY, DENSE, variant_for, variants_of
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.served_policies import ENVIRONMENT
 from winnow_kernels.gpu.quoka_prefill_selection import SCORES_BYTES
 from winnow_kernels.gpu.row_parameters import Family
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 ALL = frozenset(Family) - {Family.DENSE}
 LAYERS = 6

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from sglang_winnow import families
 from sglang_winnow.families import ALWAYS, FAMILIES, Rows, dense_until, effective_budget, kept_by
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import PolicyError, parse_policy
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import positions_of
 from winnow_kernels.gather import Meter
+from winnow_kernels.policies.attention_policy import parse_policy
+from winnow_kernels.policies.fields import PolicyError
 
 SLOTS, KV_HEADS, DIM, LAYERS = 2048, 2, 32, 2
 SCALE = DIM**-0.5

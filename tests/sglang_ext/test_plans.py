@@ -12,7 +12,6 @@ from sglang_winnow import families
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.device.selectors import _stage_of_pages
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.prefill_plan import DENSE_BLOCK, PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -20,6 +19,7 @@ from tests.kernels.caches import random_cache, random_queries
 from winnow_kernels.cache import Context
 from winnow_kernels.dense import attend_all
 from winnow_kernels.gather import Meter
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.quoka import PrefillReads
 
 LAYERS, KV_HEADS, GROUP, DIM, PAGE_SIZE, SLOTS = 3, 2, 2, 32, 16, 2048

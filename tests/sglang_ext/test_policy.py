@@ -14,29 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sglang_winnow.policy import (
-    DECODE_POLICIES,
-    MAX_MESSAGE_CHARACTERS,
+from tests.policy_strategies import json_values, mutated_policies, valid_policies
+from winnow_kernels.indexes.clusters import SPAN, clustered_until
+from winnow_kernels.policies.attention_policy import (
     MAX_POLICY_BYTES,
-    MAX_TOKENS,
-    PREFILL_POLICIES,
-    TACTIC_CAP_WARNING,
-    TACTIC_TAIL_TOKENS,
     AttentionPolicy,
-    Delta,
-    Dense,
-    EarlyTermination,
-    PolicyError,
-    Quest,
-    QuokaPrefill,
-    SnapKV,
-    Tactic,
     check_against_model,
     json_schema,
     parse_policy,
 )
-from tests.policy_strategies import json_values, mutated_policies, valid_policies
-from winnow_kernels.indexes.clusters import SPAN, clustered_until
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.dense.parameters import Dense
+from winnow_kernels.policies.early_termination import EarlyTermination
+from winnow_kernels.policies.fields import MAX_MESSAGE_CHARACTERS, MAX_TOKENS, PolicyError
+from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_kernels.policies.snapkv.parameters import SnapKV
+from winnow_kernels.policies.tactic.parameters import TACTIC_CAP_WARNING, TACTIC_TAIL_TOKENS, Tactic
 
 NAMES = "dense, streaming_llm, quest, snapkv, pyramidkv, delta, tactic, quoka"
 
@@ -400,6 +395,8 @@ def test_the_json_schema_in_the_docs_is_the_contracts() -> None:
 
 
 def test_the_contract_needs_neither_torch_nor_sglang() -> None:
-    program = "import sys, sglang_winnow.policy; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    program = (
+        "import sys, winnow_kernels.policies.attention_policy; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout == "[]\n"

@@ -20,12 +20,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy
 from winnow_evaluation.fidelity.exact import Following
 from winnow_evaluation.fidelity.oracles import Oracle
 from winnow_evaluation.fidelity.passes import ExactPass, Pass, PolicyPass
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_kernels.indexes.clusters import clustered_until
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 DENSE: Final = AttentionPolicy()
 
@@ -91,7 +91,7 @@ class Forcing:
         """Attend by a policy's decode steps.
 
         Args:
-            policy: as the model runs it (``sglang_winnow.policy.check_against_model``).
+            policy: as the model runs it (``check_against_model``).
             block: most tokens that go through the model together; all without it.
             prompts: some of the prompts; all without it.
         """

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sglang_winnow.families import FAMILIES, Rows, effective_budget, thresholds_of
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from winnow_evaluation.fidelity.exact import Following, Scores
@@ -21,6 +20,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode_step import DecodeStep
 from winnow_kernels.early_termination import Termination
 from winnow_kernels.gather import Meter
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 _COPIES_OF_CONTEXT: Final = 3
 """Copies of a context's keys, in float32, that a step may hold: an index, or keys and values of a full layer."""
@@ -61,7 +61,7 @@ class PolicyPass(Pass):
         """
         Args:
             following: the tokens.
-            policy: as the model runs it (``sglang_winnow.policy.check_against_model``); its prefill is not looked at.
+            policy: as the model runs it (``check_against_model``); its prefill is not looked at.
             states: of the requests, one for each of the batch's prompts.
         """
         super().__init__(following)

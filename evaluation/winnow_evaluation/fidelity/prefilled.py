@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sglang_winnow.families import kept_by
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -19,6 +18,7 @@ from winnow_evaluation.offline_model import OfflineModel
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
 from winnow_kernels.indexes.pages import PageIndex
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
     from sglang_winnow.device.prefill import DevicePrefill

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from sglang_winnow.policy import AttentionPolicy, PolicyError, parse_policy
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
+from winnow_kernels.policies.fields import PolicyError
 from winnow_service.errors import InvalidPolicy, PolicyForbidden
 
 FIELD = "attention"

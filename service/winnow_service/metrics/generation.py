@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Final
 
-from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.attention.told import (
     Facts,
     StreamTold,

@@ -18,7 +18,6 @@ from sglang_winnow.device.selectors import DeltaSelector, Selector, TacticSelect
 from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.stored_positions import OutOfPositionsError
 from sglang_winnow.families import dense_until, effective_budget
-from sglang_winnow.policy import DecodePolicy, Delta, Tactic
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from winnow_kernels.cache import Context, LayerCache
@@ -26,6 +25,9 @@ from winnow_kernels.gpu.attend import AttendBuffers, attend
 from winnow_kernels.gpu.batch import WHOLE, ToldShares
 from winnow_kernels.gpu.page_table import copy_page_table
 from winnow_kernels.gpu.row_parameters import Family, Parameter, ParameterTable
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.registry import DecodePolicy
+from winnow_kernels.policies.tactic.parameters import Tactic
 
 logger = logging.getLogger(__name__)
 

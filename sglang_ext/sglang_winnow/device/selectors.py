@@ -13,7 +13,6 @@ from torch import Tensor
 from sglang_winnow.device.parameters import kept_positions, roles_of
 from sglang_winnow.device.step import Step
 from sglang_winnow.device.stored_positions import StoredPositions
-from sglang_winnow.policy import Delta, Tactic
 from sglang_winnow.ranks import Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -33,6 +32,8 @@ from winnow_kernels.gpu.tactic_state import TacticWorkspace
 from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.tactic.parameters import Tactic
 
 SCRATCH_BYTES = 2**28
 """What a selector's scratch may take; larger batches are selected for in parts."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy, parse_policy
 from tests.models import ModelShape, write_model, write_weights
 from winnow_evaluation.fidelity.forcing import Forcing
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
 # No multiples of the page, and continuations that fill the page which the prompt has begun.
 PROMPTS, TOKENS = (203, 150), 24

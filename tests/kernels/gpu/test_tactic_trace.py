@@ -15,7 +15,6 @@ from benchmarks.tactic_trace.lengths import LengthTrace, Recorded, ServedLengths
 from benchmarks.tactic_trace.serving import hooks_of
 from sglang_winnow import crossover
 from sglang_winnow.device.selectors import TacticSelector
-from sglang_winnow.policy import parse_policy
 from tests.kernels.gpu.compiling import compile_for_hopper
 from tests.kernels.gpu.test_tactic import SCALE, UNTOUCHED, Case, case, check, queries_of, run, variant
 from winnow_kernels.gather import Meter
@@ -23,6 +22,7 @@ from winnow_kernels.gpu import tactic
 from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
 from winnow_kernels.gpu.tactic_fit import fit_kernel
 from winnow_kernels.indexes.clusters import SPAN
+from winnow_kernels.policies.attention_policy import parse_policy
 from winnow_kernels.tactic import TacticParameters, TacticStep
 
 LENGTHS, CLUSTERED = [460, 90, 400, 333], [384, 64, 320, 256]

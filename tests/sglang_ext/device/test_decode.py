@@ -18,7 +18,6 @@ from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.variants import variant_for, variants_of
 from sglang_winnow.families import kept_by
 from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.ranks import ALONE, Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
@@ -27,6 +26,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.gpu.attend import AttendBuffers
 from winnow_kernels.gpu.row_parameters import Family
 from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 32, 16
 SCALE = HEAD_DIM**-0.5
