@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import METRICS, UNCACHED_TOKENS
 from sglang_winnow.server_information import block_of

@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.metrics import METRICS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.device.parameters import FAMILIES
 from sglang_winnow.device.selectors import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.construction import enabled_families
 from sglang_winnow.device.selectors import SCRATCH_BYTES
 from sglang_winnow.device.step import StepBuffers
