@@ -37,16 +37,16 @@ from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from winnow_evaluation.machine import surroundings
+from winnow_kernels.attend.dense import prefill
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.dense import prefill
-from winnow_kernels.gather import Meter
+from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters, quoka_prefill
 from winnow_kernels.policies.registry import DECODE_POLICIES
-from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
 
 # The shapes of the needle model.
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 8, 64

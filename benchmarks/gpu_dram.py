@@ -26,8 +26,8 @@ from rich.console import Console
 from benchmarks.gpu_attend import DTYPE, HEAD_DIM, MODEL, Case, Contestant, Inputs, parse_cases
 from benchmarks.gpu_rows import REPOSITORY, RESULTS, Record, Row, header_from_outside
 from benchmarks.gpu_timing import gpu
-from winnow_kernels.gpu.attend import Launch
-from winnow_kernels.gpu.batch import Count
+from winnow_kernels.attend.gpu import Launch
+from winnow_kernels.batch import Count
 
 BENCH: Final = "dram"
 METRIC: Final = "dram__bytes_read.sum"

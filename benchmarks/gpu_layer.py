@@ -47,7 +47,7 @@ from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
 from sglang_winnow import crossover
 from sglang_winnow.statistics import Field
-from winnow_kernels.gpu.batch import Count
+from winnow_kernels.batch import Count
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 from winnow_kernels.policies.early_termination import MAX_PATIENCE
 

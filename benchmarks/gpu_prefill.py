@@ -39,22 +39,22 @@ from benchmarks.gpu_rows import RESULTS, Record, Row, header, merged
 from benchmarks.gpu_timing import Timing, gpu, summary
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
-from winnow_kernels.attend import attend as reference_attend
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import attend as reference_attend
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.prefill_blocks_cut import blocks_of, dense_blocks_of
-from winnow_kernels.gpu.prefill_blocks_reads import reads_of
-from winnow_kernels.gpu.quoka_prefill_attention import Launch, attend_blocks
-from winnow_kernels.gpu.quoka_prefill_selection import (
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.prefill.attention import Launch, attend_blocks
+from winnow_kernels.policies.quoka.prefill.cut import blocks_of, dense_blocks_of
+from winnow_kernels.policies.quoka.prefill.reads import reads_of
+from winnow_kernels.policies.quoka.prefill.selection import (
     BlockSelection,
     QuokaPrefillPass,
     QuokaPrefillWorkspace,
     select_blocks,
 )
-from winnow_kernels.policies.quoka.parameters import QuokaPrefill
-from winnow_kernels.quoka import QuokaPrefillParameters, select_for_blocks
-from winnow_kernels.selection import Selection
+from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters, select_for_blocks
+from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
+from winnow_kernels.selection.tokens import Selection
 
 BENCH: Final = "prefill"
 DTYPE: Final = torch.bfloat16

@@ -20,13 +20,13 @@ from sglang_winnow.families import kept_by
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
+from winnow_kernels.attend.gpu import AttendBuffers, attend
+from winnow_kernels.batch import Count
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers, attend
-from winnow_kernels.gpu.batch import Count
-from winnow_kernels.gpu.row_parameters import Family
-from winnow_kernels.gpu.tactic import selection_width
+from winnow_kernels.decode.gpu_rows import Family
 from winnow_kernels.indexes.clusters import SPAN
 from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 PAGE_SIZE: Final = 16
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.task_prompts import Prompt
-from winnow_kernels.attend import group
+from winnow_kernels.attend.dense import prefill
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import prefill
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.tactic import Estimate, TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.reference import Estimate, TacticParameters, TacticStep
 
 PAGE_SIZE = 16
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)

@@ -29,10 +29,10 @@ import typer
 from torch import Tensor
 
 from benchmarks.tactic_choices import PAGE_SIZE, SHARES, Captured, PromptTables, Sums
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
 
 OPTIMAL = {0.5: 71, 0.6: 122, 0.7: 212, 0.8: 394, 0.9: 895}
 """Table 3: the fewest tokens of 32K that hold each share of the attention mass, per query head."""

@@ -33,10 +33,10 @@ from benchmarks.tactic_choices import PromptTables, capture
 from benchmarks.tactic_keys import TABLE_LENGTH, make_keys, tables_of
 from benchmarks.tactic_trace.lengths import LengthTrace, Recorded
 from winnow_evaluation.machine import surroundings
-from winnow_kernels.gather import Meter
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN
-from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
+from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
 
 _HALVINGS: Final = 12
 _MOST_SIMULATED: Final = 256

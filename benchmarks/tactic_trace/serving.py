@@ -29,7 +29,7 @@ from benchmarks.tactic_trace.alike_heads import make_heads_alike
 from benchmarks.tactic_trace.given_fit import GivenFit
 from benchmarks.tactic_trace.lengths import LengthTrace, ServedLengths
 from sglang_winnow.hooks import Hook, install
-from winnow_kernels.gpu import tactic
+from winnow_kernels.policies.tactic.gpu import selection as tactic
 from winnow_kernels.policies.tactic.parameters import Tactic
 
 if TYPE_CHECKING:

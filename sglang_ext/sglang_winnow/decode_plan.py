@@ -14,13 +14,13 @@ from sglang_winnow.families import FAMILIES, Rows, effective_budget, reads_every
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.dense import attend_all
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.dense import attend_all
-from winnow_kernels.dense_step import DenseStep
-from winnow_kernels.early_termination import Termination
-from winnow_kernels.gather import Meter
-from winnow_kernels.tactic import TacticStep
+from winnow_kernels.decode.step import DecodeStep
+from winnow_kernels.policies.dense.reference import DenseStep
+from winnow_kernels.policies.tactic.reference import TacticStep
 
 # Rows that attend to everything, whatever their policy, and do not stop early.
 _DENSE: Final = "dense step"

@@ -15,29 +15,29 @@ from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.early_termination import EarlyTermination, Termination
 from winnow_kernels.cache import Context
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.delta import DeltaParameters, DeltaStep
-from winnow_kernels.dense_step import DenseStep
-from winnow_kernels.early_termination import EarlyTermination, Termination
+from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.indexes.clusters import clustered_until
-from winnow_kernels.observation import ObservationBuffer
-from winnow_kernels.page_selection import pages_kept
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.delta.reference import DeltaParameters, DeltaStep
 from winnow_kernels.policies.dense.parameters import Dense
+from winnow_kernels.policies.dense.reference import DenseStep
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
+from winnow_kernels.policies.pyramidkv.reference import PyramidKVParameters
 from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.quest.reference import QuestParameters, QuestStep
 from winnow_kernels.policies.quoka.parameters import QuokaDecode
+from winnow_kernels.policies.quoka.reference import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 from winnow_kernels.policies.snapkv.parameters import SnapKV
+from winnow_kernels.policies.snapkv.reference import SnapKVParameters, SnapKVState, SnapKVStep
 from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
+from winnow_kernels.policies.streaming_llm.reference import StreamingLLMParameters, StreamingLLMStep
 from winnow_kernels.policies.tactic.parameters import Tactic
-from winnow_kernels.pyramidkv import PyramidKVParameters
-from winnow_kernels.quest import QuestParameters, QuestStep
-from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
-from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
-from winnow_kernels.streaming_llm import StreamingLLMParameters, StreamingLLMStep
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
+from winnow_kernels.selection.pages import pages_kept
 
 _Policy = TypeVar("_Policy", StreamingLLM, Quest, Delta, Tactic, QuokaDecode)
 

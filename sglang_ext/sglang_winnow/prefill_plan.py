@@ -13,12 +13,12 @@ from sglang_winnow.families import ALWAYS, dense_until, kept_by
 from sglang_winnow.indexes import Indexes
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.dense import prefill
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import prefill
-from winnow_kernels.gather import Meter
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
-from winnow_kernels.quoka import PrefillReads, QuokaPrefillParameters, quoka_prefill
-from winnow_kernels.snapkv import SnapKVState
+from winnow_kernels.policies.quoka.reference import PrefillReads, QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.policies.snapkv.reference import SnapKVState
 
 # Queries that are taken to share a read of keys and values in dense prefill: as many as share one by QUOKA's default.
 DENSE_BLOCK: Final = 128

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_kernels.snapkv import SnapKVState
+from winnow_kernels.policies.snapkv.reference import SnapKVState
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

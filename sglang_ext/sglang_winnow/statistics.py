@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_winnow.ranks import ALONE, Ranks
-from winnow_kernels.gather import Meter
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu_dense_prefill import DenseInputs
 from benchmarks.gpu_prefill import PAGE_SIZE, Prompt, check, check_dense, contestants_of, measure
 from benchmarks.gpu_timing import Timing
 from benchmarks.model_shapes import shape_named
-from winnow_kernels import dense
+from winnow_kernels.attend import dense
 
 CPU = torch.device("cpu")
 

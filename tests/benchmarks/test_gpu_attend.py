@@ -22,7 +22,7 @@ from benchmarks.gpu_attend import (
     table,
 )
 from benchmarks.gpu_timing import Timing, calls_beyond_cache, summary
-from winnow_kernels.gpu.attend import Launch
+from winnow_kernels.attend.gpu import Launch
 
 CPU = torch.device("cpu")
 

@@ -36,7 +36,7 @@ from benchmarks.gpu_layer import (
 from benchmarks.gpu_requests import measured_length
 from benchmarks.gpu_timing import Timing
 from benchmarks.model_shapes import shape_named
-from winnow_kernels.gpu.batch import Count
+from winnow_kernels.batch import Count
 
 LLAMA = shape_named("Llama-3.1-8B")
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.kernels.attention_float64 import attend_head, attend_head_until_settled
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from winnow_kernels.attend import attend
+from winnow_kernels.attend.early_termination import EarlyTermination, Termination, probe_of
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import attend
 from winnow_kernels.cache import Context
-from winnow_kernels.early_termination import EarlyTermination, Termination, probe_of
-from winnow_kernels.gather import Meter
-from winnow_kernels.selection import Selection
+from winnow_kernels.selection.tokens import Selection
 
 SLOTS, DIM = 4096, 64
 SCALE = DIM**-0.5

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
+from winnow_kernels.attend.early_termination import EarlyTermination, Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.delta import DeltaParameters, DeltaStep
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
+from winnow_kernels.policies.delta.reference import DeltaParameters, DeltaStep
 
 SLOTS, DIM = 2400, 32
 SCALE = DIM**-0.5

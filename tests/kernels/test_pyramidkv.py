@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from winnow_kernels.pyramidkv import PyramidKVParameters, pyramid
+from winnow_kernels.policies.pyramidkv.reference import PyramidKVParameters, pyramid
 
 
 def _exact(layers: int, mean: int, most: int) -> list[Fraction]:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
+from winnow_kernels.attend.early_termination import EarlyTermination, Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.quest import QuestParameters, QuestStep
+from winnow_kernels.policies.quest.reference import QuestParameters, QuestStep
 
 SLOTS, DIM = 2400, 32
 SCALE = DIM**-0.5

@@ -17,13 +17,13 @@ from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.quoka_float64 import plain_prefill, plain_scores
 from tests.kernels.selected_tokens import positions_of
-from winnow_kernels import quoka
+from winnow_kernels.attend.dense import attend_all, prefill
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import attend_all, prefill
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.quoka import (
+from winnow_kernels.policies.quoka import reference as quoka
+from winnow_kernels.policies.quoka.reference import (
     PrefillReads,
     QuokaDecodeParameters,
     QuokaPrefillParameters,

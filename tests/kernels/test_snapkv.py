@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
 from tests.kernels.window_votes import pooled, window_votes
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
-from winnow_kernels.observation import ObservationBuffer
-from winnow_kernels.pyramidkv import PyramidKVParameters
-from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
+from winnow_kernels.attend.early_termination import EarlyTermination, Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.pyramidkv.reference import PyramidKVParameters
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.policies.snapkv.reference import SnapKVParameters, SnapKVState, SnapKVStep
 
 SLOTS, DIM = 2048, 32
 SCALE = DIM**-0.5

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
-from winnow_kernels.gather import Meter
-from winnow_kernels.streaming_llm import StreamingLLMParameters, StreamingLLMStep
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.streaming_llm.reference import StreamingLLMParameters, StreamingLLMStep
 
 SLOTS, DIM = 2048, 32
 SCALE = DIM**-0.5

@@ -16,14 +16,14 @@ from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import dense_output
 from tests.kernels.test_clusters import members_of
-from winnow_kernels.attend import attend
+from winnow_kernels.attend.early_termination import EarlyTermination, Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import attend
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.selection import Selection
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
+from winnow_kernels.selection.tokens import Selection
 
 SLOTS, DIM, SPAN = 8192, 16, 128
 SCALE = DIM**-0.5

@@ -17,10 +17,10 @@ from sglang_winnow.device.stored_positions import OutOfPositionsError, StoredPos
 from sglang_winnow.device.variants import ANY, DENSE, variant_for, variants_of
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.served_policies import ENVIRONMENT
-from winnow_kernels.gpu.quoka_prefill_selection import SCORES_BYTES
-from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.decode.gpu_rows import Family
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.quoka.prefill.selection import SCORES_BYTES
 
 ALL = frozenset(Family) - {Family.DENSE}
 LAYERS = 6

@@ -16,7 +16,7 @@ from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Statistics
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import positions_of
-from winnow_kernels.gather import Meter
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.policies.attention_policy import parse_policy
 from winnow_kernels.policies.fields import PolicyError
 

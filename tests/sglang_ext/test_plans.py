@@ -16,11 +16,11 @@ from sglang_winnow.prefill_plan import DENSE_BLOCK, PrefillPlan
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from tests.kernels.caches import random_cache, random_queries
+from winnow_kernels.attend.dense import attend_all
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context
-from winnow_kernels.dense import attend_all
-from winnow_kernels.gather import Meter
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_kernels.quoka import PrefillReads
+from winnow_kernels.policies.quoka.reference import PrefillReads
 
 LAYERS, KV_HEADS, GROUP, DIM, PAGE_SIZE, SLOTS = 3, 2, 2, 32, 16, 2048
 SCALE = DIM**-0.5

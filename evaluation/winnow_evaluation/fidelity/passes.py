@@ -16,10 +16,10 @@ from sglang_winnow.statistics import Statistics
 from winnow_evaluation.fidelity.exact import Following, Scores
 from winnow_evaluation.fidelity.oracles import Oracle
 from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.early_termination import Termination
-from winnow_kernels.gather import Meter
+from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 _COPIES_OF_CONTEXT: Final = 3

@@ -198,7 +198,7 @@ class PrefilledBatch:
             return None
         # Triton looks for a GPU's driver when it is imported.
         from sglang_winnow.device.prefill import DevicePrefill  # noqa: PLC0415
-        from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace  # noqa: PLC0415
+        from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace  # noqa: PLC0415
 
         workspace = QuokaPrefillWorkspace.empty(self.model.kv_heads, self.slots.shape[1], self.model.device)
         kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, self.caches, workspace)

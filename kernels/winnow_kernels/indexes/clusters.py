@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu import kmeans as gpu_kmeans
-from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.indexes import gpu_kmeans
 from winnow_kernels.indexes.cluster_tables import ClusterTables
+from winnow_kernels.indexes.gpu_key_pools import KeyPools
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, drawn_behind
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
-from winnow_kernels.kmeans import CLUSTER_SIZE, drawn_behind
 
 SPAN = 1024
 """Tokens in a span, unless a server says otherwise."""

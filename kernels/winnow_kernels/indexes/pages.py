@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.batch import DecodeBatch
-from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.indexes.gpu_key_pools import KeyPools
 from winnow_kernels.indexes.pool_shape import PoolShape
 
 

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from sglang_winnow.device.step import Step
 from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.batch import COUNTS, Count
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.batch import COUNTS, Count
-from winnow_kernels.gpu.row_parameters import Parameter, ParameterTable
+from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
 
 _STEPS: Final = tl.constexpr(int(Field.STEPS))
 _DENSE_STEPS: Final = tl.constexpr(int(Field.DENSE_STEPS))

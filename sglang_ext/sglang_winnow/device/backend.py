@@ -21,7 +21,7 @@ from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -26,10 +26,10 @@ from sglang_winnow.ranks import ALONE, Ranks
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model
 from sglang_winnow.statistics import Statistics
+from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.row_parameters import Family
-from winnow_kernels.gpu.tactic import selection_width
+from winnow_kernels.decode.gpu_rows import Family
+from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -20,11 +20,11 @@ from sglang_winnow.device.stored_positions import OutOfPositionsError
 from sglang_winnow.families import dense_until, effective_budget
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.gpu import AttendBuffers, attend
+from winnow_kernels.batch import WHOLE, ToldShares
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers, attend
-from winnow_kernels.gpu.batch import WHOLE, ToldShares
-from winnow_kernels.gpu.page_table import copy_page_table
-from winnow_kernels.gpu.row_parameters import Family, Parameter, ParameterTable
+from winnow_kernels.decode.gpu_page_table import copy_page_table
+from winnow_kernels.decode.gpu_rows import Family, Parameter, ParameterTable
 from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.policies.registry import DecodePolicy
 from winnow_kernels.policies.tactic.parameters import Tactic

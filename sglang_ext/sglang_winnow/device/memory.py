@@ -15,15 +15,15 @@ from sglang_winnow.device.selectors import SCRATCH_BYTES
 from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.stored_positions import CAPACITY
 from sglang_winnow.hooks import Hook
+from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
-from winnow_kernels.gpu.row_parameters import Family
-from winnow_kernels.gpu.tactic import selection_width
+from winnow_kernels.decode.gpu_rows import Family
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
+from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator

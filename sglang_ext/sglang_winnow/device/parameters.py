@@ -9,9 +9,8 @@ from torch import Tensor
 
 from sglang_winnow.families import dense_until
 from sglang_winnow.request_state import RequestState
-from winnow_kernels.gpu.delta import FULL, REFRESH, REUSE
-from winnow_kernels.gpu.row_parameters import Family, Parameter, double_bits, float_bits
-from winnow_kernels.page_selection import pages_kept, pages_of
+from winnow_kernels.decode.gpu_rows import Family, Parameter, double_bits, float_bits
+from winnow_kernels.policies.delta.gpu import FULL, REFRESH, REUSE
 from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.policies.dense.parameters import Dense
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
@@ -20,6 +19,7 @@ from winnow_kernels.policies.quoka.parameters import QuokaDecode
 from winnow_kernels.policies.snapkv.parameters import SnapKV
 from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
 from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.selection.pages import pages_kept, pages_of
 
 FAMILIES = {
     "dense": Family.DENSE,

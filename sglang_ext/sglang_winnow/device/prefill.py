@@ -13,13 +13,13 @@ from torch import Tensor
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.prefill_plan import Chunk, PrefillPlan
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.prefill_blocks import Block, PrefillBlocks, aligned
-from winnow_kernels.gpu.prefill_blocks_cut import blocks_of
-from winnow_kernels.gpu.prefill_blocks_reads import reads_of
-from winnow_kernels.gpu.quoka_prefill_attention import attend_blocks
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
-from winnow_kernels.gpu.quoka_prefill_speakers import QUERIES_AT_ONCE
-from winnow_kernels.quoka import QuokaPrefillParameters
+from winnow_kernels.policies.quoka.prefill.attention import attend_blocks
+from winnow_kernels.policies.quoka.prefill.cut import blocks_of
+from winnow_kernels.policies.quoka.prefill.reads import reads_of
+from winnow_kernels.policies.quoka.prefill.representatives import QUERIES_AT_ONCE
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
+from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters
+from winnow_kernels.prefill.blocks import Block, PrefillBlocks, aligned
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -16,24 +16,29 @@ from sglang_winnow.device.stored_positions import StoredPositions
 from sglang_winnow.ranks import Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, ToldShares
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import delta, quest, quoka, stored_selection, streaming_llm, tactic
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.batch import NO_MASS, WHOLE_TO_THE_END, ToldShares
-from winnow_kernels.gpu.delta import DeltaBuffers, DeltaRows
-from winnow_kernels.gpu.host_tensors import to_device
-from winnow_kernels.gpu.pages import PageBuffers
-from winnow_kernels.gpu.quoka import QuokaBuffers
-from winnow_kernels.gpu.row_parameters import Parameter
-from winnow_kernels.gpu.stored_selection import StoredRows
-from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics
-from winnow_kernels.gpu.tactic_state import TacticWorkspace
+from winnow_kernels.decode.gpu_rows import Parameter
+from winnow_kernels.host_tensors import to_device
 from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.gpu import DeltaBuffers, DeltaRows
 from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.quest import gpu as quest
+from winnow_kernels.policies.quoka import gpu as quoka
+from winnow_kernels.policies.quoka.gpu import QuokaBuffers
+from winnow_kernels.policies.snapkv import gpu as stored_selection
+from winnow_kernels.policies.snapkv.gpu import StoredRows
+from winnow_kernels.policies.streaming_llm import gpu as streaming_llm
+from winnow_kernels.policies.tactic.gpu import selection as tactic
+from winnow_kernels.policies.tactic.gpu.selection import TacticBatch, TacticStatistics
+from winnow_kernels.policies.tactic.gpu.state import TacticWorkspace
 from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.selection.gpu_pages import PageBuffers
 
 SCRATCH_BYTES = 2**28
 """What a selector's scratch may take; larger batches are selected for in parts."""

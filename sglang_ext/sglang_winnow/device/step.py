@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
-from winnow_kernels.gpu.row_parameters import OF_ROWS, RowParameters
+from winnow_kernels.batch import DecodeBatch, DeviceSelection
+from winnow_kernels.decode.gpu_rows import OF_ROWS, RowParameters
 
 
 @dataclass(frozen=True, eq=False)

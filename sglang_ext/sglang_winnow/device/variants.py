@@ -9,7 +9,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.device.decode import Variant
 from sglang_winnow.hooks import Hook
-from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.decode.gpu_rows import Family
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

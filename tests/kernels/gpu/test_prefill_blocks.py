@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.prefill_blocks_cut import DENSE_BLOCK, blocks_of, dense_blocks_of
-from winnow_kernels.gpu.prefill_blocks_reads import reads_of
-from winnow_kernels.quoka import PrefillReads, QuokaPrefillParameters, quoka_prefill, select_for_blocks
+from winnow_kernels.policies.quoka.prefill.cut import DENSE_BLOCK, blocks_of, dense_blocks_of
+from winnow_kernels.policies.quoka.prefill.reads import reads_of
+from winnow_kernels.policies.quoka.reference import (
+    PrefillReads,
+    QuokaPrefillParameters,
+    quoka_prefill,
+    select_for_blocks,
+)
+from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 
 CHUNKS = st.tuples(st.integers(0, 600), st.integers(1, 400))
 

@@ -19,13 +19,13 @@ from tests.kernels.gpu.selectors import (
     on_device,
     untouched,
 )
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.batch import Count, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import quoka
-from winnow_kernels.gpu.batch import Count, DeviceSelection
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.quoka import gpu as quoka
+from winnow_kernels.policies.quoka.reference import QuokaDecodeParameters, QuokaStep
 
 SLOTS = 6144
 CPU = torch.device("cpu")

@@ -17,13 +17,13 @@ from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Constant, Variant, compile_for_hopper
 from tests.kernels.gpu.selectors import HALF, UNTOUCHED, cache_on
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu import quoka_prefill_scores as scoring
-from winnow_kernels.gpu import quoka_prefill_speakers as speaking
-from winnow_kernels.gpu import quoka_prefill_top as top
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.prefill_blocks_cut import blocks_of, dense_blocks_of
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
-from winnow_kernels.quoka import QuokaPrefillParameters, select_for_blocks, speaking_queries
+from winnow_kernels.policies.quoka.prefill import representatives as speaking
+from winnow_kernels.policies.quoka.prefill import scores as scoring
+from winnow_kernels.policies.quoka.prefill import top
+from winnow_kernels.policies.quoka.prefill.cut import blocks_of, dense_blocks_of
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
+from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters, select_for_blocks, speaking_queries
+from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 
 # Scores are cosines; float32 sums of some hundred products are this exact.
 ROUNDING: Final = 3e-6
@@ -306,7 +306,7 @@ def _type(name: str) -> str:
 
 def _variant(kernel: str, constants: Mapping[str, Constant], warps: int = 4) -> Variant:
     module, name = kernel.split(".")
-    module = f"winnow_kernels.gpu.quoka_prefill_{module}"
+    module = f"winnow_kernels.policies.quoka.prefill.{module}"
     types = {each: _type(each) for each in getattr(import_module(module), name).arg_names if each not in constants}
     divisible = [each for each in types if each.endswith("stride") and each != "marks_stride"]
     return Variant(f"{module}:{name}", types, constants, divisible, num_warps=warps)

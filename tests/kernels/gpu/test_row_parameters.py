@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
-from winnow_kernels.gpu.batch import DecodeBatch
-from winnow_kernels.gpu.page_table import copy_page_table
-from winnow_kernels.gpu.row_parameters import (
+from winnow_kernels.batch import DecodeBatch
+from winnow_kernels.decode.gpu_page_table import copy_page_table
+from winnow_kernels.decode.gpu_rows import (
     OF_ROWS,
     Family,
     Parameter,
@@ -102,12 +102,14 @@ def test_they_compile_for_hopper() -> None:
     }
     variants = [
         Variant(
-            "winnow_kernels.gpu.row_parameters:_gather_kernel",
+            "winnow_kernels.decode.gpu_rows:_gather_kernel",
             gather,
             {"columns": OF_ROWS, "column_block": 16},
             num_warps=1,
         ),
-        Variant("winnow_kernels.gpu.page_table:_copy_kernel", copy, {"columns": 8, "page_size": 16, "block": 1024}),
+        Variant(
+            "winnow_kernels.decode.gpu_page_table:_copy_kernel", copy, {"columns": 8, "page_size": 16, "block": 1024}
+        ),
     ]
     for compiled in compile_for_hopper(variants):
         assert compiled.local_bytes == 0

@@ -9,10 +9,13 @@ from typing import Final
 from triton import next_power_of_2
 
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Constant, Variant, compile_for_hopper
-from winnow_kernels.gpu import delta, quest, quoka, stored_selection
-from winnow_kernels.gpu.attend import Launch
-from winnow_kernels.gpu.batch import WHOLE, WHOLE_TO_THE_END, Count
-from winnow_kernels.gpu.pages import MOST_PAGES, warps_of
+from winnow_kernels.attend.gpu import Launch
+from winnow_kernels.batch import WHOLE, WHOLE_TO_THE_END, Count
+from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.quest import gpu as quest
+from winnow_kernels.policies.quoka import gpu as quoka
+from winnow_kernels.policies.snapkv import gpu as stored_selection
+from winnow_kernels.selection.gpu_pages import MOST_PAGES, warps_of
 
 ROWS, KV_HEADS = 64, 8
 PAIRS: Final = {"page_size": 16, "kv_heads": KV_HEADS, "pair_block": ROWS * KV_HEADS}
@@ -37,10 +40,10 @@ def _type(name: str) -> str:
 
 def _variant(kernel: str, constants: Mapping[str, Constant], warps: int = 4) -> Variant:
     module, name = kernel.split(".")
-    names = getattr(import_module(f"winnow_kernels.gpu.{module}"), name).arg_names
+    names = getattr(import_module(f"winnow_kernels.policies.{module}.gpu"), name).arg_names
     types = {each: _type(each) for each in names if each not in constants}
     divisible = [each for each, kind in types.items() if kind == "i32" and each not in ODD]
-    return Variant(f"winnow_kernels.gpu.{module}:{name}", types, constants, divisible, num_warps=warps)
+    return Variant(f"winnow_kernels.policies.{module}.gpu:{name}", types, constants, divisible, num_warps=warps)
 
 
 def _scoring(kernel: str, head_dim: int, group: int, least_group: int) -> Variant:
@@ -74,7 +77,7 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_are_launched() -> None:
     of_tokens = {"query_heads": 32, "head_block": 32, "block": 128, "row_block": ROWS}
     launched = [
         (_variant("streaming_llm._select_kernel", {"whole": WHOLE, "page_size": 16, "block": 1024}), 1),
-        (_variant("stored_selection._select_kernel", of_stored), stored_selection.PROGRAMS),
+        (_variant("snapkv._select_kernel", of_stored), stored_selection.PROGRAMS),
         (_scoring("quest._score_kernel", 128, 4, least_group=16), quest.SCORING_PROGRAMS),
         (_scoring("quest._score_kernel", 96, 5, least_group=16), quest.SCORING_PROGRAMS),
         *((_selecting("quest._select_kernel", pages), 1) for pages in (2048, 8192, MOST_PAGES)),
@@ -96,5 +99,5 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_are_launched() -> None:
         assert compiled.local_bytes == 0, name
         assert programs * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024, name
         assert programs * variant.num_warps * 32 * compiled.registers <= REGISTERS, name
-        if "quest:_score" in variant.kernel or "delta:_attend" in variant.kernel:
+        if "quest.gpu:_score" in variant.kernel or "delta.gpu:_attend" in variant.kernel:
             assert "mma" in compiled.ptx, name

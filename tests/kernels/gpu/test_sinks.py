@@ -7,19 +7,21 @@ import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import cache_on, check_equal, on_device, untouched
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.batch import DeviceSelection
 from winnow_kernels.cache import Context
-from winnow_kernels.delta import DeltaParameters, DeltaStep
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import delta, quest, quoka
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.batch import DeviceSelection
-from winnow_kernels.gpu.pages import PageBuffers
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.page_selection import pages_kept, pages_of
-from winnow_kernels.quest import QuestParameters, QuestStep
-from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.reference import DeltaParameters, DeltaStep
+from winnow_kernels.policies.quest import gpu as quest
+from winnow_kernels.policies.quest.reference import QuestParameters, QuestStep
+from winnow_kernels.policies.quoka import gpu as quoka
+from winnow_kernels.policies.quoka.reference import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.selection.gpu_pages import PageBuffers
+from winnow_kernels.selection.pages import pages_kept, pages_of
 
 SLOTS, KV_HEADS, GROUP, HEAD_DIM, WIDTH = 4096, 2, 2, 64, 512
 CPU = torch.device("cpu")

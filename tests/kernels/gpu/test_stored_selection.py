@@ -6,10 +6,10 @@ import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, on_device, untouched
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.stored_selection import StoredRows, select
-from winnow_kernels.observation import ObservationBuffer
-from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.snapkv.gpu import StoredRows, select
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.policies.snapkv.reference import SnapKVParameters, SnapKVState, SnapKVStep
 
 SLOTS, KV_HEADS, LAYERS = 4096, 2, 3
 

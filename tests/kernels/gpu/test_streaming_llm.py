@@ -7,9 +7,9 @@ import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, on_device, untouched
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.streaming_llm import StreamingLLMRows, select
-from winnow_kernels.streaming_llm import StreamingLLMParameters, StreamingLLMStep
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.streaming_llm.gpu import StreamingLLMRows, select
+from winnow_kernels.policies.streaming_llm.reference import StreamingLLMParameters, StreamingLLMStep
 
 SLOTS = 4096
 

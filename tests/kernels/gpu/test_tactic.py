@@ -12,22 +12,31 @@ from torch import Tensor
 
 from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
-from winnow_kernels.attend import attend
+from winnow_kernels.attend.early_termination import EarlyTermination, Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.attend.gpu import attend as attend_on_device
+from winnow_kernels.attend.reference import attend
+from winnow_kernels.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import tactic, tactic_fit, tactic_ranks
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.attend import attend as attend_on_device
-from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
-from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of, widths_of
-from winnow_kernels.gpu.tactic_scores import OF_PROGRAM
-from winnow_kernels.gpu.tactic_state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
 from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.selection import Selection
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.gpu import fit as tactic_fit
+from winnow_kernels.policies.tactic.gpu import ranks as tactic_ranks
+from winnow_kernels.policies.tactic.gpu import selection as tactic
+from winnow_kernels.policies.tactic.gpu.scores import OF_PROGRAM
+from winnow_kernels.policies.tactic.gpu.selection import (
+    TacticBatch,
+    TacticStatistics,
+    select,
+    selection_width,
+    warps_of,
+    widths_of,
+)
+from winnow_kernels.policies.tactic.gpu.state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
+from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
+from winnow_kernels.selection.tokens import Selection
 
 SLOTS, DIM, SPAN, PAGE = 4096, 16, 64, 16
 SCALE = DIM**-0.5
@@ -313,7 +322,7 @@ DIVISIBLE = {"query_stride", "slot_stride", "head_stride", "entries_stride", "cl
 def variant(kernel: str, clusters: int) -> Variant:
     """A kernel as launched for contexts of 16 × ``clusters`` tokens of Llama-3.1-8B's shape, in bf16."""
     module, name = kernel.split(":")
-    path = f"winnow_kernels.gpu.tactic_{module}"
+    path = f"winnow_kernels.policies.tactic.gpu.{module}"
     values = {"kv_heads": 8, "group": 4, "head_dim": 128, "dim_block": 128, "page_size": 16, "span": 1024}
     values |= {"of_span": 64, "block": clusters, "clusters": clusters, "fewest": -1}
     values |= {"known_block": known_block_of(clusters), "known_clusters": known_block_of(clusters)}

@@ -17,13 +17,13 @@ from sglang_winnow import crossover
 from sglang_winnow.device.selectors import TacticSelector
 from tests.kernels.gpu.compiling import compile_for_hopper
 from tests.kernels.gpu.test_tactic import SCALE, UNTOUCHED, Case, case, check, queries_of, run, variant
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import tactic
-from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
-from winnow_kernels.gpu.tactic_fit import fit_kernel
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.indexes.clusters import SPAN
 from winnow_kernels.policies.attention_policy import parse_policy
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.gpu import selection as tactic
+from winnow_kernels.policies.tactic.gpu.fit import fit_kernel
+from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
 
 LENGTHS, CLUSTERED = [460, 90, 400, 333], [384, 64, 320, 256]
 PARAMETERS = [TacticParameters(0.5), None, TacticParameters(0.75), TacticParameters(0.75, 80)]

@@ -22,9 +22,9 @@ from sglang_winnow.ranks import ALONE, Ranks
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.statistics import Field, Statistics
 from tests.kernels.caches import random_cache
+from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.decode.gpu_rows import Family
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 

@@ -1,0 +1,153 @@
+"""SnapKV (Li et al., "LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4).
+
+The last queries of the prompt vote, in each layer, for the tokens before them. A KV head attends to the tokens with
+the most votes, to the window of those queries, to the prompt's first tokens as sinks (the paper has none) and to all
+that is generated. The budget covers the prompt's tokens: SnapKV compresses the prompt and leaves generated tokens
+alone. Nothing is evicted here; the other tokens are only not read.
+
+Votes are averaged over the query heads of a group, so that a KV head keeps one set, and smoothed with a maximum over
+neighbouring tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from winnow_kernels.attend.early_termination import TILE, Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.sinks import check_sinks
+from winnow_kernels.decode.step import DecodeStep
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.selection.tokens import Selection, select_positions
+
+
+@dataclass(frozen=True)
+class SnapKVParameters:
+    """One request's parameters.
+
+    Attributes:
+        budget: prompt tokens for each KV head, the observation window and the sinks among them, which are kept even if
+            they are more; at least 1. A ratio is of the prompt.
+        kernel_size: width of the maximum over neighbouring votes, in tokens; odd.
+        sinks: first tokens of the prompt, kept whatever the votes; 0 or more.
+    """
+
+    budget: int
+    kernel_size: int
+    sinks: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"budget: must be at least 1; it is {self.budget}")
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: must be odd and at least 1; it is {self.kernel_size}")
+        check_sinks(self.sinks)
+
+    def layer_votes(self, layer: int, prompt_length: int, window: int) -> int:
+        """Return how many tokens a KV head keeps in ``layer`` for their votes.
+
+        Args:
+            layer: the layer's number.
+            prompt_length: tokens in the prompt.
+            window: tokens of the observation window, which are kept beside them, as the sinks before it are.
+        """
+        del layer
+        voted_on = max(0, prompt_length - window - self.sinks)
+        return min(max(0, self.budget - window - self.sinks), voted_on)
+
+
+class SnapKVState:
+    """What one request keeps of its prompt: positions, which stay true when its tokens move to other slots.
+
+    Attributes:
+        parameters: of the request.
+        observation: the queries that vote; a layer's are dropped once they have.
+        kept: for each layer that has voted, int64 [KV heads, kept], the window from its newest token back, then the
+            sinks, then positions by descending votes, equal votes in the prompt's order.
+    """
+
+    def __init__(self, parameters: SnapKVParameters, observation: ObservationBuffer) -> None:
+        self.parameters = parameters
+        self.observation = observation
+        self.kept: dict[int, Tensor] = {}
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens in the prompt."""
+        return self.observation.prompt_length
+
+    def vote(self, layer: int, cache: LayerCache, slots: Tensor, scale: float, meter: Meter) -> None:
+        """Decide once and for all what the request keeps in ``layer``.
+
+        Args:
+            layer: the layer's number.
+            cache: the layer's KV cache.
+            slots: int64 [prompt length]; where the prompt's tokens lie.
+            scale: what scores are multiplied by before the softmax.
+            meter: counts the keys that are read; of one row.
+        """
+        votes = self.observation.votes(layer, cache, slots, scale, meter)
+        size = self.parameters.kernel_size
+        pooled = F.max_pool1d(votes, size, stride=1, padding=size // 2) if votes.shape[1] else votes
+        self.keep(layer, pooled)
+        self.observation.forget(layer)
+
+    def keep(self, layer: int, votes: Tensor) -> None:
+        """Keep the window, the sinks and what has the most ``votes``, float [KV heads, prompt length − window]."""
+        sinks = min(self.parameters.sinks, votes.shape[1])
+        most = self.parameters.layer_votes(layer, self.prompt_length, self.observation.window)
+        # Neighbours have equal votes after the maximum: a stable order makes every device keep the same ones.
+        chosen = sinks + votes[:, sinks:].sort(dim=-1, descending=True, stable=True).indices[:, :most]
+        newest_first = torch.arange(
+            self.prompt_length - 1, self.observation.first_position - 1, -1, device=votes.device
+        )
+        always = torch.cat((newest_first, torch.arange(sinks, device=votes.device)))
+        self.kept[layer] = torch.cat((always.expand(len(votes), -1), chosen), dim=1)
+
+
+class SnapKVStep(DecodeStep):
+    """Attend to what was generated and to what the requests keep of their prompts.
+
+    The newest tile of what was generated is read first. What is kept of the prompt and the rest of what was generated,
+    newest first, follow in proportion: nobody has voted for the latter, and whichever of the two came last would be
+    dropped unseen if the output settled on the other. So every tile has some of both until they end together.
+    """
+
+    def __init__(
+        self, context: Context, scale: float, termination: Termination | None, states: Sequence[SnapKVState]
+    ) -> None:
+        super().__init__(context, scale, termination)
+        self._states = states
+        prompts = torch.tensor([state.prompt_length for state in states], device=context.device)
+        self._generated = context.lengths - prompts
+
+    def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
+        self._vote(layer, cache, meter)
+        kept = [state.kept[layer] for state in self._states]
+        kept_counts = torch.tensor([each.shape[1] for each in kept], device=self.context.device)[:, None]
+        counts = self._generated + kept_counts[:, 0]
+        most_kept = max(each.shape[1] for each in kept)
+        table = torch.stack([F.pad(each, (0, most_kept - each.shape[1])) for each in kept])
+        index = torch.arange(int(counts.max()), device=self.context.device)
+        front = self._generated.clamp_max(TILE)[:, None]
+        behind = counts[:, None] - front
+        # How many of the tokens before an index are of the prompt.
+        before, through = (-(-(index + i - front).clamp_min(0) * kept_counts // behind) for i in (0, 1))
+        of_prompt = table.take_along_dim(before.clamp_max(most_kept - 1)[:, None], 2)
+        newest_first = self.context.lengths[:, None] - 1 - (index - before)
+        in_prompt = (index >= front) & (through > before)
+        positions = torch.where(in_prompt[:, None], of_prompt, newest_first[:, None])
+        return select_positions(self.context, positions, counts[:, None].expand(-1, cache.kv_heads))
+
+    def _vote(self, layer: int, cache: LayerCache, meter: Meter) -> None:
+        for row, state in enumerate(self._states):
+            if layer not in state.kept:
+                own = Meter(1, self.context.device)
+                state.vote(layer, cache, self.context.slots[row, : state.prompt_length], self.scale, own)
+                meter.read_bytes[row] += own.read_bytes[0]
