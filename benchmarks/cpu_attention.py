@@ -31,19 +31,20 @@ from torch import Tensor
 from benchmarks.captured_prompt import CapturedPrompt, captured_prompt
 from benchmarks.machine import numbers
 from sglang_winnow.delta_profiles import delta_profile
-from sglang_winnow.families import FAMILIES, Rows
-from sglang_winnow.indexes import Indexes
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Statistics
 from winnow_evaluation.machine import surroundings
 from winnow_kernels.attend.dense import prefill
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
+from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters, quoka_prefill
 from winnow_kernels.policies.registry import DECODE_POLICIES
@@ -148,8 +149,11 @@ class Policy:
 
     def _step(self, context: Context) -> DecodeStep:
         lengths = context.lengths.tolist()
-        rows = Rows(context, lengths, self._states, self._pool.prompt.scale, None, self._rows, self._statistics)
-        return FAMILIES[self._states[0].policy.decode.policy](rows, self._pool.indexes)
+        pool = self._pool
+        batch = PolicyBatch(
+            context, lengths, self._states, pool.prompt.scale, None, pool.indexes, self._rows, self._statistics
+        )
+        return declaration_of(self._states[0].decode).step(batch)
 
     def _read_window(self) -> None:
         """Prefill the end of the prompt, for policies that keep its queries."""

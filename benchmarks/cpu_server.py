@@ -145,7 +145,9 @@ def main(
         console.print(f"Slower than dense by more than {tolerance:.0%}: {where} ({figure.slower_than_dense:+.1%})")
     suggested = server_figures.suggested_crossovers(found, tolerance)
     if suggested:
-        console.print("From these lengths on, policies are no slower than dense (crossover.py):", suggested)
+        console.print(
+            "From these lengths on, policies are no slower than dense (each policy's declaration.py):", suggested
+        )
     if write_table:
         server_figures.write_between_markers(write_table, server_figures.markdown(record))
     if too_slow:

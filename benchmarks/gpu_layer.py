@@ -46,10 +46,10 @@ from benchmarks.gpu_timing import Timing, calls_beyond_cache, gpu, time_calls
 from benchmarks.machine import numbers
 from benchmarks.model_shapes import ModelShape, shape_named
 from sglang_winnow import crossover
-from sglang_winnow.statistics import Field
 from winnow_kernels.batch import Count
+from winnow_kernels.contract.early_termination import MAX_PATIENCE
+from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
-from winnow_kernels.policies.early_termination import MAX_PATIENCE
 
 BENCH: Final = "attention"
 DTYPE: Final = torch.bfloat16

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from winnow_kernels.contract.early_termination import MAX_PATIENCE
+from winnow_kernels.contract.fields import DEFAULT_SINKS, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW, PAGE_TOKENS
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
-from winnow_kernels.policies.early_termination import MAX_PATIENCE
-from winnow_kernels.policies.fields import DEFAULT_SINKS, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW, PAGE_TOKENS
 from winnow_kernels.policies.snapkv.parameters import MAX_KERNEL_SIZE
 
 Json = dict[str, Any]

@@ -16,8 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
 from sglang_winnow.server_information import PARAMETER, ServedModel
+from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_kernels.policies.fields import PolicyError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput

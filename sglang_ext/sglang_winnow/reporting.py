@@ -76,7 +76,8 @@ def report_aborted(_sender: object, output: object, req: object = None) -> None:
 
 
 def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
-    from sglang_winnow.statistics import FIELDS, answer  # noqa: PLC0415
+    from sglang_winnow.answer import answer  # noqa: PLC0415
+    from winnow_kernels.decode.statistics import FIELDS  # noqa: PLC0415
 
     policy = req.winnow_state.policy
     if (kept := getattr(req, "winnow_row", None)) is None:
@@ -93,7 +94,7 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
 
 
 def _count(row: torch.Tensor, req: Any, outcome: str) -> None:
-    from sglang_winnow.statistics import Field  # noqa: PLC0415
+    from winnow_kernels.decode.statistics import Field  # noqa: PLC0415
 
     policy = req.winnow_state.policy
     METRICS.add(REQUESTS, policy=policy.decode.policy, outcome=outcome)

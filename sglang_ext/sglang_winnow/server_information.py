@@ -17,9 +17,9 @@ from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.metrics import METRICS
 from sglang_winnow.served_policies import ENVIRONMENT, served_policies
+from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
 from winnow_kernels.policies.delta.parameters import Delta
-from winnow_kernels.policies.fields import PolicyError
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 

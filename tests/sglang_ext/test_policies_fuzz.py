@@ -24,7 +24,7 @@ from tests.models import ModelShape, write_model, write_weights
 from tests.policy_strategies import Json, json_values, mutated_policies, valid_policies
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
-from winnow_kernels.policies.fields import PAGE_TOKENS, PolicyError
+from winnow_kernels.contract.fields import PAGE_TOKENS, PolicyError
 from winnow_kernels.policies.registry import DECODE_POLICIES
 
 SHAPE = ModelShape(layers=5, query_heads=4, kv_heads=2, context_length=4096)

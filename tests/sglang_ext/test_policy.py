@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.policy_strategies import json_values, mutated_policies, valid_policies
+from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.contract.fields import MAX_MESSAGE_CHARACTERS, MAX_TOKENS, PolicyError
 from winnow_kernels.indexes.clusters import SPAN, clustered_until
 from winnow_kernels.policies.attention_policy import (
     MAX_POLICY_BYTES,
@@ -25,8 +27,6 @@ from winnow_kernels.policies.attention_policy import (
 )
 from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.policies.dense.parameters import Dense
-from winnow_kernels.policies.early_termination import EarlyTermination
-from winnow_kernels.policies.fields import MAX_MESSAGE_CHARACTERS, MAX_TOKENS, PolicyError
 from winnow_kernels.policies.quest.parameters import Quest
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from winnow_evaluation.fidelity.oracles import Oracle, TopP, TopPages, TopTokens
+from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
 from winnow_kernels.policies.delta.parameters import Delta
-from winnow_kernels.policies.fields import PolicyError
 from winnow_service.policies.presets import PRESETS
 
 BUDGETS: Final = (256, 512, 1024, 2048)

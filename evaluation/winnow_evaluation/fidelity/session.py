@@ -31,7 +31,7 @@ from winnow_evaluation.fidelity.results import INTERVAL
 from winnow_evaluation.fidelity.table import results_table
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.text import Kind, TextError, load_text
-from winnow_kernels.policies.fields import PolicyError
+from winnow_kernels.contract.fields import PolicyError
 
 _GIB: Final = 2**30
 _PLAIN_WIDTH: Final = 200

@@ -30,7 +30,7 @@ def check_full_layers(full_layers: int) -> None:
 
 
 class FullLayersStep(DecodeStep, Generic[StepOfRows]):
-    """A step of a family whose first layers are dense, and read to their end whatever early termination says.
+    """A step of a policy whose first layers are dense, and read to their end whatever early termination says.
 
     Attributes:
         steps_of_rows: the steps of some of the rows, which layers that are full for the others alone have needed.

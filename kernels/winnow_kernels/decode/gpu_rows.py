@@ -6,7 +6,8 @@ its context is short it runs dense, and all its parameters are 0, which is what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
@@ -17,60 +18,103 @@ from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.host_tensors import to_device
-from winnow_kernels.policies.delta.gpu import DeltaRows
-from winnow_kernels.policies.quest.gpu import QuestRows
-from winnow_kernels.policies.quoka.gpu import QuokaRows
-from winnow_kernels.policies.snapkv.gpu import StoredRows
-from winnow_kernels.policies.streaming_llm.gpu import StreamingLLMRows
-
-
-class Family(IntEnum):
-    """Decode policies that one selector serves."""
-
-    DENSE = 0
-    STREAMING_LLM = 1
-    QUEST = 2
-    STORED = 3
-    DELTA = 4
-    TACTIC = 5
-    QUOKA = 6
 
 
 class Parameter(IntEnum):
-    """A column of the table. Those before ``SPARSE_FROM`` become rows' parameters."""
+    """A column of every policy; policies' own come behind. Those before ``SPARSE_FROM`` become rows' parameters."""
 
-    FAMILY = 0
+    KIND = 0  # number of the kind of policy; 0 is dense
     BY_SCORE = 1  # 1 where the order of a selection matters
     SINKS = 2  # first tokens, always attended to
-    WINDOW = 3  # StreamingLLM
-    QUEST_PAGES = 4
-    QUEST_FULL_LAYERS = 5
-    PROMPT_LENGTH = 6  # SnapKV and PyramidKV
-    DELTA_PAGES = 7
-    DELTA_RECENT = 8
-    TACTIC_CAP = 9
-    TACTIC_FULL_LAYERS = 10
-    QUOKA_BUDGET = 11
-    SPARSE_FROM = 12  # tokens; up to and with so many the request runs dense
-    QUOKA_RATIO = 13  # bits of a float64; where there is no budget, of the tokens before the newest, beside which it is
-    TACTIC_P = 14  # bits of a float64
-    SCALE = 15  # of early termination; bits of a float32, as the next two
-    DIRECTION = 16
-    PATIENCE = 17
+    SPARSE_FROM = 3  # tokens; up to and with so many the request runs dense
+    RATIO = 4  # bits of a float64; where it is not 0, of the tokens before the newest, beside which it is
+    SHARE = 5  # bits of a float64
+    SCALE = 6  # of early termination; bits of a float32, as the next two
+    DIRECTION = 7
+    PATIENCE = 8
 
 
-OF_ROWS: Final = int(Parameter.SPARSE_FROM)
-_FAMILIES: Final = {
-    Parameter.WINDOW: Family.STREAMING_LLM,
-    Parameter.QUEST_PAGES: Family.QUEST,
-    Parameter.QUEST_FULL_LAYERS: Family.QUEST,
-    Parameter.PROMPT_LENGTH: Family.STORED,
-    Parameter.DELTA_PAGES: Family.DELTA,
-    Parameter.DELTA_RECENT: Family.DELTA,
-    Parameter.TACTIC_CAP: Family.TACTIC,
-    Parameter.TACTIC_FULL_LAYERS: Family.TACTIC,
-    Parameter.QUOKA_BUDGET: Family.QUOKA,
-}
+_COMMON: Final = int(Parameter.SPARSE_FROM)
+_OWN: Final = len(Parameter)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of one kind of policy; in rows of other kinds they are 0.
+
+    Attributes:
+        names: of int32 numbers.
+        of_ratio: that of a budget which may be a ratio of the context; None for no such budget.
+    """
+
+    names: tuple[str, ...] = ()
+    of_ratio: str | None = None
+
+
+@dataclass(frozen=True)
+class OwnParameters:
+    """What a request has in the columns of its kind.
+
+    Attributes:
+        numbers: by the columns' names; 0 where it is not named.
+        ratio: of the context, in place of the number in ``Columns.of_ratio``; 0 for none.
+        share: of the attention mass, float64; 0 for none.
+    """
+
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    ratio: float = 0.0
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each kind of policy has its columns.
+
+    Attributes:
+        kinds: the kinds' columns; the kind at place i has the number i, and dense is the first.
+    """
+
+    kinds: Mapping[str, Columns]
+
+    @property
+    def of_rows(self) -> int:
+        """How many numbers a row has."""
+        return _COMMON + sum(len(columns.names) for columns in self.kinds.values())
+
+    @property
+    def in_table(self) -> int:
+        """How many columns the table has."""
+        return self.of_rows + _OWN - _COMMON
+
+    def number(self, kind: str) -> int:
+        """Return the number of a kind."""
+        return list(self.kinds).index(kind)
+
+    def place(self, kind: str, name: str) -> int:
+        """Return where a row has the number of the column ``name`` of ``kind``."""
+        before = list(self.kinds)[: self.number(kind)]
+        return _COMMON + sum(len(self.kinds[each].names) for each in before) + self.kinds[kind].names.index(name)
+
+    def columns_of(self, kind: str, own: OwnParameters) -> dict[int, int]:
+        """Return what the table has of a request of ``kind``, by column."""
+        columns = {_OWN - _COMMON + self.place(kind, name): value for name, value in own.numbers.items()}
+        return columns | {
+            Parameter.KIND: self.number(kind),
+            Parameter.RATIO: double_bits(own.ratio),
+            Parameter.SHARE: double_bits(own.share),
+        }
+
+    def rules(self, device: torch.device) -> Tensor:
+        """Return for each number of a row whose it is, -1 for everyone's, and whether a ratio may take its place.
+
+        Returns:
+            int32 [2, ``of_rows``].
+        """
+        owners, by_ratio = [-1] * _COMMON, [0] * _COMMON
+        for number, columns in enumerate(self.kinds.values()):
+            owners += [number] * len(columns.names)
+            by_ratio += [int(name == columns.of_ratio) for name in columns.names]
+        return torch.tensor([owners, by_ratio], dtype=torch.int32, device=device)
 
 
 def float_bits(value: float) -> int:
@@ -90,16 +134,14 @@ class ParameterTable:
         values: int64 [slots, parameters].
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.values = torch.zeros(slots, len(Parameter), dtype=torch.int64, device=device)
+    def __init__(self, layout: Layout, slots: int, device: torch.device) -> None:
+        self.values = torch.zeros(slots, layout.in_table, dtype=torch.int64, device=device)
         self.values[:, Parameter.PATIENCE] = float_bits(torch.inf)
-        self._families = torch.tensor(
-            [_FAMILIES.get(Parameter(column), -1) for column in range(OF_ROWS)], dtype=torch.int32, device=device
-        )
+        self._rules = layout.rules(device)
 
-    def write(self, slot: int, parameters: dict[Parameter, int]) -> None:
-        """Write a request's parameters; those that are not named are 0, and patience infinite."""
-        row = torch.zeros(len(Parameter), dtype=torch.int64)
+    def write(self, slot: int, parameters: Mapping[int, int]) -> None:
+        """Write a request's parameters by column; those that are not named are 0, and patience infinite."""
+        row = torch.zeros(self.values.shape[1], dtype=torch.int64)
         row[Parameter.PATIENCE] = float_bits(torch.inf)
         for parameter, value in parameters.items():
             row[parameter] = value
@@ -115,7 +157,7 @@ class ParameterTable:
         """
         _gather_kernel[(batch.rows,)](
             self.values,
-            self._families,
+            self._rules,
             request_slots,
             batch.lengths,
             rows.values,
@@ -123,8 +165,8 @@ class ParameterTable:
             rows.thresholds,
             batch.rows,
             self.values.stride(0),
-            columns=OF_ROWS,
-            column_block=triton.next_power_of_2(OF_ROWS),
+            columns=len(rows.values),
+            column_block=triton.next_power_of_2(len(rows.values)),
             num_warps=1,
         )
 
@@ -134,66 +176,57 @@ class RowParameters:
     """The parameters of a batch's rows in one step.
 
     Attributes:
-        values: int32 [parameters, rows].
-        shares: float64 [rows]; Tactic's p, 0 in rows of other families.
+        layout: where each kind of policy has its numbers.
+        values: int32 [numbers, rows].
+        shares: float64 [rows]; of the attention mass, 0 in rows of policies without.
         thresholds: float32 [rows, 3]; of early termination, as ``attend`` takes them.
     """
 
+    layout: Layout
     values: Tensor
     shares: Tensor
     thresholds: Tensor
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> RowParameters:
+    def empty(cls, layout: Layout, rows: int, device: torch.device) -> RowParameters:
         """Return the parameters of ``rows`` dense rows."""
         thresholds = torch.zeros(rows, 3, dtype=torch.float32, device=device)
         thresholds[:, 2] = torch.inf
         return cls(
-            torch.zeros(OF_ROWS, rows, dtype=torch.int32, device=device),
+            layout,
+            torch.zeros(layout.of_rows, rows, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.float64, device=device),
             thresholds,
         )
 
-    def __getitem__(self, parameter: Parameter) -> Tensor:
-        """Return a parameter of all rows: int32 [rows]."""
-        return self.values[parameter]
+    @property
+    def kinds(self) -> Tensor:
+        """Numbers of the kinds of policy that act: int32 [rows]."""
+        return self.values[Parameter.KIND]
 
     @property
-    def streaming_llm(self) -> StreamingLLMRows:
-        return StreamingLLMRows(self[Parameter.SINKS], self[Parameter.WINDOW])
+    def by_score(self) -> Tensor:
+        """Where the order of a selection matters: int32 [rows]."""
+        return self.values[Parameter.BY_SCORE]
 
     @property
-    def quest(self) -> QuestRows:
-        return QuestRows(
-            self[Parameter.QUEST_PAGES],
-            self[Parameter.SINKS],
-            self[Parameter.QUEST_FULL_LAYERS],
-            self[Parameter.BY_SCORE],
-        )
+    def sinks(self) -> Tensor:
+        """First tokens that are always attended to: int32 [rows]."""
+        return self.values[Parameter.SINKS]
 
-    @property
-    def quoka(self) -> QuokaRows:
-        return QuokaRows(self[Parameter.QUOKA_BUDGET], self[Parameter.SINKS], self[Parameter.BY_SCORE])
+    def own(self, kind: str, name: str) -> Tensor:
+        """Return the numbers in a column of a kind: int32 [rows]."""
+        return self.values[self.layout.place(kind, name)]
 
-    def delta(self, roles: Tensor) -> DeltaRows:
-        """Return DELTA's parameters with ``roles``, int8 [layers, rows]."""
-        return DeltaRows(
-            roles,
-            self[Parameter.DELTA_PAGES],
-            self[Parameter.DELTA_RECENT],
-            self[Parameter.SINKS],
-            self[Parameter.BY_SCORE],
-        )
-
-    def stored(self, positions: Tensor, offsets: Tensor, kept: Tensor) -> StoredRows:
-        """Return SnapKV's parameters with ``positions``, ``offsets`` and ``kept`` as in ``StoredRows``."""
-        return StoredRows(positions, offsets, kept, self[Parameter.PROMPT_LENGTH])
+    def __getitem__(self, rows: slice) -> RowParameters:
+        """Return those of some rows."""
+        return RowParameters(self.layout, self.values[:, rows], self.shares[rows], self.thresholds[rows])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather_kernel(
     table_ptr: tl.tensor,
-    families_ptr: tl.tensor,
+    rules_ptr: tl.tensor,
     request_slots_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     values_ptr: tl.tensor,
@@ -208,19 +241,21 @@ def _gather_kernel(
     own_ptr = table_ptr + tl.load(request_slots_ptr + row) * table_stride
     length = tl.load(lengths_ptr + row).to(tl.int64)
     is_sparse = length > tl.load(own_ptr + _SPARSE_FROM)
-    family = tl.load(own_ptr + _FAMILY)
+    kind = tl.load(own_ptr + _KIND)
     column = tl.arange(0, column_block)
     is_column = column < columns
-    owner = tl.load(families_ptr + column, mask=is_column, other=-1)
-    value = tl.load(own_ptr + column, mask=is_column, other=0)
-    bits = tl.load(own_ptr + _QUOKA_RATIO)
+    owner = tl.load(rules_ptr + column, mask=is_column, other=-1)
+    by_ratio = tl.load(rules_ptr + columns + column, mask=is_column, other=0)
+    # Between the columns that everyone's rows have and policies' own lie those that rows have not.
+    value = tl.load(own_ptr + column + tl.where(column < _SPARSE_FROM, 0, _APART), mask=is_column, other=0)
+    bits = tl.load(own_ptr + _RATIO)
     budget = tl.ceil(bits.to(tl.float64, bitcast=True) * (length - 1).to(tl.float64)).to(tl.int64) + 1
     budget = tl.maximum(budget, tl.load(own_ptr + _SINKS) + 1)
-    value = tl.where((column == _QUOKA_BUDGET) & (bits != 0), budget, value)
-    applies = is_sparse & ((owner < 0) | (owner == family))
+    value = tl.where((by_ratio != 0) & (bits != 0), budget, value)
+    applies = is_sparse & ((owner < 0) | (owner == kind))
     tl.store(values_ptr + column * rows + row, tl.where(applies, value, 0).to(tl.int32), mask=is_column)
-    share = tl.load(own_ptr + _TACTIC_P).to(tl.float64, bitcast=True)
-    tl.store(shares_ptr + row, tl.where(is_sparse & (family == _TACTIC), share, 0.0))
+    share = tl.load(own_ptr + _SHARE).to(tl.float64, bitcast=True)
+    tl.store(shares_ptr + row, tl.where(is_sparse, share, 0.0))
     which = tl.arange(0, 4)
     threshold = tl.load(own_ptr + _SCALE + which, mask=which < 3, other=0).to(tl.int32).to(tl.float32, bitcast=True)
     never = tl.where(which == 2, float("inf"), 0.0)
@@ -228,10 +263,9 @@ def _gather_kernel(
 
 
 _SPARSE_FROM = tl.constexpr(int(Parameter.SPARSE_FROM))
-_FAMILY = tl.constexpr(int(Parameter.FAMILY))
+_APART = tl.constexpr(_OWN - _COMMON)
+_KIND = tl.constexpr(int(Parameter.KIND))
 _SINKS = tl.constexpr(int(Parameter.SINKS))
-_QUOKA_RATIO = tl.constexpr(int(Parameter.QUOKA_RATIO))
-_QUOKA_BUDGET = tl.constexpr(int(Parameter.QUOKA_BUDGET))
-_TACTIC_P = tl.constexpr(int(Parameter.TACTIC_P))
-_TACTIC = tl.constexpr(int(Family.TACTIC))
+_RATIO = tl.constexpr(int(Parameter.RATIO))
+_SHARE = tl.constexpr(int(Parameter.SHARE))
 _SCALE = tl.constexpr(int(Parameter.SCALE))

@@ -10,11 +10,12 @@ from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import Attended, attend
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.selection.tokens import Selection
 
 
 class DecodeStep(ABC):
-    """One decode step of the requests of one family of policies; made anew for each step, called layer by layer.
+    """One decode step of the requests that share a policy; made anew for each step, called layer by layer.
 
     Attributes:
         context: where the requests' tokens lie, the newest included; its key and value are in the cache.
@@ -40,3 +41,6 @@ class DecodeStep(ABC):
 
     def note(self, selection: Selection, attended: Attended) -> None:  # noqa: B027
         """Take note of what was read of the selection that ``select`` has just returned."""
+
+    def count(self, statistics: Statistics, table_rows: Tensor, layers: int) -> None:  # noqa: B027
+        """Add what only this policy knows to the requests' statistics, after the last of ``layers`` layers."""

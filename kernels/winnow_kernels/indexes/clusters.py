@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -172,6 +173,16 @@ class ClusterIndex:
         self._uses = 0
         self._tables = ClusterTables.empty(caches[0], self.shape.layers, entries, span)
         self.layers = self._tables.layers()
+
+    @classmethod
+    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations) -> Self:
+        """Return the index of a server, on a GPU with an entry for every span of the pool, and warmed up."""
+        if not generations.counts.is_cuda:
+            return cls(caches, generations)
+        # CUDA graphs hold the addresses of its tables: they may not grow.
+        index = cls(caches, generations, capacity=max(1, caches[0].slots // SPAN))
+        index.warm_up()
+        return index
 
     @classmethod
     def bytes_per_slot(cls, shape: PoolShape, page_size: int, span: int = SPAN) -> float:

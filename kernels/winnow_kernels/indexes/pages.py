@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -70,6 +71,11 @@ class PageIndex(ABC):
         self.generations = generations
         self.built = torch.full_like(generations.counts, -1)
         self.in_triton = self.built.is_cuda if in_triton is None else in_triton
+
+    @classmethod
+    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations) -> Self:
+        """Return the index of a server."""
+        return cls(caches, generations)
 
     @cached_property
     def pools(self) -> KeyPools:

@@ -16,10 +16,10 @@ from typing import Any, Final, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
+from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
-from winnow_kernels.policies.early_termination import EarlyTermination
-from winnow_kernels.policies.fields import Contract, ModelFacts, PolicyError
 from winnow_kernels.policies.registry import PARAMETERS, DecodePolicy, PrefillPolicy
 
 DENSE_TERMINATION_WARNING: Final = (

@@ -10,9 +10,9 @@ from typing import Annotated, Final, get_args
 
 from pydantic import Field
 
+from winnow_kernels.contract.fields import Parameters
 from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
-from winnow_kernels.policies.fields import Parameters
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
 from winnow_kernels.policies.quest.parameters import Quest
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
-from winnow_kernels.policies.fields import PolicyError
 from winnow_service.errors import InvalidPolicy, PolicyForbidden
 
 FIELD = "attention"

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
+from winnow_kernels.contract.fields import MAX_TOKENS, PAGE_TOKENS, PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
-from winnow_kernels.policies.fields import MAX_TOKENS, PAGE_TOKENS, PolicyError
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.errors import PolicyForbidden
 

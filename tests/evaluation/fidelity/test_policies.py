@@ -13,7 +13,7 @@ from winnow_evaluation.fidelity.policies import (
     presets,
     sweep,
 )
-from winnow_kernels.policies.fields import PolicyError
+from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.policies.presets import PRESETS
 

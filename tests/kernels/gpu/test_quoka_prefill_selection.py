@@ -325,7 +325,7 @@ def _scoring(head_dim: int, speakers: int) -> Variant:
 def _ranking(head_dim: int, speakers: int, queries: int) -> Variant:
     rows = speaking.QUERIES_AT_ONCE
     constants = {"speakers": speakers, "rows": rows, "tiles": queries // rows}
-    return _variant("speakers.rank_kernel", constants | _of_heads(head_dim), speaking.RANK_WARPS)
+    return _variant("representatives.rank_kernel", constants | _of_heads(head_dim), speaking.RANK_WARPS)
 
 
 def test_kernels_fit_a_multiprocessor_as_often_as_they_should() -> None:
@@ -341,7 +341,7 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_should() -> None:
         (_ranking(128, 16, 128), 4),
         (_ranking(128, 64, 512), 4),
         (_ranking(256, 16, 128), 2),
-        (_variant("speakers.average_kernel", averaging | _of_heads(128)), 8),
+        (_variant("representatives.average_kernel", averaging | _of_heads(128)), 8),
         (_variant("bracket.bracket_kernel", listed, top.ROW_WARPS), 4),
         (_variant("threshold.threshold_kernel", listed, top.ROW_WARPS), 4),
         (_variant("threshold.narrow_kernel", listed | piece, top.NARROW_WARPS), 1),

@@ -14,7 +14,6 @@ from benchmarks.tactic_trace.given_fit import GivenFit, given_fit_kernel
 from benchmarks.tactic_trace.lengths import LengthTrace, Recorded, ServedLengths
 from benchmarks.tactic_trace.serving import hooks_of
 from sglang_winnow import crossover
-from sglang_winnow.device.selectors import TacticSelector
 from tests.kernels.gpu.compiling import compile_for_hopper
 from tests.kernels.gpu.test_tactic import SCALE, UNTOUCHED, Case, case, check, queries_of, run, variant
 from winnow_kernels.attend.gather import Meter
@@ -24,6 +23,7 @@ from winnow_kernels.policies.attention_policy import parse_policy
 from winnow_kernels.policies.tactic.gpu import selection as tactic
 from winnow_kernels.policies.tactic.gpu.fit import fit_kernel
 from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.selector import TacticSelector
 
 LENGTHS, CLUSTERED = [460, 90, 400, 333], [384, 64, 320, 256]
 PARAMETERS = [TacticParameters(0.5), None, TacticParameters(0.75), TacticParameters(0.75, 80)]
@@ -157,7 +157,7 @@ def test_a_server_with_the_plugin(device: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setattr(HookRegistry, "_patched", set())
     HookRegistry._hooks.clear()
     for hook in hooks_of(trace):
-        if hook.target.startswith("sglang_winnow."):
+        if hook.target.startswith("winnow_kernels."):
             HookRegistry.register(hook.target, hook.function, hook.kind)
     HookRegistry.apply_hooks()
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from sglang_winnow.ranks import Ranks
-from sglang_winnow.statistics import Field
 from tests.sglang_ext.device.test_decode import (
     EVERYTHING,
     GROUP,
@@ -25,6 +23,8 @@ from tests.sglang_ext.device.test_decode import (
     on_device,
     policies_act_at_every_length,
 )
+from winnow_kernels.decode.ranks import Ranks
+from winnow_kernels.decode.statistics import Field
 
 __all__ = ["policies_act_at_every_length"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from winnow_kernels.policies.fields import Layer, LayerCount, ModelFacts, PolicyError, Sparse, Tokens, refuse
+from winnow_kernels.contract.fields import Layer, LayerCount, ModelFacts, PolicyError, Sparse, Tokens, refuse
 
 MAX_DELTA_LAYERS: Final = 64
 

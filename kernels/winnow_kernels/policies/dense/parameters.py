@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from winnow_kernels.policies.fields import Parameters
+from winnow_kernels.contract.fields import Parameters
 
 
 class Dense(Parameters):

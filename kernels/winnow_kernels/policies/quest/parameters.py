@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from winnow_kernels.policies.fields import LayerCount, Sparse, Tokens, beside_sinks
+from winnow_kernels.contract.fields import LayerCount, Sparse, Tokens, beside_sinks
 
 
 class Quest(Sparse):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from winnow_kernels.policies.fields import MAX_TOKENS, PAGE_TOKENS, Budgeted, ModelFacts, refuse
+from winnow_kernels.contract.fields import MAX_TOKENS, PAGE_TOKENS, Budgeted, ModelFacts, refuse
 
 
 def _default_queries(data: dict[str, Any]) -> int:

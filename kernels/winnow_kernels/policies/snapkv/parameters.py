@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from winnow_kernels.policies.fields import PAGE_TOKENS, Budgeted, ModelFacts, Window, refuse
+from winnow_kernels.contract.fields import PAGE_TOKENS, Budgeted, ModelFacts, Window, refuse
 
 MAX_KERNEL_SIZE: Final = 63
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from winnow_kernels.attend.early_termination import TILE, Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.request import PromptSelection
 from winnow_kernels.decode.sinks import check_sinks
 from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.policies.snapkv.observation import ObservationBuffer
@@ -62,7 +63,7 @@ class SnapKVParameters:
         return min(max(0, self.budget - window - self.sinks), voted_on)
 
 
-class SnapKVState:
+class SnapKVState(PromptSelection):
     """What one request keeps of its prompt: positions, which stay true when its tokens move to other slots.
 
     Attributes:
@@ -82,16 +83,10 @@ class SnapKVState:
         """Tokens in the prompt."""
         return self.observation.prompt_length
 
-    def vote(self, layer: int, cache: LayerCache, slots: Tensor, scale: float, meter: Meter) -> None:
-        """Decide once and for all what the request keeps in ``layer``.
+    def record(self, layer: int, queries: Tensor, first_position: int) -> None:
+        self.observation.record(layer, queries, first_position)
 
-        Args:
-            layer: the layer's number.
-            cache: the layer's KV cache.
-            slots: int64 [prompt length]; where the prompt's tokens lie.
-            scale: what scores are multiplied by before the softmax.
-            meter: counts the keys that are read; of one row.
-        """
+    def vote(self, layer: int, cache: LayerCache, slots: Tensor, scale: float, meter: Meter) -> None:
         votes = self.observation.votes(layer, cache, slots, scale, meter)
         size = self.parameters.kernel_size
         pooled = F.max_pool1d(votes, size, stride=1, padding=size // 2) if votes.shape[1] else votes

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from winnow_kernels.policies.fields import MAX_WINDOW, Sparse, Tokens
+from winnow_kernels.contract.fields import MAX_WINDOW, Sparse, Tokens
 
 
 class StreamingLLM(Sparse):

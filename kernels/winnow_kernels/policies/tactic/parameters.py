@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from pydantic import field_validator
 
-from winnow_kernels.policies.fields import LayerCount, Ratio, Sparse, Tokens, beside_sinks
+from winnow_kernels.contract.fields import LayerCount, Ratio, Sparse, Tokens, beside_sinks
 
 TACTIC_TAIL_TOKENS: Final = 2048
 """At most so many tokens at the end of a context are in no cluster yet; ``tactic`` reads them and sinks first."""

@@ -52,6 +52,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.full_layers import FullLayersStep, check_full_layers
 from winnow_kernels.decode.row_groups import termination_of
 from winnow_kernels.decode.sinks import check_sinks
+from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.policies.tactic.distribution_fit import Curve, RankedMass
@@ -295,6 +296,11 @@ class TacticStep(FullLayersStep["TacticStep"]):
         selected = self._beliefs.selected.maximum(read).where(is_cut, read)
         unread = (selected - read).exp() - 1 + (self._beliefs.rest - read).exp()
         self._estimated_share += (1 / (1 + unread)).mean((1, 2))
+
+    def count(self, statistics: Statistics, table_rows: Tensor, layers: int) -> None:
+        statistics.add(table_rows, Field.ESTIMATED_SHARE, self.estimated_share)
+        statistics.add(table_rows, Field.ESTIMATES, float(layers))
+        statistics.add(table_rows, Field.CAPPED_STEPS, self.capped)
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)

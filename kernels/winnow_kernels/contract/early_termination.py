@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from winnow_kernels.policies.fields import Contract
+from winnow_kernels.contract.fields import Contract
 
 # As many tiles of 64 tokens as the longest context has.
 MAX_PATIENCE: Final = 16_384

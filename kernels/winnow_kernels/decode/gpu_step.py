@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch, DeviceSelection
-from winnow_kernels.decode.gpu_rows import OF_ROWS, RowParameters
+from winnow_kernels.decode.gpu_rows import Layout, RowParameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +52,7 @@ class Step:
             batch=replace(
                 batch, page_table=batch.page_table[rows], lengths=batch.lengths[rows], counts=batch.counts[rows]
             ),
-            parameters=RowParameters(
-                self.parameters.values[:, rows], self.parameters.shares[rows], self.parameters.thresholds[rows]
-            ),
+            parameters=self.parameters[rows],
             slots=self.slots[rows],
             counts=self.counts[:, rows],
         )
@@ -64,10 +62,19 @@ class StepBuffers:
     """The memory of all steps."""
 
     def __init__(
-        self, rows: int, longest: int, page_size: int, layers: int, kv_heads: int, width: int, device: torch.device
+        self,
+        layout: Layout,
+        rows: int,
+        longest: int,
+        page_size: int,
+        layers: int,
+        kv_heads: int,
+        width: int,
+        device: torch.device,
     ) -> None:
         """
         Args:
+            layout: of rows' parameters.
             rows: of the largest batch.
             longest: tokens of the longest context.
             page_size: slots in a page.
@@ -78,7 +85,7 @@ class StepBuffers:
         """
         self._request_slots = torch.zeros(rows, dtype=torch.int64, device=device)
         self._batch = DecodeBatch.empty(rows, longest, page_size, device)
-        self._parameters = RowParameters.empty(rows, device)
+        self._parameters = RowParameters.empty(layout, rows, device)
         self._slots = torch.zeros(rows, kv_heads, width, dtype=torch.int32, device=device)
         self._counts = torch.zeros(layers * rows * kv_heads, dtype=torch.int32, device=device)
         self._layers = layers
@@ -112,7 +119,8 @@ class StepBuffers:
                     batch, page_table=batch.page_table[:rows], lengths=batch.lengths[:rows], counts=batch.counts[:rows]
                 ),
                 RowParameters(
-                    self._parameters.values.flatten()[: OF_ROWS * rows].view(OF_ROWS, rows),
+                    self._parameters.layout,
+                    self._parameters.values.flatten()[: len(self._parameters.values) * rows].view(-1, rows),
                     self._parameters.shares[:rows],
                     self._parameters.thresholds[:rows],
                 ),

@@ -10,13 +10,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.request_state import RequestState
+from winnow_kernels.decode.gpu_selector import NoRoomError
+from winnow_kernels.decode.request import Request
 
 CAPACITY: Final = 2**26
 """Positions of a server: of 250 requests of a Llama-3.1-8B that keep 1,024 tokens for each KV head."""
 
 
-class OutOfPositionsError(RuntimeError):
+class OutOfPositionsError(NoRoomError):
     """The pool has no piece that is long enough."""
 
 
@@ -35,20 +36,20 @@ class StoredPositions:
         self.kept = torch.zeros(requests, layers, dtype=torch.int32, device=device)
         # Free pieces by their first position, none next to another.
         self._free: list[tuple[int, int]] = [(0, capacity)]
-        self._pieces: weakref.WeakKeyDictionary[RequestState, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._pieces: weakref.WeakKeyDictionary[Request, tuple[int, int]] = weakref.WeakKeyDictionary()
 
-    def keep(self, state: RequestState, slot: int, positions: Tensor, kept: Sequence[int]) -> None:
+    def keep(self, request: Request, slot: int, positions: Tensor, kept: Sequence[int]) -> None:
         """Keep a request's ``positions``, int32 [numbers], of which each layer has ``kept`` for each KV head.
 
         Raises:
             OutOfPositionsError: no piece is long enough.
         """
         # One that was retracted has its piece.
-        first, length = self._pieces.get(state, (0, 0))
+        first, length = self._pieces.get(request, (0, 0))
         if length != len(positions):
             first = self._claim(len(positions))
-            self._pieces[state] = first, len(positions)
-            weakref.finalize(state, self._release, first, len(positions)).atexit = False
+            self._pieces[request] = first, len(positions)
+            weakref.finalize(request, self._release, first, len(positions)).atexit = False
         self.positions[first : first + len(positions)] = positions
         heads = len(positions) // sum(kept)
         counts = torch.tensor(kept)

@@ -9,16 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_winnow import families
-from sglang_winnow.families import ALWAYS, FAMILIES, Rows, dense_until, effective_budget, kept_by
-from sglang_winnow.indexes import Indexes
+from sglang_winnow import request_policy
+from sglang_winnow.request_policy import dense_until, effective_budget, kept_by
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Statistics
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import positions_of
 from winnow_kernels.attend.gather import Meter
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.decode.declaration import ALWAYS
+from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import parse_policy
-from winnow_kernels.policies.fields import PolicyError
+from winnow_kernels.policies.declarations import DECLARATIONS
 
 SLOTS, KV_HEADS, DIM, LAYERS = 2048, 2, 32, 2
 SCALE = DIM**-0.5
@@ -59,7 +62,7 @@ policies = st.one_of(
 
 @pytest.fixture
 def _every_length_is_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "crossover_tokens", lambda _policy: 0)
+    monkeypatch.setattr(request_policy, "crossover_tokens", lambda _policy: 0)
 
 
 def _state(prompt_length: int = 4000, **decode: Any) -> RequestState:
@@ -84,11 +87,11 @@ def test_every_selection_holds_the_sinks_once_and_is_within_the_budget(
     state.kept = kept_by(state, LAYERS)
     if state.kept is not None:
         for layer in range(LAYERS):
-            state.kept.observation.record(layer, random_queries(prompt, 2 * KV_HEADS, DIM, layer), 0)
+            state.kept.record(layer, random_queries(prompt, 2 * KV_HEADS, DIM, layer), 0)
     context = scattered_context([length], SLOTS, page_size)
     indexes = Indexes([CACHE] * LAYERS, page_size, CPU)
-    rows = Rows(context, [length], [state], SCALE, None, torch.tensor([1]), Statistics(2, CPU))
-    step = FAMILIES[decode["policy"]](rows, indexes)
+    batch = PolicyBatch(context, [length], [state], SCALE, None, indexes, torch.tensor([1]), Statistics(2, CPU))
+    step = DECLARATIONS[decode["policy"]].step(batch)
     queries = random_queries(1, 2 * KV_HEADS, DIM)
     step.attend(0, queries, CACHE, Meter(1, CPU))
     selection = step.select(1, queries, CACHE, Meter(1, CPU))

@@ -1,0 +1,67 @@
+"""SnapKV, for the runtime, and what policies share that keep a part of the prompt for its votes."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import TypeVar
+
+import torch
+
+from winnow_kernels.decode.declaration import ALWAYS, Crossover, Declaration
+from winnow_kernels.decode.gpu_rows import Columns, OwnParameters
+from winnow_kernels.decode.gpu_selector import Server
+from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.policies.snapkv.gpu_positions import CAPACITY
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.policies.snapkv.parameters import SnapKV, Voted
+from winnow_kernels.policies.snapkv.reference import SnapKVParameters, SnapKVState, SnapKVStep
+from winnow_kernels.policies.snapkv.selector import KIND, StoredSelector
+
+V = TypeVar("V", bound=Voted)
+
+
+class VotedDeclaration(Declaration[V]):
+    """What is kept of the prompt, and all that is decoded. Policies differ in what they keep, not in the step."""
+
+    kind = KIND
+    crossover = Crossover(cpu=4096, cuda=0)
+    columns = Columns(("prompt_length",))
+    buffer_bytes = CAPACITY * torch.int32.itemsize
+
+    @abstractmethod
+    def kept_parameters(self, parameters: V, budget: int, layers: int) -> SnapKVParameters:
+        """Return how much is kept in each layer of a prompt with a ``budget`` in tokens."""
+
+    def budget(self, parameters: V, prompt_length: int, length: int, page_size: int) -> int:
+        budget = parameters.budget or math.ceil((parameters.budget_ratio or 0) * prompt_length)
+        return max(budget, parameters.observation_window + parameters.sinks)
+
+    def covered_until(self, parameters: V, prompt_length: int, page_size: int) -> int:
+        covers = self.budget(parameters, prompt_length, prompt_length, page_size) >= prompt_length
+        return ALWAYS if covers else 0
+
+    def prompt_selection(self, parameters: V, prompt_length: int, layers: int) -> SnapKVState:
+        budget = self.budget(parameters, prompt_length, prompt_length, 1)
+        observation = ObservationBuffer(parameters.observation_window, prompt_length)
+        return SnapKVState(self.kept_parameters(parameters, budget, layers), observation)
+
+    def step(self, batch: PolicyBatch) -> SnapKVStep:
+        states = [request.kept for request in batch.requests if isinstance(request.kept, SnapKVState)]
+        return SnapKVStep(batch.context, batch.scale, batch.termination, states)
+
+    def own_parameters(self, parameters: V, prompt_length: int, page_size: int) -> OwnParameters:
+        return OwnParameters({"prompt_length": prompt_length})
+
+    def selector(self, server: Server) -> StoredSelector:
+        return StoredSelector(server.caches, server.scale, server.requests, server.step)
+
+
+class SnapKVDeclaration(VotedDeclaration[SnapKV]):
+    """The same budget in all layers."""
+
+    def kept_parameters(self, parameters: SnapKV, budget: int, layers: int) -> SnapKVParameters:
+        return SnapKVParameters(budget, parameters.kernel_size, sinks=parameters.sinks)
+
+
+DECLARATION = SnapKVDeclaration()
