@@ -46,7 +46,7 @@ from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
 from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
-from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.policies.quoka.reference import quoka_prefill
 from winnow_kernels.policies.registry import DECODE_POLICIES
 
 # The shapes of the needle model.
@@ -285,7 +285,7 @@ def measure_quoka_prefill(pool: Pool, chunks: Sequence[int], budget: int, repeat
     """Compare QUOKA's prefill of a whole prompt in chunks with the faster dense one."""
     queries = _prompt(pool)
     defaults = QuokaPrefill()
-    parameters = QuokaPrefillParameters(budget=budget, sinks=defaults.sinks, recency_ratio=defaults.recency_ratio)
+    parameters = QuokaPrefill(budget=budget, sinks=defaults.sinks, recency_ratio=defaults.recency_ratio)
     results = []
     for chunk in chunks:
 

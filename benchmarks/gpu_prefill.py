@@ -23,7 +23,7 @@ scores, which takes as long whatever their distribution, unless many are equal. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -52,7 +52,7 @@ from winnow_kernels.policies.quoka.prefill.selection import (
     QuokaPrefillWorkspace,
     select_blocks,
 )
-from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters, select_for_blocks
+from winnow_kernels.policies.quoka.reference import select_for_blocks
 from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 from winnow_kernels.selection.tokens import Selection
 
@@ -81,7 +81,7 @@ class Contestant:
         told: what tells its rows apart.
     """
 
-    parameters: QuokaPrefillParameters | None
+    parameters: QuokaPrefill | None
     told: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -271,7 +271,7 @@ def contestants_of(
     """Return what is timed: QUOKA with each budget and each number of speakers, and ``whole``."""
     defaults = QuokaPrefill()
     parameters = [
-        QuokaPrefillParameters(
+        QuokaPrefill(
             budget=budget,
             budget_ratio=ratio,
             block=block,
@@ -282,7 +282,7 @@ def contestants_of(
         for count in speakers
         for budget, ratio in [*((b, None) for b in budgets), *((None, percent / 100) for percent in percents)]
     ]
-    told = [{name: value for name, value in asdict(p).items() if value is not None} for p in parameters]
+    told = [p.model_dump(exclude={"policy"}, exclude_none=True) for p in parameters]
     return [*map(Contestant, parameters, told), Contestant(None)]
 
 
@@ -495,7 +495,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _differing_share(
-    prompt: Prompt, parameters: QuokaPrefillParameters, blocks: Sequence[Block], selection: BlockSelection
+    prompt: Prompt, parameters: QuokaPrefill, blocks: Sequence[Block], selection: BlockSelection
 ) -> float:
     """Return the share of the selected slots of a chunk that the reference does not select."""
     chunk = prompt.inputs.chunks[-1]

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.request_policy import effective_budget, reads_everything, thresholds_of
+from sglang_winnow.request_policy import effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.dense import attend_all
 from winnow_kernels.attend.early_termination import Termination
@@ -118,7 +118,7 @@ def _group(
         step: DecodeStep = DenseStep(own, scale, None)
     else:
         own_states = [state for i in rows if (state := states[i]) is not None]
-        termination = Termination.of([thresholds_of(state.policy) for state in own_states], context.device)
+        termination = Termination.of([state.policy.early_termination for state in own_states], context.device)
         own_lengths = [lengths[i] for i in rows]
         batch = PolicyBatch(own, own_lengths, own_states, scale, termination, indexes, own_table_rows, statistics)
         step = declaration_of(own_states[0].decode).step(batch)

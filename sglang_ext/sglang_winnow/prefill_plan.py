@@ -20,7 +20,7 @@ from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
-from winnow_kernels.policies.quoka.reference import PrefillReads, QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.policies.quoka.reference import PrefillReads, quoka_prefill
 
 # Queries that are taken to share a read of keys and values in dense prefill: as many as share one by QUOKA's default.
 DENSE_BLOCK: Final = 128
@@ -46,7 +46,7 @@ class Chunk:
     start: int
     end: int
     first_row: int
-    quoka: QuokaPrefillParameters | None
+    quoka: QuokaPrefill | None
     counted: range
 
     @property
@@ -189,18 +189,10 @@ class PrefillPlan:
             self._statistics.add(chunk.table_row, Field.DECODE_READ_BYTES, read.read_bytes)
 
 
-def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:
+def _quoka(state: RequestState | None) -> QuokaPrefill | None:
     if state is None or not isinstance(policy := state.policy.prefill, QuokaPrefill):
         return None
-    return QuokaPrefillParameters(
-        budget=policy.budget,
-        budget_ratio=policy.budget_ratio,
-        block=policy.block,
-        queries=policy.queries,
-        dense_prefix=policy.dense_prefix,
-        sinks=policy.sinks,
-        recency_ratio=policy.recency_ratio,
-    )
+    return policy
 
 
 def _counted(state: RequestState | None, start: int, end: int) -> range:

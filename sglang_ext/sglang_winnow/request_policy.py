@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.request_state import RequestState
-from winnow_kernels.attend.early_termination import EarlyTermination
 from winnow_kernels.decode.request import PromptSelection
-from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.dense.parameters import Dense
 
@@ -37,12 +35,6 @@ def effective_budget(state: RequestState, length: int, page_size: int) -> int | 
     large, or the observation window and the sinks, if the budget is a small share of the prompt.
     """
     return declaration_of(state.decode).budget(state.decode, state.prompt_length, length, page_size)
-
-
-def thresholds_of(policy: AttentionPolicy) -> EarlyTermination | None:
-    """Return when a policy stops reading; None if it does not."""
-    stop = policy.early_termination
-    return None if stop is None else EarlyTermination(stop.scale, stop.direction, stop.patience)
 
 
 def kept_by(state: RequestState, layers: int) -> PromptSelection | None:

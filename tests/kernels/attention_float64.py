@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from winnow_kernels.attend.early_termination import EarlyTermination
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.contract.early_termination import EarlyTermination
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sglang_winnow.request_policy import effective_budget, thresholds_of
+from sglang_winnow.request_policy import effective_budget
 from sglang_winnow.request_state import RequestState
 from winnow_evaluation.fidelity.exact import Following, Scores
 from winnow_evaluation.fidelity.oracles import Oracle
@@ -120,7 +120,7 @@ class PolicyPass(Pass):
             lengths=lengths.tolist(),
             requests=own_states,
             scale=following.batch.scale,
-            termination=Termination.of([thresholds_of(policy)] * len(own_states), device),
+            termination=Termination.of([policy.early_termination] * len(own_states), device),
             indexes=following.batch.indexes,
             table_rows=numbers,
             statistics=statistics,

@@ -21,19 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from winnow_kernels.contract.early_termination import EarlyTermination
+
 TILE = 64
 PROBE = 32
 TILES_PER_SPLIT = 16
 MAX_SPLITS = 16
-
-
-@dataclass(frozen=True)
-class EarlyTermination:
-    """One request's thresholds."""
-
-    scale: float
-    direction: float
-    patience: int
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ what a policy always keeps; a budget ratio is of the tokens cached before that s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NoReturn, Self
@@ -109,8 +110,10 @@ class Sparse(Parameters):
     """What every sparse policy has.
 
     Attributes:
-        sinks: first tokens of the context, always attended to, inside the budget. A real model's first token may hold
-            most of a head's attention (an attention sink); the papers, with 0, leave it to the selection.
+        sinks: first tokens of the context, always attended to, inside the budget. The softmax has to put its mass
+            somewhere: many models put most of it on the first token wherever nothing else matters (Xiao et al.,
+            "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.1), and a selection
+            that leaves it out gives everything else too much weight. The papers, with 0, leave it to the selection.
     """
 
     sinks: Annotated[int, Field(ge=0, le=MAX_WINDOW)] = DEFAULT_SINKS
@@ -143,3 +146,7 @@ class Budgeted(Sparse):
         if budget is None and ratio is None and "budget_ratio" in info.data:
             refuse("must be given when budget_ratio is not")
         return beside_sinks(budget, info)
+
+    def part_of(self, tokens: int) -> int:
+        """Return the budget, or the ratio's part of ``tokens``, rounded up."""
+        return self.budget if self.budget is not None else math.ceil((self.budget_ratio or 0.0) * tokens)

@@ -19,16 +19,6 @@ from winnow_kernels.decode.step import DecodeStep
 StepOfRows = TypeVar("StepOfRows", bound=DecodeStep)
 
 
-def check_full_layers(full_layers: int) -> None:
-    """Refuse a bad number of full layers.
-
-    Raises:
-        ValueError: it is negative.
-    """
-    if full_layers < 0:
-        raise ValueError(f"full_layers: must be at least 0; it is {full_layers}")
-
-
 class FullLayersStep(DecodeStep, Generic[StepOfRows]):
     """A step of a policy whose first layers are dense, and read to their end whatever early termination says.
 

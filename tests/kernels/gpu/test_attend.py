@@ -18,20 +18,22 @@ from tests.kernels.attention_float64 import attend_head_until_settled
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
 from tests.kernels.gpu.conftest import INTERPRETED
-from winnow_kernels.attend.early_termination import EarlyTermination, Termination
+from tests.kernels.parameters import termination_at
+from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers, Launch, attend
 from winnow_kernels.attend.gpu_merge import MOST_SPLITS
 from winnow_kernels.attend.reference import attend as reference_attend
 from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.selection.tokens import Selection
 
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 # The interpreter takes 5 ms for a tile.
 LONGEST, EXAMPLES = (1500, 5) if INTERPRETED else (20_000, 200)
-SETTLING = EarlyTermination(0.05, 0.01, 2)
+SETTLING = termination_at(0.05, 0.01, 2)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def test_early_termination_reads_what_the_reference_reads(
 
 def test_early_termination_in_several_splits(device: torch.device) -> None:
     layer = Layer.random([3000, 2100], [[WHOLE], [2075]], group=5, head_dim=96)
-    thresholds = [SETTLING, replace(SETTLING, patience=6)]
+    thresholds = [SETTLING, SETTLING.model_copy(update={"patience": 6})]
 
     result = actual(layer, 0.1, thresholds, device)
 

@@ -19,13 +19,14 @@ from tests.kernels.gpu.selectors import (
     on_device,
     untouched,
 )
+from tests.kernels.parameters import quoka_decode_parameters
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import Count, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.quoka import gpu as quoka
-from winnow_kernels.policies.quoka.reference import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.quoka.reference import QuokaStep
 
 SLOTS = 6144
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_rows_are_the_references_and_other_families_stay_untouched(
             continue
         budget, is_ordered = own
         meter = Meter(1, CPU)
-        step = QuokaStep(context.rows([row]), 1.0, None, [QuokaDecodeParameters(budget=budget)], norms)
+        step = QuokaStep(context.rows([row]), 1.0, None, [quoka_decode_parameters(budget=budget)], norms)
         expected = step.select(0, queries[[row]], cache, meter)
         ordered = slice(_in_newest(context, row), None) if is_ordered else slice(0)
         check_equal(selected.selection, row, expected, ordered=ordered)

@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import cache_on, check_equal, on_device, untouched
+from tests.kernels.parameters import delta_parameters, quest_parameters, quoka_decode_parameters
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.batch import DeviceSelection
@@ -15,11 +16,11 @@ from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.delta import gpu as delta
-from winnow_kernels.policies.delta.reference import DeltaParameters, DeltaStep
+from winnow_kernels.policies.delta.reference import DeltaStep
 from winnow_kernels.policies.quest import gpu as quest
-from winnow_kernels.policies.quest.reference import QuestParameters, QuestStep
+from winnow_kernels.policies.quest.reference import QuestStep
 from winnow_kernels.policies.quoka import gpu as quoka
-from winnow_kernels.policies.quoka.reference import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.quoka.reference import QuokaStep
 from winnow_kernels.selection.gpu_pages import PageBuffers
 from winnow_kernels.selection.pages import pages_kept, pages_of
 
@@ -68,7 +69,7 @@ def test_quest(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     selection = untouched(batch, KV_HEADS, WIDTH)
     buffers = PageBuffers.empty(batch.rows, KV_HEADS, batch.page_table.shape[1], device)
     quest.select(0, QUERIES.to(device), bounds.bounds[0].to(device), batch, rows, selection, buffers)
-    parameters = [QuestParameters(budget, 0, sinks) for budget in BUDGETS]
+    parameters = [quest_parameters(budget, 0, sinks) for budget in BUDGETS]
     expected = QuestStep(context, 1.0, None, parameters, bounds).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
     for row, length in enumerate(LENGTHS):
         newest = _newest(length, page_size)
@@ -96,7 +97,7 @@ def test_delta(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     delta.attend_and_score(0, queries, cache, batch, rows, 0.125, attend_buffers, buffers, output)
     delta.score_tokens(0, batch, rows, attend_buffers, buffers)
     delta.select(0, batch, rows, selection.slots, buffers)
-    parameters = [DeltaParameters(max(budget, recent), recent, 0, (0,), sinks) for budget in BUDGETS]
+    parameters = [delta_parameters(max(budget, recent), recent, 0, (0,), sinks) for budget in BUDGETS]
     step = DeltaStep(context, 0.125, None, parameters, page_size)
     step.attend(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
     expected = step.select(1, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
@@ -112,7 +113,7 @@ def test_quoka(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     norms = KeyNorms([CACHE], PageGenerations(SLOTS, page_size, CPU))
     norms.ensure(torch.arange(SLOTS // page_size))
     batch = on_device(context, device, page_size=page_size)
-    parameters = [QuokaDecodeParameters(budget=budget, sinks=sinks) for budget in BUDGETS]
+    parameters = [quoka_decode_parameters(budget=budget, sinks=sinks) for budget in BUDGETS]
     rows = quoka.QuokaRows.empty(batch.rows, device)
     rows.budgets.copy_(torch.tensor([own.tokens(length - 1) for own, length in zip(parameters, LENGTHS, strict=True)]))
     rows.sinks.fill_(sinks)

@@ -6,17 +6,18 @@ import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, on_device, untouched
+from tests.kernels.parameters import snapkv_parameters
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.policies.snapkv.gpu import StoredRows, select
 from winnow_kernels.policies.snapkv.observation import ObservationBuffer
-from winnow_kernels.policies.snapkv.reference import SnapKVParameters, SnapKVState, SnapKVStep
+from winnow_kernels.policies.snapkv.reference import SnapKVState, SnapKVStep
 
 SLOTS, KV_HEADS, LAYERS = 4096, 2, 3
 
 
 def _state(prompt_length: int, kept: int, seed: int) -> SnapKVState:
     """A request that keeps ``kept`` tokens of its prompt in the first layer, one less in each after."""
-    state = SnapKVState(SnapKVParameters(kept, 5), ObservationBuffer(8, prompt_length))
+    state = SnapKVState(snapkv_parameters(kept, 5, 8), ObservationBuffer(8, prompt_length))
     generator = torch.Generator().manual_seed(seed)
     for layer in range(LAYERS):
         orders = [torch.randperm(prompt_length, generator=generator) for _ in range(KV_HEADS)]

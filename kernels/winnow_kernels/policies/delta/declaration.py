@@ -9,7 +9,7 @@ from winnow_kernels.decode.gpu_rows import Columns, OwnParameters
 from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.policies.delta.parameters import Delta
-from winnow_kernels.policies.delta.reference import DeltaParameters, DeltaStep
+from winnow_kernels.policies.delta.reference import DeltaStep
 from winnow_kernels.policies.delta.selector import KIND, DeltaSelector
 from winnow_kernels.selection.pages import pages_kept, pages_of
 
@@ -27,10 +27,7 @@ class DeltaDeclaration(Declaration[Delta]):
         return pages_kept(parameters.budget, parameters.recency, parameters.sinks, page_size) * page_size
 
     def step(self, batch: PolicyBatch) -> DeltaStep:
-        parameters = [
-            DeltaParameters(p.budget, p.recency, p.full_layers, p.delta_layers or (), p.sinks)
-            for p in batch.parameters(Delta)
-        ]
+        parameters = batch.parameters(Delta)
         return DeltaStep(batch.context, batch.scale, batch.termination, parameters, batch.indexes.page_size)
 
     def own_parameters(self, parameters: Delta, prompt_length: int, page_size: int) -> OwnParameters:
@@ -49,7 +46,7 @@ class DeltaDeclaration(Declaration[Delta]):
         )
 
     def own_layers(self, parameters: Delta) -> Collection[int]:
-        return parameters.delta_layers or ()
+        return parameters.named_layers
 
 
 DECLARATION = DeltaDeclaration()

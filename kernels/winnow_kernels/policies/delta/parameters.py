@@ -59,6 +59,12 @@ class Delta(Sparse):
     def reserved(self) -> int:
         return self.recency
 
+    @property
+    def named_layers(self) -> tuple[int, ...]:
+        """The Δ-layers of a request; ``for_model`` has named them."""
+        assert self.delta_layers is not None
+        return self.delta_layers
+
     def for_model(self, model: ModelFacts) -> Self:
         """Return the parameters with their Δ-layers named."""
         if self.delta_layers is not None:

@@ -12,9 +12,7 @@ hold sinks (the paper has none), then the others by score.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -26,45 +24,10 @@ from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import attend, group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.row_groups import attend_rows, termination_of
-from winnow_kernels.decode.sinks import check_sinks
 from winnow_kernels.decode.step import DecodeStep
+from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.selection.pages import order_pages, pages_kept, pages_of, select_pages
 from winnow_kernels.selection.tokens import Selection
-
-
-@dataclass(frozen=True)
-class DeltaParameters:
-    """One request's parameters.
-
-    Attributes:
-        budget: tokens for each KV head and step, rounded up to pages; at least 1.
-        recency: newest tokens that are always kept, rounded up to pages; from 1 to ``budget``.
-        full_layers: how many of the first layers attend to everything, 0 or more.
-        delta_layers: numbers of the Δ-layers, ascending, none below ``full_layers``; at least one.
-        sinks: first tokens that are always kept, rounded up to pages; 0 or more. The budget is at least their pages and
-            the recent ones.
-    """
-
-    budget: int
-    recency: int
-    full_layers: int
-    delta_layers: tuple[int, ...]
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        if self.budget < 1:
-            raise ValueError(f"budget: must be at least 1; it is {self.budget}")
-        if not 1 <= self.recency <= self.budget:
-            raise ValueError(f"recency: must be from 1 to the budget ({self.budget}); it is {self.recency}")
-        check_sinks(self.sinks)
-        if not self.delta_layers:
-            raise ValueError("delta_layers: must name at least one layer")
-        if any(after <= before for before, after in pairwise(self.delta_layers)):
-            raise ValueError(f"delta_layers: must be strictly increasing; they are {self.delta_layers}")
-        if self.delta_layers[0] < self.full_layers:
-            raise ValueError(
-                f"delta_layers: must be at least full_layers ({self.full_layers}); the first is {self.delta_layers[0]}"
-            )
 
 
 class _Role(Enum):
@@ -156,7 +119,7 @@ class DeltaStep(DecodeStep):
         context: Context,
         scale: float,
         termination: Termination | None,
-        parameters: Sequence[DeltaParameters],
+        parameters: Sequence[Delta],
         page_size: int,
     ) -> None:
         super().__init__(context, scale, termination)
@@ -247,7 +210,8 @@ class DeltaStep(DecodeStep):
         return self._contexts[key]
 
 
-def _role(parameters: DeltaParameters, layer: int) -> _Role:
-    if layer in parameters.delta_layers:
+def _role(parameters: Delta, layer: int) -> _Role:
+    refreshing = parameters.named_layers
+    if layer in refreshing:
         return _Role.REFRESH
-    return _Role.FULL if layer < parameters.delta_layers[0] else _Role.REUSE
+    return _Role.FULL if layer < refreshing[0] else _Role.REUSE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -90,9 +88,8 @@ class DeltaSelector(Selector):
 
 def roles_of(policy: Delta, layers: int) -> list[int]:
     """Return what each layer is to a request of DELTA."""
-    refreshing: Sequence[int] = policy.delta_layers or ()
-    first = min(refreshing)
-    return [REFRESH if i in refreshing else FULL if i < first else REUSE for i in range(layers)]
+    refreshing = policy.named_layers
+    return [REFRESH if i in refreshing else FULL if i < refreshing[0] else REUSE for i in range(layers)]
 
 
 def _rows(step: Step, roles: Tensor) -> DeltaRows:

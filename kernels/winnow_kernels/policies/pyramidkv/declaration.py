@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
-from winnow_kernels.policies.pyramidkv.reference import PyramidKVParameters
+from winnow_kernels.policies.pyramidkv.reference import PyramidKVState
 from winnow_kernels.policies.snapkv.declaration import VotedDeclaration
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 
 
 class PyramidKVDeclaration(VotedDeclaration[PyramidKV]):
     """Budgets that shrink from layer to layer."""
 
-    def kept_parameters(self, parameters: PyramidKV, budget: int, layers: int) -> PyramidKVParameters:
-        return PyramidKVParameters(budget, parameters.kernel_size, layers, sinks=parameters.sinks)
+    def state(self, parameters: PyramidKV, observation: ObservationBuffer, layers: int) -> PyramidKVState:
+        return PyramidKVState(parameters, observation, layers)
 
 
 DECLARATION = PyramidKVDeclaration()

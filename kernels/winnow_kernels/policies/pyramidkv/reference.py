@@ -12,10 +12,11 @@ A request that keeps its prompt so is decoded by ``SnapKVStep``, beside those th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
-from winnow_kernels.policies.snapkv.reference import SnapKVParameters
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.policies.snapkv.parameters import Voted
+from winnow_kernels.policies.snapkv.reference import SnapKVState
 
 BETA = 20
 
@@ -35,21 +36,15 @@ def pyramid(layers: int, mean: int, most: int) -> list[int]:
     return [after - before for before, after in pairwise(ends)]
 
 
-@dataclass(frozen=True)
-class PyramidKVParameters(SnapKVParameters):
-    """One request's parameters; ``budget`` is the mean over layers.
+class PyramidKVState(SnapKVState):
+    """What one request keeps of its prompt; its ``budget`` is the mean over ``layers``, as many as the model has."""
 
-    Attributes:
-        layers: how many layers the model has, at least 1.
-    """
+    def __init__(self, parameters: Voted, observation: ObservationBuffer, layers: int) -> None:
+        if layers < 1:
+            raise ValueError(f"layers: must be at least 1; it is {layers}")
+        super().__init__(parameters, observation)
+        self._layers = layers
 
-    layers: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layers < 1:
-            raise ValueError(f"layers: must be at least 1; it is {self.layers}")
-
-    def layer_votes(self, layer: int, prompt_length: int, window: int) -> int:
-        mean = super().layer_votes(layer, prompt_length, window)
-        return pyramid(self.layers, mean, max(0, prompt_length - window - self.sinks))[layer]
+    def layer_votes(self, layer: int) -> int:
+        voted_on = max(0, self.prompt_length - self.observation.window - self.parameters.sinks)
+        return pyramid(self._layers, super().layer_votes(layer), voted_on)[layer]

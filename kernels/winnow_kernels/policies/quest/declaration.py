@@ -8,7 +8,7 @@ from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.policies.quest.parameters import Quest
-from winnow_kernels.policies.quest.reference import QuestParameters, QuestStep
+from winnow_kernels.policies.quest.reference import QuestStep
 from winnow_kernels.policies.quest.selector import KIND, QuestSelector
 from winnow_kernels.selection.pages import pages_kept
 
@@ -26,7 +26,7 @@ class QuestDeclaration(Declaration[Quest]):
         return pages_kept(parameters.budget, 1, parameters.sinks, page_size) * page_size
 
     def step(self, batch: PolicyBatch) -> QuestStep:
-        parameters = [QuestParameters(p.budget, p.full_layers, p.sinks) for p in batch.parameters(Quest)]
+        parameters = batch.parameters(Quest)
         step = QuestStep(batch.context, batch.scale, batch.termination, parameters, batch.indexes[PageBounds])
         batch.count_built(step.index_built_tokens)
         return step

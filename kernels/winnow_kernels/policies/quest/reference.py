@@ -9,7 +9,6 @@ never reads more than the budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,34 +18,12 @@ from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.full_layers import FullLayersStep, check_full_layers
+from winnow_kernels.decode.full_layers import FullLayersStep
 from winnow_kernels.decode.row_groups import termination_of
-from winnow_kernels.decode.sinks import check_sinks
 from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.policies.quest.parameters import Quest
 from winnow_kernels.selection.pages import order_pages, pages_kept, pages_of, select_pages
 from winnow_kernels.selection.tokens import Selection
-
-
-@dataclass(frozen=True)
-class QuestParameters:
-    """One request's parameters.
-
-    Attributes:
-        budget: tokens for each KV head and step, rounded up to pages; at least 1.
-        full_layers: how many of the first layers attend to everything, 0 or more.
-        sinks: first tokens that are always attended to, rounded up to pages; 0 or more. The budget is at least their
-            pages and the newest.
-    """
-
-    budget: int
-    full_layers: int
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        if self.budget < 1:
-            raise ValueError(f"budget: must be at least 1; it is {self.budget}")
-        check_full_layers(self.full_layers)
-        check_sinks(self.sinks)
 
 
 class QuestStep(FullLayersStep["QuestStep"]):
@@ -61,7 +38,7 @@ class QuestStep(FullLayersStep["QuestStep"]):
         context: Context,
         scale: float,
         termination: Termination | None,
-        parameters: Sequence[QuestParameters],
+        parameters: Sequence[Quest],
         bounds: PageBounds,
     ) -> None:
         super().__init__(context, scale, termination, [p.full_layers for p in parameters])

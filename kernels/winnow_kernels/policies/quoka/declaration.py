@@ -8,7 +8,7 @@ from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.policies.quoka.parameters import QuokaDecode
-from winnow_kernels.policies.quoka.reference import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.quoka.reference import QuokaStep
 from winnow_kernels.policies.quoka.selector import KIND, QuokaSelector
 
 
@@ -22,7 +22,7 @@ class QuokaDeclaration(Declaration[QuokaDecode]):
     buffer_bytes = SCRATCH_BYTES
 
     def budget(self, parameters: QuokaDecode, prompt_length: int, length: int, page_size: int) -> int:
-        return _of_reference(parameters).tokens(length - 1)
+        return parameters.tokens(length - 1)
 
     def covered_until(self, parameters: QuokaDecode, prompt_length: int, page_size: int) -> int:
         if parameters.budget_ratio is not None:
@@ -30,7 +30,7 @@ class QuokaDeclaration(Declaration[QuokaDecode]):
         return super().covered_until(parameters, prompt_length, page_size)
 
     def step(self, batch: PolicyBatch) -> QuokaStep:
-        parameters = [_of_reference(policy) for policy in batch.parameters(QuokaDecode)]
+        parameters = batch.parameters(QuokaDecode)
         step = QuokaStep(batch.context, batch.scale, batch.termination, parameters, batch.indexes[KeyNorms])
         batch.count_built(step.index_built_tokens)
         return step
@@ -40,10 +40,6 @@ class QuokaDeclaration(Declaration[QuokaDecode]):
 
     def selector(self, server: Server) -> QuokaSelector:
         return QuokaSelector(server.indexes[KeyNorms], server.step)
-
-
-def _of_reference(policy: QuokaDecode) -> QuokaDecodeParameters:
-    return QuokaDecodeParameters(budget=policy.budget, budget_ratio=policy.budget_ratio, sinks=policy.sinks)
 
 
 DECLARATION = QuokaDeclaration()

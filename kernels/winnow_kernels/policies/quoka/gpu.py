@@ -51,7 +51,7 @@ class QuokaRows:
     """The parameters of a batch's rows.
 
     Attributes:
-        budgets: int32 [rows]; tokens for each KV head in this step (``QuokaDecodeParameters.tokens``), 0 for a row of
+        budgets: int32 [rows]; tokens for each KV head in this step (``QuokaDecode.tokens``), 0 for a row of
             another family.
         sinks: int32 [rows]; first tokens, always attended to.
         by_score: int32 [rows]; not 0 where keys must come by descending score, as early termination needs them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -17,6 +18,11 @@ class QuokaDecode(Budgeted):
     """Attend to the tokens whose keys score highest for the normalised queries of the step."""
 
     policy: Literal["quoka"] = "quoka"
+
+    def tokens(self, cached: int) -> int:
+        """Return the budget when ``cached`` tokens are cached, at least the sinks and the step's own token."""
+        own = 0 if self.budget_ratio is None else 1
+        return max(self.part_of(cached) + own, self.sinks + 1)
 
 
 class QuokaPrefill(Budgeted):
@@ -42,6 +48,19 @@ class QuokaPrefill(Budgeted):
         if block is not None and queries > block:
             refuse(f"must be at most the block ({block})")
         return queries
+
+    def tokens(self, before: int) -> int:
+        """Return the budget of a block that ``before`` tokens precede: never less than the sinks."""
+        return max(self.sinks, self.part_of(before))
+
+    def recent(self, before: int) -> int:
+        """Return how many tokens right before a sparse block that ``before`` tokens precede are always selected."""
+        budget = self.tokens(before)
+        return min(math.floor(self.recency_ratio * budget), budget - self.sinks)
+
+    def is_dense(self, block_start: int) -> bool:
+        """Return whether a block attends to everything before it."""
+        return block_start < self.dense_prefix or block_start <= self.tokens(block_start)
 
     def for_model(self, model: ModelFacts) -> Self:
         model.check_length("dense_prefix", self.dense_prefix)

@@ -14,7 +14,6 @@ Blocks lie on a grid of absolute positions, so that what is computed does not de
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,9 +26,9 @@ from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.sinks import check_sinks
 from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
+from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
 from winnow_kernels.selection.tokens import Selection, select_positions
 
 # Blocks scored in one matrix product: more would score more keys that only the later blocks may see.
@@ -38,79 +37,6 @@ BLOCKS_IN_BATCH = 8
 SCORES_IN_BATCH = 2**22
 # Above any cosine, and below the newest page's.
 _PROMISE_OF_SINKS = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuokaDecodeParameters:
-    """One request's parameters in decode: one of the two is given.
-
-    Attributes:
-        budget: tokens for each KV head and step, at least 1; the newest page and the sinks are kept even if they are
-            more.
-        budget_ratio: the budget as a share of the tokens cached before the step, more than 0, at most 1; the step's own
-            token comes on top.
-        sinks: first tokens that are always attended to, 0 or more.
-    """
-
-    budget: int | None = None
-    budget_ratio: float | None = None
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        _check_budget(self.budget, self.budget_ratio)
-        check_sinks(self.sinks)
-
-    def tokens(self, cached: int) -> int:
-        """Return the budget when ``cached`` tokens are cached, at least the sinks and the step's own token."""
-        own = 0 if self.budget_ratio is None else 1
-        return max(_budget(self.budget, self.budget_ratio, cached) + own, self.sinks + 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuokaPrefillParameters:
-    """One request's parameters in prefill: one of the two budgets is given.
-
-    Attributes:
-        budget: tokens before a block that a KV head attends to, at least 1 and at least the sinks.
-        budget_ratio: the budget as a share of the tokens before the block, more than 0, at most 1; it is never less
-            than the sinks.
-        block: queries that share one selection, at least 1 (B_CP in the paper).
-        queries: queries that speak for a block, at least 1 (N_Q).
-        dense_prefix: leading tokens that are prefilled densely, rounded up to blocks; 0 or more.
-        sinks: first tokens that are always selected, 0 or more; 0 in the paper.
-        recency_ratio: the share of the budget that the tokens right before a block take, 0 to 1, as far as the sinks
-            leave room; 0 in the paper.
-    """
-
-    budget: int | None = None
-    budget_ratio: float | None = None
-    block: int = 128
-    queries: int = 64
-    dense_prefix: int = 0
-    sinks: int = 0
-    recency_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_budget(self.budget, self.budget_ratio)
-        for name, least in (("block", 1), ("queries", 1), ("dense_prefix", 0), ("sinks", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: must be at least {least}; it is {getattr(self, name)}")
-        if self.budget is not None and self.budget < self.sinks:
-            raise ValueError(f"budget: must be at least {self.sinks}, the sinks; it is {self.budget}")
-        if not 0 <= self.recency_ratio <= 1:
-            raise ValueError(f"recency_ratio: must be at least 0 and at most 1; it is {self.recency_ratio}")
-
-    def tokens(self, before: int) -> int:
-        """Return the budget of a block that ``before`` tokens precede."""
-        return max(self.sinks, _budget(self.budget, self.budget_ratio, before))
-
-    def recent(self, before: int) -> int:
-        """Return how many tokens right before a sparse block that ``before`` tokens precede are always selected."""
-        budget = self.tokens(before)
-        return min(math.floor(self.recency_ratio * budget), budget - self.sinks)
-
-    def is_dense(self, block_start: int) -> bool:
-        return block_start < self.dense_prefix or block_start <= self.tokens(block_start)
 
 
 @dataclass(frozen=True)
@@ -155,7 +81,7 @@ def quoka_prefill(
     slots: Tensor,
     cache: LayerCache,
     scale: float,
-    parameters: QuokaPrefillParameters,
+    parameters: QuokaPrefill,
     norms: Tensor | None = None,
 ) -> tuple[Tensor, PrefillReads]:
     """Attend from one request's newest tokens, whose keys and values are in the cache, block by block.
@@ -196,7 +122,7 @@ def select_for_blocks(
     queries: Tensor,
     slots: Tensor,
     cache: LayerCache,
-    parameters: QuokaPrefillParameters,
+    parameters: QuokaPrefill,
     norms: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the selection of each block that is not dense: its first position, and the positions selected before it.
@@ -268,7 +194,7 @@ class QuokaStep(DecodeStep):
         context: Context,
         scale: float,
         termination: Termination | None,
-        parameters: Sequence[QuokaDecodeParameters],
+        parameters: Sequence[QuokaDecode],
         norms: KeyNorms,
     ) -> None:
         super().__init__(context, scale, termination)
@@ -308,25 +234,12 @@ class QuokaStep(DecodeStep):
         return select_positions(self.context, positions, self._counts[:, None].expand(-1, cache.kv_heads))
 
 
-def _check_budget(budget: int | None, budget_ratio: float | None) -> None:
-    if (budget is None) == (budget_ratio is None):
-        raise ValueError("budget, budget_ratio: exactly one of the two must be given")
-    if budget is not None and budget < 1:
-        raise ValueError(f"budget: must be at least 1; it is {budget}")
-    if budget_ratio is not None and not 0 < budget_ratio <= 1:
-        raise ValueError(f"budget_ratio: must be more than 0 and at most 1; it is {budget_ratio}")
-
-
-def _budget(budget: int | None, budget_ratio: float | None, cached: int) -> int:
-    return budget if budget is not None else math.ceil((budget_ratio or 0.0) * cached)
-
-
 def _block_starts(begin: int, end: int, block: int) -> range:
     """Return where the blocks start that have queries at positions ``begin`` to ``end - 1``."""
     return range(begin // block * block, end, block) if end > begin else range(0)
 
 
-def _batches(starts: list[int], kv_heads: int, parameters: QuokaPrefillParameters) -> Iterator[list[int]]:
+def _batches(starts: list[int], kv_heads: int, parameters: QuokaPrefill) -> Iterator[list[int]]:
     """Yield consecutive blocks that are scored together."""
     fit = SCORES_IN_BATCH // (kv_heads * parameters.queries * starts[-1])
     size = max(1, min(BLOCKS_IN_BATCH, fit))

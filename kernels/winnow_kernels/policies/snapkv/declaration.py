@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import TypeVar
 
@@ -15,7 +14,7 @@ from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.policies.snapkv.gpu_positions import CAPACITY
 from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 from winnow_kernels.policies.snapkv.parameters import SnapKV, Voted
-from winnow_kernels.policies.snapkv.reference import SnapKVParameters, SnapKVState, SnapKVStep
+from winnow_kernels.policies.snapkv.reference import SnapKVState, SnapKVStep
 from winnow_kernels.policies.snapkv.selector import KIND, StoredSelector
 
 V = TypeVar("V", bound=Voted)
@@ -30,21 +29,17 @@ class VotedDeclaration(Declaration[V]):
     buffer_bytes = CAPACITY * torch.int32.itemsize
 
     @abstractmethod
-    def kept_parameters(self, parameters: V, budget: int, layers: int) -> SnapKVParameters:
-        """Return how much is kept in each layer of a prompt with a ``budget`` in tokens."""
+    def state(self, parameters: V, observation: ObservationBuffer, layers: int) -> SnapKVState:
+        """Return what a request keeps for the votes of the queries in ``observation``."""
 
     def budget(self, parameters: V, prompt_length: int, length: int, page_size: int) -> int:
-        budget = parameters.budget or math.ceil((parameters.budget_ratio or 0) * prompt_length)
-        return max(budget, parameters.observation_window + parameters.sinks)
+        return parameters.tokens(prompt_length)
 
     def covered_until(self, parameters: V, prompt_length: int, page_size: int) -> int:
-        covers = self.budget(parameters, prompt_length, prompt_length, page_size) >= prompt_length
-        return ALWAYS if covers else 0
+        return ALWAYS if parameters.tokens(prompt_length) >= prompt_length else 0
 
     def prompt_selection(self, parameters: V, prompt_length: int, layers: int) -> SnapKVState:
-        budget = self.budget(parameters, prompt_length, prompt_length, 1)
-        observation = ObservationBuffer(parameters.observation_window, prompt_length)
-        return SnapKVState(self.kept_parameters(parameters, budget, layers), observation)
+        return self.state(parameters, ObservationBuffer(parameters.observation_window, prompt_length), layers)
 
     def step(self, batch: PolicyBatch) -> SnapKVStep:
         states = [request.kept for request in batch.requests if isinstance(request.kept, SnapKVState)]
@@ -60,8 +55,8 @@ class VotedDeclaration(Declaration[V]):
 class SnapKVDeclaration(VotedDeclaration[SnapKV]):
     """The same budget in all layers."""
 
-    def kept_parameters(self, parameters: SnapKV, budget: int, layers: int) -> SnapKVParameters:
-        return SnapKVParameters(budget, parameters.kernel_size, sinks=parameters.sinks)
+    def state(self, parameters: SnapKV, observation: ObservationBuffer, layers: int) -> SnapKVState:
+        return SnapKVState(parameters, observation)
 
 
 DECLARATION = SnapKVDeclaration()

@@ -34,6 +34,10 @@ class Voted(Budgeted):
             )
         return window
 
+    def tokens(self, prompt_length: int) -> int:
+        """Return how many tokens of the prompt a KV head keeps: window and sinks even if they are more."""
+        return max(self.part_of(prompt_length), self.observation_window + self.sinks)
+
     @property
     def reserved(self) -> int:
         return max(PAGE_TOKENS, self.observation_window + 1)

@@ -12,7 +12,6 @@ neighbouring tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,45 +21,10 @@ from winnow_kernels.attend.early_termination import TILE, Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.request import PromptSelection
-from winnow_kernels.decode.sinks import check_sinks
 from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.policies.snapkv.parameters import Voted
 from winnow_kernels.selection.tokens import Selection, select_positions
-
-
-@dataclass(frozen=True)
-class SnapKVParameters:
-    """One request's parameters.
-
-    Attributes:
-        budget: prompt tokens for each KV head, the observation window and the sinks among them, which are kept even if
-            they are more; at least 1. A ratio is of the prompt.
-        kernel_size: width of the maximum over neighbouring votes, in tokens; odd.
-        sinks: first tokens of the prompt, kept whatever the votes; 0 or more.
-    """
-
-    budget: int
-    kernel_size: int
-    sinks: int = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.budget < 1:
-            raise ValueError(f"budget: must be at least 1; it is {self.budget}")
-        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size: must be odd and at least 1; it is {self.kernel_size}")
-        check_sinks(self.sinks)
-
-    def layer_votes(self, layer: int, prompt_length: int, window: int) -> int:
-        """Return how many tokens a KV head keeps in ``layer`` for their votes.
-
-        Args:
-            layer: the layer's number.
-            prompt_length: tokens in the prompt.
-            window: tokens of the observation window, which are kept beside them, as the sinks before it are.
-        """
-        del layer
-        voted_on = max(0, prompt_length - window - self.sinks)
-        return min(max(0, self.budget - window - self.sinks), voted_on)
 
 
 class SnapKVState(PromptSelection):
@@ -73,7 +37,7 @@ class SnapKVState(PromptSelection):
             sinks, then positions by descending votes, equal votes in the prompt's order.
     """
 
-    def __init__(self, parameters: SnapKVParameters, observation: ObservationBuffer) -> None:
+    def __init__(self, parameters: Voted, observation: ObservationBuffer) -> None:
         self.parameters = parameters
         self.observation = observation
         self.kept: dict[int, Tensor] = {}
@@ -82,6 +46,13 @@ class SnapKVState(PromptSelection):
     def prompt_length(self) -> int:
         """Tokens in the prompt."""
         return self.observation.prompt_length
+
+    def layer_votes(self, layer: int) -> int:
+        """Return how many tokens a KV head keeps in ``layer`` for their votes, beside the window and the sinks."""
+        del layer
+        window, sinks = self.observation.window, self.parameters.sinks
+        voted_on = max(0, self.prompt_length - window - sinks)
+        return min(max(0, self.parameters.tokens(self.prompt_length) - window - sinks), voted_on)
 
     def record(self, layer: int, queries: Tensor, first_position: int) -> None:
         self.observation.record(layer, queries, first_position)
@@ -96,7 +67,7 @@ class SnapKVState(PromptSelection):
     def keep(self, layer: int, votes: Tensor) -> None:
         """Keep the window, the sinks and what has the most ``votes``, float [KV heads, prompt length − window]."""
         sinks = min(self.parameters.sinks, votes.shape[1])
-        most = self.parameters.layer_votes(layer, self.prompt_length, self.observation.window)
+        most = self.layer_votes(layer)
         # Neighbours have equal votes after the maximum: a stable order makes every device keep the same ones.
         chosen = sinks + votes[:, sinks:].sort(dim=-1, descending=True, stable=True).indices[:, :most]
         newest_first = torch.arange(

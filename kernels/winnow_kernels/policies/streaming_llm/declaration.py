@@ -7,7 +7,7 @@ from winnow_kernels.decode.gpu_rows import Columns, OwnParameters
 from winnow_kernels.decode.gpu_selector import Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
-from winnow_kernels.policies.streaming_llm.reference import StreamingLLMParameters, StreamingLLMStep
+from winnow_kernels.policies.streaming_llm.reference import StreamingLLMStep
 from winnow_kernels.policies.streaming_llm.selector import KIND, StreamingLLMSelector
 
 
@@ -22,8 +22,7 @@ class StreamingLLMDeclaration(Declaration[StreamingLLM]):
         return parameters.sinks + parameters.window
 
     def step(self, batch: PolicyBatch) -> StreamingLLMStep:
-        parameters = [StreamingLLMParameters(p.sinks, p.window) for p in batch.parameters(StreamingLLM)]
-        return StreamingLLMStep(batch.context, batch.scale, batch.termination, parameters)
+        return StreamingLLMStep(batch.context, batch.scale, batch.termination, batch.parameters(StreamingLLM))
 
     def own_parameters(self, parameters: StreamingLLM, prompt_length: int, page_size: int) -> OwnParameters:
         return OwnParameters({"window": parameters.window})

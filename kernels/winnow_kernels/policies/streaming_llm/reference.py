@@ -8,7 +8,6 @@ cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,27 +15,9 @@ from torch import Tensor
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.sinks import check_sinks
 from winnow_kernels.decode.step import DecodeStep
+from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
 from winnow_kernels.selection.tokens import Selection
-
-
-@dataclass(frozen=True)
-class StreamingLLMParameters:
-    """One request's parameters.
-
-    Attributes:
-        sinks: leading tokens that are always attended to, 0 or more.
-        window: newest tokens that are attended to, the one being decoded among them, at least 1.
-    """
-
-    sinks: int
-    window: int
-
-    def __post_init__(self) -> None:
-        check_sinks(self.sinks)
-        if self.window < 1:
-            raise ValueError(f"window: must be at least 1; it is {self.window}")
 
 
 class StreamingLLMStep(DecodeStep):
@@ -47,7 +28,7 @@ class StreamingLLMStep(DecodeStep):
         context: Context,
         scale: float,
         termination: Termination | None,
-        parameters: Sequence[StreamingLLMParameters],
+        parameters: Sequence[StreamingLLM],
     ) -> None:
         super().__init__(context, scale, termination)
         limits = torch.tensor([(p.sinks, p.window) for p in parameters], device=context.device)

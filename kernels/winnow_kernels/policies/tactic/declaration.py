@@ -10,7 +10,7 @@ from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
 from winnow_kernels.policies.tactic.parameters import Tactic
-from winnow_kernels.policies.tactic.reference import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.reference import TacticStep
 from winnow_kernels.policies.tactic.selector import KIND, TacticSelector
 
 
@@ -40,7 +40,7 @@ class TacticDeclaration(Declaration[Tactic]):
             clustered_until(request.prompt_length, length, clusters.span)
             for request, length in zip(batch.requests, batch.lengths, strict=True)
         ]
-        parameters = [TacticParameters(p.p, p.max_tokens, p.full_layers, p.sinks) for p in batch.parameters(Tactic)]
+        parameters = batch.parameters(Tactic)
         batch.count_built(
             [
                 clusters.ensure(batch.context, row, end, of_row.sinks)

@@ -49,13 +49,13 @@ from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter, peek_keys
 from winnow_kernels.attend.reference import Attended, group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.full_layers import FullLayersStep, check_full_layers
+from winnow_kernels.decode.full_layers import FullLayersStep
 from winnow_kernels.decode.row_groups import termination_of
-from winnow_kernels.decode.sinks import check_sinks
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.policies.tactic.distribution_fit import Curve, RankedMass
+from winnow_kernels.policies.tactic.parameters import Tactic
 from winnow_kernels.selection.tokens import Selection
 
 EXACT_SHARE = 0.02
@@ -77,33 +77,6 @@ SHARE_STEPS = 64
 """Steps of shares: as many as lead to 2^-18, a token's in an even context of 256K; what is below is in the last."""
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-
-
-@dataclass(frozen=True)
-class TacticParameters:
-    """One request's parameters.
-
-    Attributes:
-        p: share of the attention mass that each query head's tokens are to hold; above 0, at most 1.
-        max_tokens: cap on the union of each KV head, at least 1; None for none. What is within it but more than
-            ``WHOLE_SHARE`` of the context becomes the whole context.
-        full_layers: how many of the first layers attend to everything, 0 or more. Heads there may look for single
-            tokens, which no centroid shows (docs/measurements.md).
-        sinks: how many of the first tokens are always attended to and in no cluster, 0 or more.
-    """
-
-    p: float
-    max_tokens: int | None = None
-    full_layers: int = 0
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.p <= 1:
-            raise ValueError(f"p: must be above 0 and at most 1; it is {self.p}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens: must be at least 1; it is {self.max_tokens}")
-        check_full_layers(self.full_layers)
-        check_sinks(self.sinks)
 
 
 @dataclass(frozen=True)
@@ -203,7 +176,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         scale: float,
         termination: Termination | None,
         index: ClusterIndex,
-        parameters: Sequence[TacticParameters],
+        parameters: Sequence[Tactic],
         clustered: Tensor,
     ) -> None:
         """Find the spans that each request can use.

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from winnow_kernels.policies.quoka.reference import QuokaPrefillParameters
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.prefill.blocks import WHOLE, Block
 
 DENSE_BLOCK: Final = 128
 """Queries in a block of a dense request."""
 
 
-def blocks_of(
-    row: int, first_query: int, prefix_length: int, length: int, parameters: QuokaPrefillParameters
-) -> list[Block]:
+def blocks_of(row: int, first_query: int, prefix_length: int, length: int, parameters: QuokaPrefill) -> list[Block]:
     """Return the blocks of a request with QUOKA, as ``reference.quoka_prefill`` has them.
 
     Args:
