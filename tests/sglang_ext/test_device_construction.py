@@ -90,24 +90,24 @@ def request() -> RequestState:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=40))
 def test_pieces_do_not_overlap_and_are_free_when_their_requests_are_gone(steps: list[tuple[int, int]]) -> None:
     capacity = 64
-    pool = StoredPositions(6, 1, torch.device("cpu"), capacity)
+    pool = StoredPositions(6, 1, 2, torch.device("cpu"), capacity)
     states: dict[int, RequestState] = {}
     for number, (slot, kept) in enumerate(steps, start=1):
         states.pop(slot, None)
         states[slot] = request()
         try:
-            pool.keep(states[slot], slot, torch.full((2 * kept,), number, dtype=torch.int32), [kept])
+            pool.keep(states[slot], slot, torch.full((2 * kept,), number, dtype=torch.int32), torch.full((1, 2), kept))
         except OutOfPositionsError:
             del states[slot]
             continue
         for other in states:
-            first, size = int(pool.offsets[other, 0]), 2 * int(pool.kept[other, 0])
+            first, size = int(pool.offsets[other, 0, 0]), int(pool.kept[other].sum())
             assert len(pool.positions[first : first + size].unique()) == 1
     # Who comes back with as many after a retraction gets no second piece.
     free = list(pool._free)
     for slot in list(states):
-        kept = int(pool.kept[slot, 0])
-        pool.keep(states[slot], slot, torch.full((2 * kept,), 99, dtype=torch.int32), [kept])
+        kept = int(pool.kept[slot, 0, 0])
+        pool.keep(states[slot], slot, torch.full((2 * kept,), 99, dtype=torch.int32), torch.full((1, 2), kept))
     assert pool._free == free
     states.clear()
-    pool.keep(request(), 0, torch.zeros(capacity, dtype=torch.int32), [capacity // 2])
+    pool.keep(request(), 0, torch.zeros(capacity, dtype=torch.int32), torch.full((1, 2), capacity // 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gather import Meter
@@ -16,10 +17,16 @@ class PromptSelection(ABC):
     """What a request keeps of its prompt, chosen once by the prompt's own queries.
 
     Attributes:
-        kept: positions, for each layer that has chosen.
+        kept: for each layer that has chosen, int64 [KV heads, most]; positions in the order in which they are read.
+            From ``counts`` on they mean nothing.
     """
 
     kept: dict[int, Tensor]
+
+    def counts(self, layer: int) -> Tensor:
+        """Return how many positions each KV head keeps in a layer that has chosen: int64 [KV heads], at least 1."""
+        heads, most = self.kept[layer].shape
+        return torch.full((heads,), most, device=self.kept[layer].device)
 
     @abstractmethod
     def record(self, layer: int, queries: Tensor, first_position: int) -> None:

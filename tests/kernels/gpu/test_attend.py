@@ -189,7 +189,7 @@ def test_long_contexts_have_longer_splits(device: torch.device) -> None:
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=3),
     left_out=st.lists(st.none() | st.integers(0, 50), min_size=3, max_size=3),
     thresholds=st.builds(
-        EarlyTermination, st.sampled_from([0.003, 0.03]), st.sampled_from([0.0003, 0.003]), st.integers(1, 4)
+        termination_at, st.sampled_from([0.003, 0.03]), st.sampled_from([0.0003, 0.003]), st.integers(1, 4)
     ),
     plain=st.integers(0, 3),
     seed=st.integers(0, 1000),

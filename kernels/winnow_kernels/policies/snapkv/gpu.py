@@ -28,13 +28,11 @@ PROGRAMS: Final = 4
 class StoredRows:
     """What a batch's rows keep of their prompts.
 
-    The positions that a row keeps in a layer lie in one piece of the pool, KV head after KV head, each with as many.
-
     Attributes:
         positions: int32 [capacity], the pool of all requests; for each KV head the positions in the order in which they
             are read (``SnapKVState.kept``).
-        offsets: int64 [rows, layers]; where in the pool a row's positions in a layer begin.
-        kept: int32 [rows, layers]; how many positions each KV head keeps, at least 1.
+        offsets: int64 [rows, layers, KV heads]; where in the pool a KV head's positions in a layer begin.
+        kept: int32 [rows, layers, KV heads]; how many positions it keeps, at least 1.
         prompt_lengths: int32 [rows]; tokens in the prompt, less than the context's; 0 for a row of another family.
     """
 
@@ -44,12 +42,12 @@ class StoredRows:
     prompt_lengths: Tensor
 
     @classmethod
-    def empty(cls, rows: int, layers: int, capacity: int, device: torch.device) -> StoredRows:
+    def empty(cls, rows: int, layers: int, kv_heads: int, capacity: int, device: torch.device) -> StoredRows:
         """Return the parameters of ``rows`` rows of other families, with a pool of ``capacity`` positions."""
         return cls(
             torch.zeros(capacity, dtype=torch.int32, device=device),
-            torch.zeros(rows, layers, dtype=torch.int64, device=device),
-            torch.zeros(rows, layers, dtype=torch.int32, device=device),
+            torch.zeros(rows, layers, kv_heads, dtype=torch.int64, device=device),
+            torch.zeros(rows, layers, kv_heads, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
@@ -61,7 +59,8 @@ def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSe
     """
     _, kv_heads, width = selection.slots.shape
     assert selection.slots.is_contiguous()
-    layers = rows.kept.shape[1]
+    assert rows.kept.is_contiguous()
+    assert rows.offsets.is_contiguous()
     pairs = batch.rows * kv_heads
     _select_kernel[(programs_on(selection.slots.device, PROGRAMS),)](
         rows.positions,
@@ -73,7 +72,7 @@ def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSe
         selection.slots,
         selection.counts,
         pairs,
-        layers,
+        rows.kept.stride(0),
         batch.page_table.stride(0),
         width,
         tile=TILE,
@@ -96,7 +95,7 @@ def _select_kernel(
     slots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     pairs: tl.tensor,
-    layers: tl.tensor,
+    kept_stride: tl.tensor,
     table_stride: tl.tensor,
     width: tl.tensor,
     tile: tl.constexpr,
@@ -112,7 +111,7 @@ def _select_kernel(
     all_rows = all_pairs // kv_heads
     prompt_lengths = tl.load(prompt_lengths_ptr + all_rows, mask=in_batch, other=0)
     selects = prompt_lengths > 0
-    all_kept = tl.load(kept_ptr + all_rows * layers, mask=selects, other=0)
+    all_kept = tl.load(kept_ptr + all_rows * kept_stride + all_pairs % kv_heads, mask=selects, other=0)
     counts = tl.load(lengths_ptr + all_rows, mask=selects, other=0) - prompt_lengths + all_kept
     if tl.program_id(0) == 0:
         tl.store(counts_ptr + all_pairs, tl.where(counts <= width, counts, whole), mask=selects)
@@ -123,7 +122,8 @@ def _select_kernel(
         row = (pair // kv_heads).to(tl.int64)
         length = tl.load(lengths_ptr + row)
         generated = length - tl.load(prompt_lengths_ptr + row)
-        kept = tl.load(kept_ptr + row * layers)
+        own = row * kept_stride + pair % kv_heads
+        kept = tl.load(kept_ptr + own)
         index = (part - first) * block + tl.arange(0, block)
         selected = index < generated + kept
         front = tl.minimum(generated, tile)
@@ -131,8 +131,7 @@ def _select_kernel(
         before = tl.cdiv(tl.maximum(index - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
         through = tl.cdiv(tl.maximum(index + 1 - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
         of_prompt = (index >= front) & (through > before) & selected
-        own_positions_ptr = positions_ptr + tl.load(offsets_ptr + row * layers) + (pair % kv_heads) * kept
-        stored = tl.load(own_positions_ptr + before, mask=of_prompt, other=0)
+        stored = tl.load(positions_ptr + tl.load(offsets_ptr + own) + before, mask=of_prompt, other=0)
         newest_first = length - 1 - (index - before)
         position = tl.where(of_prompt, stored, newest_first)
         page = tl.load(page_table_ptr + row * table_stride + position // page_size, mask=selected, other=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
-from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -26,20 +25,24 @@ class StoredPositions:
 
     Attributes:
         positions: int32 [capacity].
-        offsets: int64 [request slots, layers]; where a request's positions in a layer begin.
-        kept: int32 [request slots, layers]; how many positions each KV head keeps.
+        offsets: int64 [request slots, layers, KV heads]; where a KV head's positions in a layer begin.
+        kept: int32 [request slots, layers, KV heads]; how many positions it keeps.
     """
 
-    def __init__(self, requests: int, layers: int, device: torch.device, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, requests: int, layers: int, kv_heads: int, device: torch.device, capacity: int = CAPACITY
+    ) -> None:
         self.positions = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self.offsets = torch.zeros(requests, layers, dtype=torch.int64, device=device)
-        self.kept = torch.zeros(requests, layers, dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(requests, layers, kv_heads, dtype=torch.int64, device=device)
+        self.kept = torch.zeros(requests, layers, kv_heads, dtype=torch.int32, device=device)
         # Free pieces by their first position, none next to another.
         self._free: list[tuple[int, int]] = [(0, capacity)]
         self._pieces: weakref.WeakKeyDictionary[Request, tuple[int, int]] = weakref.WeakKeyDictionary()
 
-    def keep(self, request: Request, slot: int, positions: Tensor, kept: Sequence[int]) -> None:
-        """Keep a request's ``positions``, int32 [numbers], of which each layer has ``kept`` for each KV head.
+    def keep(self, request: Request, slot: int, positions: Tensor, kept: Tensor) -> None:
+        """Keep a request's ``positions``, int32 [numbers], layer after layer and KV head after KV head.
+
+        Of these each has as many as ``kept`` says, int64 [layers, KV heads].
 
         Raises:
             OutOfPositionsError: no piece is long enough.
@@ -51,11 +54,10 @@ class StoredPositions:
             self._pieces[request] = first, len(positions)
             weakref.finalize(request, self._release, first, len(positions)).atexit = False
         self.positions[first : first + len(positions)] = positions
-        heads = len(positions) // sum(kept)
-        counts = torch.tensor(kept)
+        counts = kept.flatten()
         before = counts.cumsum(0) - counts
-        self.offsets[slot] = (first + before * heads).to(self.offsets.device)
-        self.kept[slot] = counts.int().to(self.kept.device)
+        self.offsets[slot] = (first + before).view_as(kept).to(self.offsets.device)
+        self.kept[slot] = kept.int().to(self.kept.device)
 
     def _claim(self, length: int) -> int:
         for place, (first, free) in enumerate(self._free):

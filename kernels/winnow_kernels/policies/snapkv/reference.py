@@ -66,8 +66,11 @@ class SnapKVState(PromptSelection):
 
     def keep(self, layer: int, votes: Tensor) -> None:
         """Keep the window, the sinks and what has the most ``votes``, float [KV heads, prompt length − window]."""
+        self.keep_most(layer, votes, self.layer_votes(layer))
+
+    def keep_most(self, layer: int, votes: Tensor, most: int) -> None:
+        """Keep the window, the sinks and for each KV head the ``most`` tokens with the most ``votes``."""
         sinks = min(self.parameters.sinks, votes.shape[1])
-        most = self.layer_votes(layer)
         # Neighbours have equal votes after the maximum: a stable order makes every device keep the same ones.
         chosen = sinks + votes[:, sinks:].sort(dim=-1, descending=True, stable=True).indices[:, :most]
         newest_first = torch.arange(
@@ -96,20 +99,20 @@ class SnapKVStep(DecodeStep):
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         self._vote(layer, cache, meter)
         kept = [state.kept[layer] for state in self._states]
-        kept_counts = torch.tensor([each.shape[1] for each in kept], device=self.context.device)[:, None]
-        counts = self._generated + kept_counts[:, 0]
+        kept_counts = torch.stack([state.counts(layer) for state in self._states])[..., None]
+        counts = self._generated[:, None] + kept_counts[..., 0]
         most_kept = max(each.shape[1] for each in kept)
         table = torch.stack([F.pad(each, (0, most_kept - each.shape[1])) for each in kept])
         index = torch.arange(int(counts.max()), device=self.context.device)
-        front = self._generated.clamp_max(TILE)[:, None]
-        behind = counts[:, None] - front
+        front = self._generated.clamp_max(TILE)[:, None, None]
+        behind = counts[..., None] - front
         # How many of the tokens before an index are of the prompt.
         before, through = (-(-(index + i - front).clamp_min(0) * kept_counts // behind) for i in (0, 1))
-        of_prompt = table.take_along_dim(before.clamp_max(most_kept - 1)[:, None], 2)
-        newest_first = self.context.lengths[:, None] - 1 - (index - before)
+        of_prompt = table.take_along_dim(before.clamp_max(most_kept - 1), 2)
+        newest_first = self.context.lengths[:, None, None] - 1 - (index - before)
         in_prompt = (index >= front) & (through > before)
-        positions = torch.where(in_prompt[:, None], of_prompt, newest_first[:, None])
-        return select_positions(self.context, positions, counts[:, None].expand(-1, cache.kv_heads))
+        positions = torch.where(in_prompt, of_prompt, newest_first)
+        return select_positions(self.context, positions, counts)
 
     def _vote(self, layer: int, cache: LayerCache, meter: Meter) -> None:
         for row, state in enumerate(self._states):

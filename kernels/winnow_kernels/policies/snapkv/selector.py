@@ -26,8 +26,8 @@ class StoredSelector(Selector):
         """Room for ``requests`` request slots; ``step`` is the largest that there will be."""
         self._caches = caches
         self._scale = scale
-        self._stored = StoredPositions(requests, len(caches), step.slots.device)
-        empty = StoredRows.empty(step.rows, len(caches), 1, step.slots.device)
+        self._stored = StoredPositions(requests, len(caches), caches[0].kv_heads, step.slots.device)
+        empty = StoredRows.empty(step.rows, len(caches), caches[0].kv_heads, 1, step.slots.device)
         self._offsets, self._kept = empty.offsets, empty.kept
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
@@ -37,8 +37,10 @@ class StoredSelector(Selector):
         for layer, cache in enumerate(self._caches):
             if layer not in kept.kept:
                 kept.vote(layer, cache, context.slots[0, : request.prompt_length], self._scale, votes)
-        of_layers = [kept.kept[layer] for layer in range(len(self._caches))]
-        self._stored.keep(request, slot, kept_positions(of_layers), [each.shape[1] for each in of_layers])
+        layers = range(len(self._caches))
+        counts = torch.stack([kept.counts(layer) for layer in layers])
+        positions = kept_positions([kept.kept[layer] for layer in layers], counts)
+        self._stored.keep(request, slot, positions, counts)
         return Entry(read_bytes=votes.read_bytes)
 
     def begin(self, step: Step, *, ordered: bool) -> None:
@@ -57,6 +59,15 @@ class StoredSelector(Selector):
         gpu.select(layer, step.batch, rows, step.selection(layer))
 
 
-def kept_positions(kept: Sequence[Tensor]) -> Tensor:
-    """Return what a request keeps in each layer, [KV heads, kept], one layer after another: int32 [numbers]."""
-    return torch.cat([of_layer.flatten() for of_layer in kept]).int()
+def kept_positions(kept: Sequence[Tensor], counts: Tensor) -> Tensor:
+    """Return what a request keeps, one layer and KV head after another: int32 [numbers].
+
+    Args:
+        kept: for each layer, [KV heads, most].
+        counts: int64 [layers, KV heads]; how many of these count.
+    """
+    own = [
+        of_layer[torch.arange(of_layer.shape[1], device=of_layer.device) < counts_of_layer[:, None]]
+        for of_layer, counts_of_layer in zip(kept, counts, strict=True)
+    ]
+    return torch.cat(own).int()
