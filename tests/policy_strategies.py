@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.policy_rows import VOTED
 from winnow_kernels.contract.early_termination import MAX_PATIENCE
 from winnow_kernels.contract.fields import DEFAULT_SINKS, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW, PAGE_TOKENS
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
@@ -99,8 +100,7 @@ decode_policies = st.one_of(
     st.just({"policy": "dense"}),
     _fields({"sinks": st.integers(0, MAX_WINDOW), "window": _tokens}, policy=st.just("streaming_llm")),
     _quest(),
-    _voted("snapkv"),
-    _voted("pyramidkv"),
+    *map(_voted, VOTED),
     _delta(),
     _tactic(),
     _budgeted("quoka", PAGE_TOKENS),

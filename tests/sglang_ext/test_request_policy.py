@@ -14,6 +14,7 @@ from sglang_winnow.request_policy import dense_until, effective_budget, kept_by
 from sglang_winnow.request_state import RequestState
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.selected_tokens import positions_of
+from tests.policy_rows import VOTED
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.decode.declaration import ALWAYS
@@ -38,7 +39,7 @@ policies = st.one_of(
     ),
     st.fixed_dictionaries(
         {
-            "policy": st.sampled_from(["snapkv", "pyramidkv"]),
+            "policy": st.sampled_from(VOTED),
             "sinks": sinks,
             "observation_window": st.integers(1, 100),
         },
@@ -97,8 +98,8 @@ def test_every_selection_holds_the_sinks_once_and_is_within_the_budget(
     selection = step.select(1, queries, CACHE, Meter(1, CPU))
     budget = effective_budget(state, length, page_size)
     assert budget is not None
-    if decode["policy"] == "pyramidkv":
-        # The budget is the mean over layers.
+    if decode["policy"] in VOTED and decode["policy"] != "snapkv":
+        # The budget is the mean over layers, or over KV heads.
         budget = prompt
     most = budget + (generated if state.kept is not None else 0)
     if decode["policy"] == "quoka":

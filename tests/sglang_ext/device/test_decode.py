@@ -17,6 +17,7 @@ from sglang_winnow.device.variants import variant_for, variants_of
 from sglang_winnow.request_policy import kept_by
 from sglang_winnow.request_state import RequestState
 from tests.kernels.caches import random_cache
+from tests.policy_rows import small_policies
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_selector import Server as SelectorServer
@@ -36,19 +37,11 @@ REQUEST_SLOTS = 14
 STEPS = 2
 
 TERMINATION = {"scale": 0.3, "direction": 0.3, "patience": 1}
-POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "dense": {},
+POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "dense, terminated": {"early_termination": TERMINATION},
-    "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 64}},
-    "quest": {"decode": {"policy": "quest", "budget": 64, "full_layers": 1}},
-    "snapkv": {"decode": {"policy": "snapkv", "budget": 48, "observation_window": 16}},
-    "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 64, "observation_window": 32}},
-    "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [1], "full_layers": 1}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 1}},
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80, "full_layers": 0}},
     "tactic, no sinks": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0, "sinks": 0}},
     "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
-    "quoka": {"decode": {"policy": "quoka", "budget": 48}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
 }
 
