@@ -36,6 +36,10 @@ ROWS: Final[dict[str, Row]] = {
         {"sinks": 16, "budget": 1024, "observation_window": 32, "kernel_size": 5},
         {"budget": 64, "observation_window": 32},
     ),
+    "ada_snapkv": Row(
+        {"sinks": 16, "budget": 1024, "observation_window": 32, "kernel_size": 5, "floor": 0.2},
+        {"budget": 48, "observation_window": 16},
+    ),
     "delta": Row(
         {"sinks": 16, "budget": 1024, "recency": 128, "full_layers": 2},
         {"budget": 64, "recency": 32, "delta_layers": [1], "full_layers": 1},

@@ -11,6 +11,7 @@ from typing import Annotated, Final, get_args
 from pydantic import Field
 
 from winnow_kernels.contract.fields import Parameters
+from winnow_kernels.policies.ada_snapkv.parameters import AdaSnapKV
 from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
@@ -21,7 +22,8 @@ from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
 from winnow_kernels.policies.tactic.parameters import Tactic
 
 DecodePolicy = Annotated[
-    Dense | StreamingLLM | Quest | SnapKV | PyramidKV | Delta | Tactic | QuokaDecode, Field(discriminator="policy")
+    Dense | StreamingLLM | Quest | SnapKV | PyramidKV | AdaSnapKV | Delta | Tactic | QuokaDecode,
+    Field(discriminator="policy"),
 ]
 PrefillPolicy = Annotated[DensePrefill | QuokaPrefill, Field(discriminator="policy")]
 

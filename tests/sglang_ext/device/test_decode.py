@@ -33,7 +33,6 @@ LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 32, 16
 SCALE = HEAD_DIM**-0.5
 LONGEST = 256
 SPAN = 64
-REQUEST_SLOTS = 14
 STEPS = 2
 
 TERMINATION = {"scale": 0.3, "direction": 0.3, "patience": 1}
@@ -44,6 +43,10 @@ POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
 }
+
+
+# One for each policy, and that of padding.
+REQUEST_SLOTS = len(POLICIES) + 1
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,8 @@ def assert_equal_outputs(of_ranks: Sequence[Outcome], expected: Outcome) -> None
     "names",
     [
         pytest.param(["delta", "tactic, capped"], id="what heads must agree on"),
-        pytest.param(list(POLICIES), id="all policies", marks=pytest.mark.full),
+        # KV heads of Ada-SnapKV share a budget with those of their rank.
+        pytest.param(sorted(POLICIES.keys() - {"ada_snapkv"}), id="all policies", marks=pytest.mark.full),
     ],
 )
 def test_two_ranks_attend_and_count_as_one(names: list[str], device: torch.device) -> None:
