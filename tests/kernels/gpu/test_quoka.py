@@ -27,6 +27,7 @@ from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.quoka import gpu as quoka
 from winnow_kernels.policies.quoka.reference import QuokaStep
+from winnow_kernels.selection.gpu_top import MAX_CANDIDATES, TopBuffers, TopRows
 
 SLOTS = 6144
 CPU = torch.device("cpu")
@@ -58,12 +59,12 @@ def _select(
     width: int,
 ) -> Selected:
     batch = on_device(context, device)
-    rows = quoka.QuokaRows.empty(batch.rows, device)
+    rows = TopRows.empty(batch.rows, device)
     for row, own in enumerate(parameters):
         if own is not None:
             rows.budgets[row], rows.by_score[row] = own
     selection = untouched(batch, cache.kv_heads, width)
-    buffers = quoka.QuokaBuffers.empty(batch, selection)
+    buffers = TopBuffers.empty(batch, selection)
     quoka.select(
         queries.to(device),
         cache_on(device, cache),
@@ -167,7 +168,7 @@ def test_scores_too_close_for_a_histogram_are_told_apart(spread: float, device: 
     budget = wanted + _in_newest(context, 0)
     selected = _select([(budget, False)], context, queries, cache, norms, device, width=320)
     scored = context.slots[0, : length - _in_newest(context, 0)]
-    assert len(scored) > quoka.MOST_CANDIDATES
+    assert len(scored) > MAX_CANDIDATES
     # The mean query is an axis, so that there is one product to round.
     promise = keys[scored, 0, 0] * norms.reciprocals[0][scored, 0]
     assert promise.unique().numel() > 100 * bool(spread)

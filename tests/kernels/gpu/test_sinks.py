@@ -22,6 +22,7 @@ from winnow_kernels.policies.quest.reference import QuestStep
 from winnow_kernels.policies.quoka import gpu as quoka
 from winnow_kernels.policies.quoka.reference import QuokaStep
 from winnow_kernels.selection.gpu_pages import PageBuffers
+from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
 from winnow_kernels.selection.pages import pages_kept, pages_of
 
 SLOTS, KV_HEADS, GROUP, HEAD_DIM, WIDTH = 4096, 2, 2, 64, 512
@@ -114,12 +115,12 @@ def test_quoka(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     norms.ensure(torch.arange(SLOTS // page_size))
     batch = on_device(context, device, page_size=page_size)
     parameters = [quoka_decode_parameters(budget=budget, sinks=sinks) for budget in BUDGETS]
-    rows = quoka.QuokaRows.empty(batch.rows, device)
+    rows = TopRows.empty(batch.rows, device)
     rows.budgets.copy_(torch.tensor([own.tokens(length - 1) for own, length in zip(parameters, LENGTHS, strict=True)]))
     rows.sinks.fill_(sinks)
     rows.by_score.fill_(is_ordered)
     selection = untouched(batch, KV_HEADS, WIDTH)
-    buffers = quoka.QuokaBuffers.empty(batch, selection)
+    buffers = TopBuffers.empty(batch, selection)
     quoka.select(
         QUERIES.to(device),
         cache_on(device, CACHE),

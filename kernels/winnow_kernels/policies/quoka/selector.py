@@ -19,7 +19,7 @@ from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.policies.quoka import gpu
-from winnow_kernels.policies.quoka.gpu import QuokaBuffers, QuokaRows
+from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
 
 KIND = "quoka"
 
@@ -33,7 +33,7 @@ class QuokaSelector(Selector):
         _, kv_heads, width = step.slots.shape
         self._rows = rows_within(4 * kv_heads * (step.batch.longest + width + 6144), step.rows)
         [(_, part), *_] = step.parts(self._rows)
-        self._buffers = QuokaBuffers.empty(part.batch, part.selection(0))
+        self._buffers = TopBuffers.empty(part.batch, part.selection(0))
         self._ordered = True
 
     def stage(self, request: Request, length: int) -> int:
@@ -55,7 +55,7 @@ class QuokaSelector(Selector):
                 cache,
                 self._norms.reciprocals[layer],
                 part.batch,
-                QuokaRows(own.own(KIND, "budget"), own.sinks, own.by_score),
+                TopRows(own.own(KIND, "budget"), own.sinks, own.by_score),
                 part.selection(layer),
                 self._buffers,
                 any_by_score=self._ordered,
