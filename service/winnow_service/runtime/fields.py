@@ -20,7 +20,6 @@ from pydantic_core import from_json, to_json
 from winnow_service.errors import RuntimeFailure
 from winnow_service.runtime.client import RuntimeClient
 
-RID_PREFIX: Final = "winnow-probe-"
 # There is no such policy, and the runtime's refusal names the field.
 _PARAMETERS: Final[JsonValue] = {"attention": to_json({"decode": {"policy": "winnow-probe"}}).decode()}
 _REFUSED_FIELD: Final = b"attention.decode.policy"
@@ -84,7 +83,7 @@ async def check_fields(client: RuntimeClient, headers: Mapping[str, str]) -> Fie
 
 
 async def _check(client: RuntimeClient, path: str, headers: Mapping[str, str]) -> FieldsVerdict:
-    rid = RID_PREFIX + uuid4().hex
+    rid = f"winnow-probe-{uuid4().hex}"
     try:
         answer = await client.post(path, to_json(_request(path, rid)), _PATIENCE_SECONDS, headers)
     except RuntimeFailure:
