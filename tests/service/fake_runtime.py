@@ -11,6 +11,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+# How the service's own requests are called, which ask whether fields come here.
+PROBE = b"winnow-probe-"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -42,12 +45,18 @@ class FakeRuntime:
     Attributes:
         model: the name of its model, which it tells the service; clients' own requests for it are answered as others.
         hides_model: whether it tells no name.
+        loses_fields: whether it answers as if behind a balancer that writes requests anew.
+        is_plain: whether it is SGLang without Winnow, which does not look at ``custom_params``.
+        probed: the paths at which the service asked whether fields come here.
         server_info: what ``/server_info`` answers, with ``server_info_status``.
     """
 
     healthy: bool = True
     model: str = "needle"
     hides_model: bool = False
+    loses_fields: bool = False
+    is_plain: bool = False
+    probed: list[str] = field(default_factory=list)
     server_info: dict[str, Any] = field(default_factory=dict)
     server_info_status: int = 200
     server_info_asked: list[dict[str, str]] = field(default_factory=list)
@@ -75,10 +84,9 @@ class FakeRuntime:
         return JSONResponse(self.server_info, self.server_info_status)
 
     async def answer(self, request: Request) -> Response:
-        if request.url.path == "/v1/models" and "x-request-id" not in request.headers:
-            models = [{"id": self.model}, {"id": "an adapter"}]
-            return JSONResponse({} if self.hides_model else {"object": "list", "data": models})
         body = await request.body()
+        if (of_service := self._answer_service(request, body)) is not None:
+            return of_service
         self.asked.append(
             Asked(
                 request.method,
@@ -109,6 +117,21 @@ class FakeRuntime:
             return JSONResponse({"path": request.url.path, "text": "an answer"}, headers={"x-from-runtime": "1"})
         finally:
             self.concurrent -= 1
+
+    def _answer_service(self, request: Request, body: bytes) -> Response | None:
+        """Answer what the service itself wants to know: which model is served, and whether its fields come here."""
+        path = request.url.path
+        if path == "/v1/models" and "x-request-id" not in request.headers:
+            models = [{"id": self.model}, {"id": "an adapter"}]
+            return JSONResponse({} if self.hides_model else {"object": "list", "data": models})
+        if PROBE not in body:
+            return None
+        self.probed.append(path)
+        asked = json.loads(body)
+        rid = "another" if self.loses_fields else asked["rid"]
+        if asked.get("sampling_params", asked)["custom_params"] and not (self.loses_fields or self.is_plain):
+            return JSONResponse({"object": "error", "message": "attention.decode.policy: must be another"}, 400)
+        return JSONResponse({"id": rid, "choices": []} if "chat" in path else {"text": "a", "meta_info": {"id": rid}})
 
     async def _gather(self, number: int) -> None:
         if self.concurrent == number:

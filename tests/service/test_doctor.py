@@ -29,7 +29,11 @@ class Machine:
 
     def __init__(self) -> None:
         self.packages = dict(SUPPORTED)
-        self.programs = {"redis-server": "/usr/bin/redis-server", "prometheus": "/usr/bin/prometheus"}
+        self.programs = {
+            "redis-server": "/usr/bin/redis-server",
+            "prometheus": "/usr/bin/prometheus",
+            "haproxy": "/usr/sbin/haproxy",
+        }
         self.facts: dict[str, object] | doctor.ProbeError = dict(CPU)
 
     def version(self, name: str) -> str:
@@ -130,7 +134,7 @@ def test_programs_of_the_tests_are_not_required(machine: Machine) -> None:
     machine.programs.clear()
     result = run()
     assert result.exit_code == 0
-    assert result.output.count("not found") == 2
+    assert result.output.count("not found") == 3
 
 
 def test_old_python_is_refused() -> None:

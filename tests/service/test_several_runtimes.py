@@ -283,14 +283,24 @@ async def test_a_runtime_that_is_killed_under_load(tmp_path: Path, monkeypatch: 
         [service] = await stack.enter_async_context(processes(store, tmp_path, balancer.address, number=1))
         await until_ready(service, True)
 
+        begun = []
+
         async def stream(number: int, **fake: Any) -> Any:
             body = conversation(number, stream=True, fake=fake)
-            answer = await service.client.post(CHAT, json=body, headers=ADMIN)
-            assert answer.status_code == 200, answer.text
-            return events(answer.text)[-1]
+            chunks: list[str] = []
+            async with service.client.stream("POST", CHAT, json=body, headers=ADMIN) as answer:
+                assert answer.status_code == 200
+                async for chunk in answer.aiter_text():
+                    if not chunks:
+                        begun.append(number)
+                    chunks.append(chunk)
+            return events("".join(chunks))[-1]
 
-        running = [asyncio.create_task(stream(number, chunks=100, pause=0.02)) for number in range(20)]
-        await asyncio.sleep(0.7)
+        async def all_begun() -> bool | None:
+            return len(begun) == 20 or None
+
+        running = [asyncio.create_task(stream(number, chunks=200, pause=0.02)) for number in range(20)]
+        await eventually(all_begun)
         await runtimes[0].kill()
         after = await asyncio.gather(*(stream(number) for number in range(20, 40)))
         assert after == ["[DONE]"] * 20

@@ -118,6 +118,10 @@ class _Connection(asyncio.Protocol):
         elif len(body) >= _content_length(bytes(head)):
             self._received.clear()
             asked = json.loads(body)
+            if "rid" in asked:
+                # The service asks whether fields come here as they are sent.
+                self._answer({"message": "attention.decode.policy: must be another"}, b"400 Bad Request")
+                return
             with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             self._stream(bytes(path), _pace(asked), with_usage=with_usage)
 
@@ -126,10 +130,10 @@ class _Connection(asyncio.Protocol):
             return {"object": "list", "data": [{"id": MODEL}]}
         return {"winnow": _SERVED} if path == b"/server_info" else {}
 
-    def _answer(self, value: object) -> None:
+    def _answer(self, value: object, status: bytes = b"200 OK") -> None:
         body = _json(value)
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self._transport.write(head % len(body) + body)
+        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self._transport.write(head % (status, len(body)) + body)
         self._transport.close()
 
     def _stream(self, path: bytes, pace: Pace, *, with_usage: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import platform
 import shutil
@@ -11,15 +12,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Annotated
 
 import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from winnow_service.runtime.client import RuntimeClient, authorization
+from winnow_service.runtime.fields import FieldsVerdict, check_fields
+from winnow_service.settings import Settings
 
 SUPPORTED_PYTHON = SpecifierSet(">=3.11")
 SUPPORTED_SGLANG = SpecifierSet(">=0.5.16,<0.5.24")
@@ -60,11 +67,22 @@ class ProbeError(Exception):
     """The process that asks torch and SGLang about the device failed; the message is its last line."""
 
 
-def doctor() -> None:
+def doctor(
+    runtime_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="WINNOW_RUNTIME_URL",
+            help="Also ask the runtime, or the balancer in front of several, whether requests reach it unchanged.",
+        ),
+    ] = None,
+) -> None:
     """Show versions, device and plugins; exit with 1 if something required is missing or not supported."""
     console = Console()
     with console.status("Asking torch and SGLang about the device"):
         checks = [*package_checks(), *device_checks(), *program_checks()]
+    if runtime_url is not None:
+        with console.status("Asking the runtime"):
+            checks.append(upstream_check(runtime_url))
     console.print(_table(checks))
     failed = [check for check in checks if check.status is Status.FAILED]
     for check in failed:
@@ -154,9 +172,32 @@ def probe() -> dict[str, object]:
     return facts
 
 
+def upstream_check(runtime_url: str) -> Check:
+    """Check that requests reach the runtime at ``runtime_url`` with all their fields."""
+    name, supported = "runtime", "passes all fields on"
+    try:
+        settings = Settings.model_validate({"runtime_url": runtime_url})
+    except ValidationError as error:
+        return Check(name, runtime_url, supported, Status.FAILED, error.errors()[0]["msg"])
+    verdict = asyncio.run(_ask_upstream(settings))
+    if verdict.lost is not None:
+        return Check(name, runtime_url, supported, Status.FAILED, verdict.lost)
+    if not verdict.certain:
+        return Check(name, runtime_url, supported, Status.FAILED, "no answer that tells: is it up, and without a key?")
+    return Check(name, runtime_url, supported, Status.OK)
+
+
+async def _ask_upstream(settings: Settings) -> FieldsVerdict:
+    client = RuntimeClient(settings.runtime_url, "runtime", settings, None)
+    try:
+        return await check_fields(client, authorization(settings))
+    finally:
+        await client.close()
+
+
 def program_checks() -> Iterator[Check]:
     """Look for the programs that the tests start; serving needs none of them."""
-    for name in ("redis-server", "prometheus"):
+    for name in ("redis-server", "prometheus", "haproxy"):
         path = shutil.which(name)
         if path:
             yield Check(name, path, "for the tests", Status.OK)

@@ -165,8 +165,21 @@ class RuntimeClient:
 
     async def get(self, path: str, timeout_seconds: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """The runtime's whole answer to ``GET path``. Raises as ``send`` does."""
-        raw_headers = httpx.Headers({"accept-encoding": "identity", **(headers or {})}).raw
-        request = RuntimeRequest("GET", path, b"", raw_headers, b"")
+        return await self._ask("GET", path, b"", timeout_seconds, headers or {})
+
+    async def post(
+        self, path: str, body: bytes, timeout_seconds: float, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """The runtime's whole answer to ``POST path`` with a JSON body. Raises as ``send`` does."""
+        return await self._ask(
+            "POST", path, body, timeout_seconds, {"content-type": "application/json", **(headers or {})}
+        )
+
+    async def _ask(
+        self, method: str, path: str, body: bytes, timeout_seconds: float, headers: Mapping[str, str]
+    ) -> httpx.Response:
+        raw_headers = httpx.Headers({"accept-encoding": "identity", **headers}).raw
+        request = RuntimeRequest(method, path, b"", raw_headers, body)
         with self.failures(lambda: RuntimeTimeout(timeout_seconds)):
             answer = await self._send(self._outgoing(request, dict.fromkeys(_OPERATIONS, timeout_seconds)))
             try:
@@ -205,6 +218,12 @@ class RuntimeClient:
             content=request.body,
             extensions={"timeout": timeouts},
         )
+
+
+def authorization(settings: Settings) -> dict[str, str]:
+    """The headers of what the service asks the runtime itself."""
+    key = settings.runtime_api_key
+    return {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
 
 
 async def _close(response: httpcore.Response) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from winnow_service.errors import RuntimeFailure
-from winnow_service.runtime.client import RuntimeClient
+from winnow_service.runtime.client import RuntimeClient, authorization
+from winnow_service.runtime.fields import FieldsCheck
 from winnow_service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class RuntimeMonitor:
         self._settings = settings
         self._changed = changed
         self._ask_now = asyncio.Event()
+        self._headers = authorization(settings)
+        self._fields = FieldsCheck(client, self._headers)
         self.readiness = _NOT_ASKED
         self.model: str | None = None
         self.starts = 0
@@ -56,7 +59,7 @@ class RuntimeMonitor:
         """Ask for ever; ends when cancelled."""
         while True:
             self._ask_now.clear()
-            readiness = await self._ask()
+            readiness = await self._passing(await self._ask())
             if readiness != self.readiness:
                 state = "ready" if readiness.ready else "not ready"
                 logger.info("Runtime %s %s: %s", self._client.name, state, readiness.reason)
@@ -87,11 +90,17 @@ class RuntimeMonitor:
             return Readiness(ready=False, reason=f"The runtime answered {path} with status {status}.")
         return Readiness(ready=True, reason="The runtime answers.")
 
+    async def _passing(self, readiness: Readiness) -> Readiness:
+        """What ``readiness`` is if requests do not come to the runtime as they are sent."""
+        if not readiness.ready:
+            self._fields.forget()
+            return readiness
+        lost = await self._fields.lost()
+        return readiness if lost is None else Readiness(ready=False, reason=lost)
+
     async def _ask_model(self) -> str | None:
-        key = self._settings.runtime_api_key
-        headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
         try:
-            answer = await self._client.get(_MODELS_PATH, self._settings.readiness_timeout_seconds, headers)
+            answer = await self._client.get(_MODELS_PATH, self._settings.readiness_timeout_seconds, self._headers)
             # The first is the model itself, those after it are its adapters.
             told: Any = from_json(answer.content)
             return str(told["data"][0]["id"])[:_LONGEST_NAME]
