@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -76,7 +75,8 @@ class PrefilledBatch:
         capacity = -(-(max(self.lengths) + room) // PAGE_SIZE) * PAGE_SIZE
         self.slots = torch.arange(len(prompts) * capacity, device=model.device).view(len(prompts), capacity)
         self.caches = [self._empty_cache() for _ in range(model.layers)]
-        self.indexes: Indexes = _Indexes(self.caches, PAGE_SIZE, model.device, span)
+        self.indexes = Indexes(self.caches, PAGE_SIZE, model.device)
+        self.indexes.made[ClusterIndex] = ClusterIndex(self.caches, self.indexes.generations, span)
         self.scale = 0.0
         self._policy = policy or AttentionPolicy()
         self._statistics = Statistics(len(prompts), model.device)
@@ -122,7 +122,7 @@ class PrefilledBatch:
         cache = self.caches[layer]
         cache.keys[slots], cache.values[slots] = keys, values
         pages = (slots // PAGE_SIZE).unique()
-        for index in vars(self.indexes).values():
+        for index in self.indexes.made.values():
             if isinstance(index, PageIndex):
                 index.build(layer, cache, pages)
 
@@ -203,15 +203,3 @@ class PrefilledBatch:
         workspace = QuokaPrefillWorkspace.empty(self.model.kv_heads, self.slots.shape[1], self.model.device)
         kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, self.caches, workspace)
         return None if kernels.is_dense else kernels
-
-
-class _Indexes(Indexes):
-    """Indexes whose clusters have spans of a length of one's own."""
-
-    def __init__(self, caches: Sequence[LayerCache], page_size: int, device: torch.device, span: int) -> None:
-        super().__init__(caches, page_size, device)
-        self._span = span
-
-    @cached_property
-    def clusters(self) -> ClusterIndex:
-        return ClusterIndex(self.caches, self.generations, self._span)

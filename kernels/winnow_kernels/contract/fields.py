@@ -150,3 +150,12 @@ class Budgeted(Sparse):
     def part_of(self, tokens: int) -> int:
         """Return the budget, or the ratio's part of ``tokens``, rounded up."""
         return self.budget if self.budget is not None else math.ceil((self.budget_ratio or 0.0) * tokens)
+
+
+class StepBudgeted(Budgeted):
+    """A budget of each decode step, of all that is cached then."""
+
+    def tokens(self, cached: int) -> int:
+        """Return the budget when ``cached`` tokens are cached, at least the sinks and the step's own token."""
+        own = 0 if self.budget_ratio is None else 1
+        return max(self.part_of(cached) + own, self.sinks + 1)

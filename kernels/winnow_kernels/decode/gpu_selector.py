@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gpu import AttendBuffers
@@ -129,3 +130,11 @@ def complete_pages(index: PageIndex, context: Context) -> Entry:
     # The page before the newest token's, if that begins one, is built with the step.
     pages = generations.complete_pages(context, 0, max(0, int(context.lengths[0]) - 2))
     return Entry(built_tokens=index.ensure(pages) * generations.page_size)
+
+
+def note_budgets(step: Step, budgets: Tensor, statistics: Statistics) -> None:
+    """Note the rows' ``budgets``, int32 [rows], of this step, where they are not 0: those that depend on the length."""
+    noted = statistics.rows[:, Field.BUDGET]
+    noted.index_copy_(
+        0, step.request_slots, torch.where(budgets > 0, budgets.to(noted.dtype), noted[step.request_slots])
+    )

@@ -18,11 +18,12 @@ from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
 from winnow_kernels.policies.quest.parameters import Quest
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
 from winnow_kernels.policies.snapkv.parameters import SnapKV
+from winnow_kernels.policies.sparq.parameters import SparQ
 from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
 from winnow_kernels.policies.tactic.parameters import Tactic
 
 DecodePolicy = Annotated[
-    Dense | StreamingLLM | Quest | SnapKV | PyramidKV | AdaSnapKV | Delta | Tactic | QuokaDecode,
+    Dense | StreamingLLM | Quest | SnapKV | PyramidKV | AdaSnapKV | Delta | Tactic | QuokaDecode | SparQ,
     Field(discriminator="policy"),
 ]
 PrefillPolicy = Annotated[DensePrefill | QuokaPrefill, Field(discriminator="policy")]

@@ -39,7 +39,7 @@ def _type(name: str) -> str:
     return others.get(name, "*i32" if name.endswith("_ptr") else "i32")
 
 
-def _variant(kernel: str, constants: Mapping[str, Constant], warps: int = 4) -> Variant:
+def variant_of(kernel: str, constants: Mapping[str, Constant], warps: int = 4) -> Variant:
     module, _, name = kernel.partition(":")
     names = getattr(import_module(f"winnow_kernels.{module}"), name).arg_names
     types = {each: _type(each) for each in names if each not in constants}
@@ -55,7 +55,7 @@ def _scoring(kernel: str, head_dim: int, group: int, least_group: int) -> Varian
         "group": group,
         "group_block": group_block,
     }
-    return _variant(kernel, PAIRS | of_heads | {"block": 64})
+    return variant_of(kernel, PAIRS | of_heads | {"block": 64})
 
 
 def _attending(head_dim: int, group: int) -> tuple[Variant, int]:
@@ -63,7 +63,7 @@ def _attending(head_dim: int, group: int) -> tuple[Variant, int]:
     of_heads = {"head_dim": head_dim, "dim_block": next_power_of_2(head_dim), "group": group}
     of_pairs = {"kv_heads": KV_HEADS, "pair_block": ROWS * KV_HEADS, "page_bits": 4}
     constants = of_heads | of_pairs | {"tiles_ahead": launch.tiles_ahead}
-    return _variant("policies.delta.gpu:_attend_kernel", constants, launch.warps), delta.programs_of_multiprocessor(
+    return variant_of("policies.delta.gpu:_attend_kernel", constants, launch.warps), delta.programs_of_multiprocessor(
         launch
     )
 
@@ -72,38 +72,38 @@ def _selecting(kernel: str, pages: int) -> Variant:
     constants = {"page_size": 16, "pages": pages}
     if "quest" in kernel:
         constants |= {"whole": WHOLE, "to_the_end": WHOLE_TO_THE_END, "bytes_column": int(Count.READ_BYTES)}
-    return _variant(kernel, constants, warps_of(pages))
+    return variant_of(kernel, constants, warps_of(pages))
 
 
 def test_kernels_fit_a_multiprocessor_as_often_as_they_are_launched() -> None:
     of_stored = PAIRS | {"tile": 64, "whole": WHOLE, "block": 1024}
     of_tokens = {"query_heads": 32, "head_block": 32, "block": 128, "row_block": ROWS}
     launched = [
-        (_variant("policies.streaming_llm.gpu:_select_kernel", {"whole": WHOLE, "page_size": 16, "block": 1024}), 1),
-        (_variant("policies.snapkv.gpu:_select_kernel", of_stored), stored_selection.PROGRAMS),
+        (variant_of("policies.streaming_llm.gpu:_select_kernel", {"whole": WHOLE, "page_size": 16, "block": 1024}), 1),
+        (variant_of("policies.snapkv.gpu:_select_kernel", of_stored), stored_selection.PROGRAMS),
         (_scoring("policies.quest.gpu:_score_kernel", 128, 4, least_group=16), quest.SCORING_PROGRAMS),
         (_scoring("policies.quest.gpu:_score_kernel", 96, 5, least_group=16), quest.SCORING_PROGRAMS),
         *((_selecting("policies.quest.gpu:_select_kernel", pages), 1) for pages in (2048, 8192, MOST_PAGES)),
         *(_attending(head_dim, group) for head_dim, group in ((64, 7), (96, 5), (128, 4), (256, 4))),
         (
-            _variant(
+            variant_of(
                 "policies.delta.gpu:_merge_kernel",
                 {"kv_heads": KV_HEADS, "group": 4, "head_dim": 128, "dim_block": 128},
             ),
             1,
         ),
-        (_variant("policies.delta.gpu:_token_kernel", of_tokens), delta.SCORING_PROGRAMS),
+        (variant_of("policies.delta.gpu:_token_kernel", of_tokens), delta.SCORING_PROGRAMS),
         (
-            _variant("policies.delta.gpu:_page_kernel", {"page_size": 16, "block": 64, "row_block": ROWS}),
+            variant_of("policies.delta.gpu:_page_kernel", {"page_size": 16, "block": 64, "row_block": ROWS}),
             delta.SCORING_PROGRAMS,
         ),
-        (_variant("policies.delta.gpu:_count_kernel", {"page_size": 16}, 1), 1),
+        (variant_of("policies.delta.gpu:_count_kernel", {"page_size": 16}, 1), 1),
         *((_selecting("policies.delta.gpu:_select_kernel", pages), 1) for pages in (2048, MOST_PAGES)),
         (_scoring("policies.quoka.gpu:_score_kernel", 128, 4, least_group=1), quoka.SCORING_PROGRAMS),
         (_scoring("policies.quoka.gpu:_score_kernel", 96, 5, least_group=1), quoka.SCORING_PROGRAMS),
-        (_variant("selection.gpu_top:_split_kernel", {"page_size": 16, "block": 1024, "count_block": 8192}, 8), 1),
-        (_variant("selection.gpu_top:_settle_kernel", {"page_size": 16, "block": 1024}), 1),
-        (_variant("selection.gpu_top:_sort_kernel", PAIRS | {"block": 64}), gpu_top.SORTING_PROGRAMS),
+        (variant_of("selection.gpu_top:_split_kernel", {"page_size": 16, "block": 1024, "count_block": 8192}, 8), 1),
+        (variant_of("selection.gpu_top:_settle_kernel", {"page_size": 16, "block": 1024}), 1),
+        (variant_of("selection.gpu_top:_sort_kernel", PAIRS | {"block": 64}), gpu_top.SORTING_PROGRAMS),
     ]
     variants = [variant for variant, _ in launched]
     for (variant, programs), compiled in zip(launched, compile_for_hopper(variants), strict=True):

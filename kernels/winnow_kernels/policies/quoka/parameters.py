@@ -7,22 +7,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from winnow_kernels.contract.fields import MAX_TOKENS, PAGE_TOKENS, Budgeted, ModelFacts, refuse
+from winnow_kernels.contract.fields import MAX_TOKENS, PAGE_TOKENS, Budgeted, ModelFacts, StepBudgeted, refuse
 
 
 def _default_queries(data: dict[str, Any]) -> int:
     return data.get("block", 0) // 2
 
 
-class QuokaDecode(Budgeted):
+class QuokaDecode(StepBudgeted):
     """Attend to the tokens whose keys score highest for the normalised queries of the step."""
 
     policy: Literal["quoka"] = "quoka"
-
-    def tokens(self, cached: int) -> int:
-        """Return the budget when ``cached`` tokens are cached, at least the sinks and the step's own token."""
-        own = 0 if self.budget_ratio is None else 1
-        return max(self.part_of(cached) + own, self.sinks + 1)
 
 
 class QuokaPrefill(Budgeted):

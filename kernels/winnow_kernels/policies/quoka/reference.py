@@ -26,17 +26,14 @@ from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.step import DecodeStep
+from winnow_kernels.decode.top_tokens import TopTokensStep
 from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
-from winnow_kernels.selection.tokens import Selection, select_positions
 
 # Blocks scored in one matrix product: more would score more keys that only the later blocks may see.
 BLOCKS_IN_BATCH = 8
 # Scores held at once (16 MiB).
 SCORES_IN_BATCH = 2**22
-# Above any cosine, and below the newest page's.
-_PROMISE_OF_SINKS = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ def speaking_queries(queries: Tensor, kv_heads: int, count: int) -> Tensor:
     return F.normalize(heads, dim=-1).mean(1).to(queries.dtype)
 
 
-class QuokaStep(DecodeStep):
+class QuokaStep(TopTokensStep):
     """Attend to the newest page, then to the sinks, then to keys in the order of their cosines with the mean query.
 
     The mean is over the group, of normalised queries.
@@ -197,41 +194,23 @@ class QuokaStep(DecodeStep):
         parameters: Sequence[QuokaDecode],
         norms: KeyNorms,
     ) -> None:
-        super().__init__(context, scale, termination)
-        self._norms = norms
         size = norms.generations.page_size
-        lengths = context.lengths.tolist()
-        self._earlier = [(length - 1) // size * size for length in lengths]
-        self._spans = [
-            dense.span_of(slots[:earlier]) for slots, earlier in zip(context.slots, self._earlier, strict=True)
-        ]
+        super().__init__(context, scale, termination, parameters, size)
+        self._norms = norms
         self.index_built_tokens = [
             size * norms.ensure(norms.generations.complete_pages(context, request, earlier))
-            for request, earlier in enumerate(self._earlier)
+            for request, earlier in enumerate(self.scored.tolist())
         ]
-        self._sinks = [min(p.sinks, earlier) for p, earlier in zip(parameters, self._earlier, strict=True)]
-        counts = [
-            max(length - earlier + sinks, min(length, p.tokens(length - 1)))
-            for p, length, earlier, sinks in zip(parameters, lengths, self._earlier, self._sinks, strict=True)
-        ]
-        self._width = max(counts)
-        self._counts = torch.tensor(counts, device=context.device)
-        self._scored = torch.tensor(self._earlier, device=context.device)
-        # Promise of what is not scored: the newest page is always kept, and nothing lies beyond the context.
-        self._promise = torch.where(context.inside, torch.inf, -torch.inf)
 
-    def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
+    def scores(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> list[Tensor]:
+        meter.count_bytes(self.scored * (cache.kv_heads * (cache.vector_bytes + KeyNorms.BYTES)))
         means = F.normalize(group(queries, cache.kv_heads), dim=-1).mean(2)
-        promise = self._promise[:, None].repeat(1, cache.kv_heads, 1)
-        for request, (span, earlier) in enumerate(zip(self._spans, self._earlier, strict=True)):
+        scores = []
+        for mean, span in zip(means, self.spans, strict=True):
             keys = dense.take(cache.keys, span).float().permute(1, 2, 0)
-            scores = (means[request, :, None] @ keys).squeeze(1)
             reciprocals = dense.take(self._norms.reciprocals[layer], span)
-            torch.mul(scores, reciprocals.T, out=promise[request, :, :earlier])
-            promise[request, :, : self._sinks[request]] = _PROMISE_OF_SINKS
-        meter.count_bytes(self._scored * (cache.kv_heads * (cache.vector_bytes + KeyNorms.BYTES)))
-        positions = promise.topk(self._width, dim=-1, sorted=True).indices
-        return select_positions(self.context, positions, self._counts[:, None].expand(-1, cache.kv_heads))
+            scores.append((mean[:, None] @ keys).squeeze(1) * reciprocals.T)
+        return scores
 
 
 def _block_starts(begin: int, end: int, block: int) -> range:

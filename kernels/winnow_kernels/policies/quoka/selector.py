@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from winnow_kernels.cache import Context, LayerCache
@@ -11,12 +10,13 @@ from winnow_kernels.decode.gpu_selector import (
     Selector,
     complete_pages,
     count_extended,
+    note_budgets,
     rows_within,
     stage_of_pages,
 )
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.request import Request
-from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.policies.quoka import gpu
 from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
@@ -64,7 +64,4 @@ class QuokaSelector(Selector):
     def finish(self, step: Step, statistics: Statistics) -> None:
         budgets = step.parameters.own(KIND, "budget")
         count_extended(step, budgets, statistics)
-        noted = statistics.rows[:, Field.BUDGET]
-        noted.index_copy_(
-            0, step.request_slots, torch.where(budgets > 0, budgets.to(noted.dtype), noted[step.request_slots])
-        )
+        note_budgets(step, budgets, statistics)
