@@ -14,6 +14,7 @@ from tests.deployment.repository import ROOT
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
 SERVICE = ROOT / "service/winnow_service"
+ROOTS = (ROOT, ROOT / "kernels", SERVICE, SERVICE / "proxy")
 SOURCE_ROOTS = ("kernels", "sglang_ext", "service", "evaluation")
 MOST_STEPS = 25
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
@@ -33,7 +34,7 @@ def spans() -> set[str]:
 
 def exists(path: str) -> bool:
     """Whether there is such a file, folder or module."""
-    return any((root / name).exists() for root in (ROOT, SERVICE, SERVICE / "proxy") for name in (path, f"{path}.py"))
+    return any((root / name).exists() for root in ROOTS for name in (path, f"{path}.py"))
 
 
 @cache
