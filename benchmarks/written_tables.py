@@ -104,6 +104,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity": ("fidelity.json", fidelity_tables.fidelity_table),
     "fidelity-contexts": ("fidelity.json", fidelity_tables.contexts_table),
     "fidelity-changes": ("fidelity-changes.json", fidelity_tables.changes_table),
+    "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
     "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),

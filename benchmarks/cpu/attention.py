@@ -31,21 +31,24 @@ from torch import Tensor
 from benchmarks.command_line import numbers
 from benchmarks.cpu.captured_prompt import CapturedPrompt, captured_prompt
 from sglang_winnow.delta_profiles import delta_profile
-from sglang_winnow.families import FAMILIES, Rows
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, QuokaPrefill, check_against_model, parse_policy
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Statistics
 from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
+from winnow_kernels.attend.dense import prefill
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.dense import prefill
-from winnow_kernels.gather import Meter
+from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
+from winnow_kernels.policies.declarations import declaration_of
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.reference import quoka_prefill
+from winnow_kernels.policies.registry import DECODE_POLICIES
 
 # The shapes of the needle model.
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 8, 64
@@ -147,8 +150,11 @@ class Policy:
 
     def _step(self, context: Context) -> DecodeStep:
         lengths = context.lengths.tolist()
-        rows = Rows(context, lengths, self._states, self._pool.prompt.scale, None, self._rows, self._statistics)
-        return FAMILIES[self._states[0].policy.decode.policy](rows, self._pool.indexes)
+        pool = self._pool
+        batch = PolicyBatch(
+            context, lengths, self._states, pool.prompt.scale, None, pool.indexes, self._rows, self._statistics
+        )
+        return declaration_of(self._states[0].decode).step(batch)
 
     def _read_window(self) -> None:
         """Prefill the end of the prompt, for policies that keep its queries."""
@@ -280,7 +286,7 @@ def measure_quoka_prefill(pool: Pool, chunks: Sequence[int], budget: int, repeat
     """Compare QUOKA's prefill of a whole prompt in chunks with the faster dense one."""
     queries = _prompt(pool)
     defaults = QuokaPrefill()
-    parameters = QuokaPrefillParameters(budget=budget, sinks=defaults.sinks, recency_ratio=defaults.recency_ratio)
+    parameters = QuokaPrefill(budget=budget, sinks=defaults.sinks, recency_ratio=defaults.recency_ratio)
     results = []
     for chunk in chunks:
 

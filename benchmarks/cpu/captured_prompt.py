@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.needle_prompt import needle_prompt
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_kernels.attend.dense import prefill
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.dense import prefill
 
 STEPS: Final = 8
 """Answer tokens behind the prompt; each is the newest token of a decode step."""

@@ -35,10 +35,10 @@ from benchmarks.cpu.server_figures import DENSE, NATIVE, Kind, Series
 from benchmarks.needle_prompt import needle_prompt
 from benchmarks.serving import noop_server
 from benchmarks.serving.noop_server import NOOP
-from sglang_winnow.policy import DECODE_POLICIES
 from tests.runtime import runtime_server
 from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
+from winnow_kernels.policies.registry import DECODE_POLICIES
 
 QUOKA_PREFILL: Final = {"prefill": {"policy": "quoka", "budget": 1024}}
 POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")
@@ -148,7 +148,9 @@ def main(
         console.print(f"Slower than dense by more than {tolerance:.0%}: {where} ({figure.slower_than_dense:+.1%})")
     suggested = server_figures.suggested_crossovers(found, tolerance)
     if suggested:
-        console.print("From these lengths on, policies are no slower than dense (crossover.py):", suggested)
+        console.print(
+            "From these lengths on, policies are no slower than dense (each policy's declaration.py):", suggested
+        )
     if write_table:
         server_figures.write_between_markers(write_table, server_figures.markdown(record))
     if too_slow:

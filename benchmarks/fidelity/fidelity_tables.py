@@ -10,7 +10,7 @@ from benchmarks.markdown_tables import commit_of, markdown_table, percent
 from winnow_evaluation.fidelity.record import FidelityRecord
 from winnow_evaluation.fidelity.table import row_label
 
-_CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries")
+_CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries", "delta_layers")
 _SUMMARY: Final[Mapping[str, Mapping[str, Any]]] = {
     "tactic": {"p": 0.9},
     "quest": {"budget": 1024},

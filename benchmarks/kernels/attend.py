@@ -27,12 +27,12 @@ from benchmarks.command_line import numbers
 from benchmarks.kernels.dense_decode import FlashInferDecode
 from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, time_calls
 from benchmarks.records import Record, Row, header
-from winnow_kernels.attend import attend as reference_attend
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers, Launch, attend
+from winnow_kernels.attend.reference import attend as reference_attend
+from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.attend import AttendBuffers, Launch, attend
-from winnow_kernels.gpu.batch import DecodeBatch, DeviceSelection
-from winnow_kernels.selection import Selection
+from winnow_kernels.selection.tokens import Selection
 
 QUERY_HEADS: Final = 32
 KV_HEADS: Final = 8

@@ -12,21 +12,22 @@ from torch import Tensor
 
 from benchmarks.kernels.tactic_keys import make_keys
 from sglang_winnow.decode_plan import DecodePlan
-from sglang_winnow.device.construction import selectors_of
 from sglang_winnow.device.decode import DeviceDecode, Variant
-from sglang_winnow.device.parameters import FAMILIES
-from sglang_winnow.device.step import Step, StepBuffers
-from sglang_winnow.families import kept_by
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
+from sglang_winnow.request_policy import kept_by
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Statistics
+from winnow_kernels.attend.gpu import AttendBuffers, attend
+from winnow_kernels.batch import Count
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers, attend
-from winnow_kernels.gpu.batch import Count
-from winnow_kernels.gpu.row_parameters import Family
-from winnow_kernels.gpu.tactic import selection_width
+from winnow_kernels.decode.gpu_selector import Server
+from winnow_kernels.decode.gpu_step import Step, StepBuffers
+from winnow_kernels.decode.ranks import ALONE
+from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.clusters import SPAN
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.declarations import LAYOUT, kinds_of, selectors_of
+from winnow_kernels.policies.snapkv.reference import SnapKVState
+from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 PAGE_SIZE: Final = 16
 
@@ -111,7 +112,7 @@ class Contexts:
         states = [RequestState(policy, self.length - 1) for _ in range(self.rows)]
         for row, state in enumerate(states):
             state.kept = kept_by(state, self.layers)
-            if state.kept is not None:
+            if isinstance(state.kept, SnapKVState):
                 generator = torch.Generator(self.device).manual_seed(row)
                 shape = (self.heads.kv, state.kept.observation.first_position)
                 votes = torch.rand(shape, generator=generator, device=self.device)
@@ -140,14 +141,13 @@ class Requests:
         self.statistics = Statistics(len(contexts.table), device)
         self.attend_buffers = AttendBuffers.empty(contexts.rows, heads.query, contexts.caches[0])
         # Dense rows run here together with sparse ones only: in a step for StreamingLLM that has no row of its own.
-        self._families = frozenset({FAMILIES[policy.decode.policy]} - {Family.DENSE} or {Family.STREAMING_LLM})
+        self._kinds = kinds_of([policy.decode.policy]) or kinds_of(["streaming_llm"])
         self._ordered = ordered
         longest = contexts.table.shape[1]
         buffers = StepBuffers(
-            contexts.rows, longest, PAGE_SIZE, contexts.layers, heads.kv, selection_width(longest), device
+            LAYOUT, contexts.rows, longest, PAGE_SIZE, contexts.layers, heads.kv, selection_width(longest), device
         )
-        selectors = selectors_of(
-            self._families,
+        server = Server(
             contexts.caches,
             heads.scale,
             heads.query,
@@ -155,7 +155,9 @@ class Requests:
             self.attend_buffers,
             len(contexts.table),
             buffers.largest,
+            ALONE,
         )
+        selectors = selectors_of(self._kinds, server)
         [self._selector] = selectors.values()
         self.decode = DeviceDecode(
             contexts.caches, heads.scale, contexts.table, buffers, self.attend_buffers, selectors, self.statistics
@@ -164,12 +166,12 @@ class Requests:
         self.serve(policy)
 
     def serve(self, policy: AttentionPolicy) -> None:
-        """Prepare requests of ``policy``, of the family that there are selectors for."""
+        """Prepare requests of ``policy``, of the kind that there is a selector for."""
         contexts = self.contexts
         states = contexts.states(policy)
         lengths = [contexts.length] * contexts.rows
         needed = self.decode.needed(states, lengths)
-        variant: Variant = replace(needed, families=self._families, ordered=self._ordered or needed.ordered)
+        variant: Variant = replace(needed, kinds=self._kinds, ordered=self._ordered or needed.ordered)
         self.decode.prepare(
             variant, states, contexts.request_slots.tolist(), lengths, contexts.request_slots, contexts.lengths()
         )

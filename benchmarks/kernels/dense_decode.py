@@ -9,8 +9,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.batch import DecodeBatch
 
 _WORKSPACE_BYTES: Final = 512 << 20
 

@@ -27,8 +27,8 @@ from benchmarks.folders import REPOSITORY, RESULTS
 from benchmarks.kernels.attend import DTYPE, HEAD_DIM, MODEL, Case, Contestant, Inputs, parse_cases
 from benchmarks.kernels.timing import gpu
 from benchmarks.records import Record, Row, header_from_outside
-from winnow_kernels.gpu.attend import Launch
-from winnow_kernels.gpu.batch import Count
+from winnow_kernels.attend.gpu import Launch
+from winnow_kernels.batch import Count
 
 BENCH: Final = "dram"
 METRIC: Final = "dram__bytes_read.sum"

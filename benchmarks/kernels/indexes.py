@@ -31,16 +31,16 @@ from torch import Tensor
 
 from benchmarks.command_line import numbers
 from benchmarks.records import Record, Row, header
+from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu import kmeans
-from winnow_kernels.gpu.batch import DecodeBatch
-from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.indexes import gpu_kmeans as kmeans
 from winnow_kernels.indexes.cluster_tables import ClusterTables
 from winnow_kernels.indexes.clusters import RECLUSTER_TOKENS, SPAN, ClusterIndex
+from winnow_kernels.indexes.gpu_key_pools import KeyPools
 from winnow_kernels.indexes.key_norms import KeyNorms
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, ITERATIONS, drawn_behind
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.kmeans import CLUSTER_SIZE, ITERATIONS, drawn_behind
 
 # The shape of Llama-3.1-8B.
 MODEL: Final = "Llama-3.1-8B"

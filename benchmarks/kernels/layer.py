@@ -47,9 +47,10 @@ from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, time_call
 from benchmarks.model_shapes import ModelShape, shape_named
 from benchmarks.records import Record, Row, header, merged
 from sglang_winnow import crossover
-from sglang_winnow.policy import MAX_PATIENCE, AttentionPolicy, parse_policy
-from sglang_winnow.statistics import Field
-from winnow_kernels.gpu.batch import Count
+from winnow_kernels.batch import Count
+from winnow_kernels.contract.early_termination import MAX_PATIENCE
+from winnow_kernels.decode.statistics import Field
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
 BENCH: Final = "attention"
 DTYPE: Final = torch.bfloat16

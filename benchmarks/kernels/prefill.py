@@ -23,7 +23,7 @@ scores, which takes as long whatever their distribution, unless many are equal. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -40,22 +40,22 @@ from benchmarks.kernels.dense_prefill import BACKENDS, Chunk, DenseInputs, avail
 from benchmarks.kernels.timing import Timing, gpu, summary
 from benchmarks.model_shapes import ModelShape, shape_named
 from benchmarks.records import Record, Row, header, merged
-from sglang_winnow.policy import QuokaPrefill
-from winnow_kernels.attend import attend as reference_attend
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import attend as reference_attend
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.prefill_blocks_cut import blocks_of, dense_blocks_of
-from winnow_kernels.gpu.prefill_blocks_reads import reads_of
-from winnow_kernels.gpu.quoka_prefill_attention import Launch, attend_blocks
-from winnow_kernels.gpu.quoka_prefill_selection import (
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.prefill.attention import Launch, attend_blocks
+from winnow_kernels.policies.quoka.prefill.cut import blocks_of, dense_blocks_of
+from winnow_kernels.policies.quoka.prefill.reads import reads_of
+from winnow_kernels.policies.quoka.prefill.selection import (
     BlockSelection,
     QuokaPrefillPass,
     QuokaPrefillWorkspace,
     select_blocks,
 )
-from winnow_kernels.quoka import QuokaPrefillParameters, select_for_blocks
-from winnow_kernels.selection import Selection
+from winnow_kernels.policies.quoka.reference import select_for_blocks
+from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
+from winnow_kernels.selection.tokens import Selection
 
 BENCH: Final = "prefill"
 DTYPE: Final = torch.bfloat16
@@ -82,7 +82,7 @@ class Contestant:
         told: what tells its rows apart.
     """
 
-    parameters: QuokaPrefillParameters | None
+    parameters: QuokaPrefill | None
     told: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -272,7 +272,7 @@ def contestants_of(
     """Return what is timed: QUOKA with each budget and each number of speakers, and ``whole``."""
     defaults = QuokaPrefill()
     parameters = [
-        QuokaPrefillParameters(
+        QuokaPrefill(
             budget=budget,
             budget_ratio=ratio,
             block=block,
@@ -283,7 +283,7 @@ def contestants_of(
         for count in speakers
         for budget, ratio in [*((b, None) for b in budgets), *((None, percent / 100) for percent in percents)]
     ]
-    told = [{name: value for name, value in asdict(p).items() if value is not None} for p in parameters]
+    told = [p.model_dump(exclude={"policy"}, exclude_none=True) for p in parameters]
     return [*map(Contestant, parameters, told), Contestant(None)]
 
 
@@ -496,7 +496,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _differing_share(
-    prompt: Prompt, parameters: QuokaPrefillParameters, blocks: Sequence[Block], selection: BlockSelection
+    prompt: Prompt, parameters: QuokaPrefill, blocks: Sequence[Block], selection: BlockSelection
 ) -> float:
     """Return the share of the selected slots of a chunk that the reference does not select."""
     chunk = prompt.inputs.chunks[-1]

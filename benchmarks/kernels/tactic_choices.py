@@ -16,13 +16,14 @@ from torch import Tensor
 
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.task_prompts import Prompt
-from winnow_kernels.attend import group
+from winnow_kernels.attend.dense import prefill
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import prefill
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.tactic import Estimate, TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.policies.tactic.reference import Estimate, TacticStep
 
 PAGE_SIZE = 16
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -134,7 +135,7 @@ class PromptTables:
             sums.add(self._masks(step, estimate, ranked, layer, self._weights(layer, cache), p))
 
     def _step(self, p: float) -> TacticStep:
-        parameters = [TacticParameters(p)] * self.captured.steps
+        parameters = [Tactic(p=p, full_layers=0, sinks=0)] * self.captured.steps
         return TacticStep(self.context, self.captured.scale, None, self.index, parameters, self.clustered)
 
     @property

@@ -29,10 +29,11 @@ import typer
 from torch import Tensor
 
 from benchmarks.kernels.tactic_choices import PAGE_SIZE, SHARES, Captured, PromptTables, Sums
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.policies.tactic.reference import TacticStep
 
 OPTIMAL = {0.5: 71, 0.6: 122, 0.7: 212, 0.8: 394, 0.9: 895}
 """Table 3: the fewest tokens of 32K that hold each share of the attention mass, per query head."""
@@ -134,7 +135,7 @@ def p_for_union(made: TacticKeys, union: float, span: int = SPAN, tolerance: flo
 def union_of(tables: PromptTables, p: float) -> float:
     """Return the share of the context that a KV head reads with ``p``, as the reference selects."""
     captured = tables.captured
-    parameters = [TacticParameters(p)] * captured.steps
+    parameters = [Tactic(p=p, full_layers=0, sinks=0)] * captured.steps
     step = TacticStep(tables.context, captured.scale, None, tables.index, parameters, tables.clustered)
     queries = captured.queries[0]
     selection = step.select(0, queries, captured.caches[0], Meter(captured.steps, queries.device))

@@ -56,8 +56,8 @@ from benchmarks.serving import noop_server
 from benchmarks.serving.batch_timing import BatchServer, BatchTiming, median_timing, timing_of
 from benchmarks.serving.gpu_memory import PeakMemory
 from benchmarks.serving.noop_server import NOOP
-from sglang_winnow.policy import parse_policy
 from tests.runtime import runtime_server
+from winnow_kernels.policies.attention_policy import parse_policy
 
 BENCH: Final = "serve"
 WINNOW: Final = "winnow"

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 from starlette.routing import compile_path
 
-from sglang_winnow.policy import AttentionPolicy
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import INVALID_REQUEST, PROBLEM_MEDIA_TYPE, ServiceError, problem_response
 
 _REF: Final = "#/components/schemas/{model}"

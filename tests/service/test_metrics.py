@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from sglang_winnow.policy import DECODE_POLICIES
 from tests.service.conftest import Deployment
 from tests.service.control import ADMIN_KEY, bearer, make_key, processes, replica, runtime
 from tests.service.test_attention import SERVED
 from tests.service.test_forwarding import Samples, key, samples
 from tests.service.waiting import eventually
+from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.errors import StoreUnavailable
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.metrics.store import MeasuredStore

@@ -18,16 +18,25 @@ import triton
 import triton.language as tl
 
 from benchmarks.kernels.tactic_trace.lengths import ServedLengths
-from winnow_kernels.gpu.tactic_fit import cut, fit_kernel
-from winnow_kernels.gpu.tactic_search import number_of, score_key_of, unique_keys
-from winnow_kernels.gpu.tactic_state import CUT_KEY, CUT_LAST, CUT_TAKEN, CUT_TOKENS, CUTS, HISTOGRAM, is_idle, shape_of
-from winnow_kernels.gpu.threshold import HIGHEST, LOWEST, counted, packed_of
+from winnow_kernels.policies.tactic.gpu.fit import cut, fit_kernel
+from winnow_kernels.policies.tactic.gpu.search import number_of, score_key_of, unique_keys
+from winnow_kernels.policies.tactic.gpu.state import (
+    CUT_KEY,
+    CUT_LAST,
+    CUT_TAKEN,
+    CUT_TOKENS,
+    CUTS,
+    HISTOGRAM,
+    is_idle,
+    shape_of,
+)
+from winnow_kernels.selection.gpu_threshold import HIGHEST, LOWEST, counted, packed_of
 
 _HISTOGRAM = tl.constexpr(HISTOGRAM)
 
 
 class GivenFit:
-    """Stands where ``winnow_kernels.gpu.tactic`` has ``fit_kernel``, and is launched as that is.
+    """Stands where ``winnow_kernels.policies.tactic.gpu.selection`` has ``fit_kernel``, and is launched as that is.
 
     Attributes:
         lengths: what query heads take; needed before the first launch.

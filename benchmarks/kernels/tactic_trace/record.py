@@ -33,10 +33,11 @@ from benchmarks.kernels.tactic_choices import PromptTables, capture
 from benchmarks.kernels.tactic_keys import TABLE_LENGTH, make_keys, tables_of
 from benchmarks.kernels.tactic_trace.lengths import LengthTrace, Recorded
 from winnow_evaluation.machine import surroundings
-from winnow_kernels.gather import Meter
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.indexes.clusters import SPAN
-from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
+from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.policies.tactic.reference import TacticStep
 
 _HALVINGS: Final = 12
 _MAX_SIMULATED: Final = 256
@@ -65,7 +66,7 @@ def found_in(layers: Sequence[tuple[PromptTables, int]], p: float) -> Found:
     tokens, unions = [], []
     for tables, layer in layers:
         captured = tables.captured
-        parameters = [TacticParameters(p)] * captured.steps
+        parameters = [Tactic(p=p, full_layers=0, sinks=0)] * captured.steps
         step = TacticStep(tables.context, captured.scale, None, tables.index, parameters, tables.clustered)
         queries, cache = captured.queries[layer], captured.caches[layer]
         meter = Meter(captured.steps, queries.device)

@@ -30,20 +30,20 @@ from benchmarks.kernels.tactic_trace.alike_heads import make_heads_alike
 from benchmarks.kernels.tactic_trace.given_fit import GivenFit
 from benchmarks.kernels.tactic_trace.lengths import LengthTrace, ServedLengths
 from sglang_winnow.hooks import Hook, install
-from sglang_winnow.policy import Tactic
-from winnow_kernels.gpu import tactic
+from winnow_kernels.policies.tactic.gpu import selection as tactic
+from winnow_kernels.policies.tactic.parameters import Tactic
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from sglang_winnow.device.selectors import TacticSelector
-    from sglang_winnow.device.step import Step
-    from sglang_winnow.request_state import RequestState
+    from winnow_kernels.decode.gpu_step import Step
+    from winnow_kernels.decode.request import Request
     from winnow_kernels.indexes.clusters import ClusterIndex
+    from winnow_kernels.policies.tactic.selector import TacticSelector
 
 ENVIRONMENT: Final = "TACTIC_TRACE"
 IN_PLACE: Final = "tactic takes as many tokens as a trace says"
-_SELECTOR: Final = "sglang_winnow.device.selectors.TacticSelector"
+_SELECTOR: Final = "winnow_kernels.policies.tactic.selector.TacticSelector"
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def hooks_of(trace: LengthTrace) -> list[Hook]:
     ) -> None:
         fit.lengths = ServedLengths.of(trace, step.counts.shape[0], query_heads, step.slots.device)
 
-    def before_a_request(_selector: TacticSelector, state: RequestState, *_: object) -> None:
-        check_share(state.policy.decode, trace)
+    def before_a_request(_selector: TacticSelector, request: Request, *_: object) -> None:
+        check_share(request.decode, trace)
 
     def after_loading(model: nn.Module, *_: object, **__: object) -> None:
         make_heads_alike(model, trace.correlation)

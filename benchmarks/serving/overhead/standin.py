@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 
 HOST: Final = "127.0.0.1"
 MODEL: Final = "stand-in"

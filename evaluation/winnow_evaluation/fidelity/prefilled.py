@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import kept_by
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.prefill_plan import PrefillPlan
+from sglang_winnow.request_policy import kept_by
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Field, Statistics
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
 from winnow_kernels.indexes.pages import PageIndex
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
     from sglang_winnow.device.prefill import DevicePrefill
@@ -144,7 +144,7 @@ class PrefilledBatch:
         state.kept = kept_by(state, self.model.layers)
         if state.kept is not None:
             for layer, queries in enumerate(self._last_queries[prompt]):
-                state.kept.observation.record(layer, queries, state.prompt_length - len(queries))
+                state.kept.record(layer, queries, state.prompt_length - len(queries))
         return state
 
     def _empty_cache(self) -> LayerCache:
@@ -198,7 +198,7 @@ class PrefilledBatch:
             return None
         # Triton looks for a GPU's driver when it is imported.
         from sglang_winnow.device.prefill import DevicePrefill  # noqa: PLC0415
-        from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace  # noqa: PLC0415
+        from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace  # noqa: PLC0415
 
         workspace = QuokaPrefillWorkspace.empty(self.model.kv_heads, self.slots.shape[1], self.model.device)
         kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, self.caches, workspace)

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from sglang_winnow.policy import AttentionPolicy, EarlyTermination, Quest, QuokaPrefill, Tactic
+from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.tactic.parameters import Tactic
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from sglang_winnow.policy import AttentionPolicy, PolicyError, parse_policy
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 from winnow_service.errors import InvalidPolicy
 
 # Returns the policy of a name, or raises InvalidPolicy.

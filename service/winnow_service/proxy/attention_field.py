@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_winnow.policy import AttentionPolicy
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import InvalidPolicy, PolicyForbidden
 from winnow_service.policies.reading import Named, read_policy
 from winnow_service.proxy.body import Form

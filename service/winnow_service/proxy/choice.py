@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_winnow.policy import AttentionPolicy
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import PolicyForbidden
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.registry import PolicyRegistry

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from enum import StrEnum
 from typing import Final
 
-from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.proxy.answer import REFUSED_STREAM, AnswerReader
 from winnow_service.proxy.reported_usage import (

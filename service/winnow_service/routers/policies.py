@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
-from sglang_winnow.policy import AttentionPolicy, json_schema
+from winnow_kernels.policies.attention_policy import AttentionPolicy, json_schema
 from winnow_service.errors import (
     AlreadyExists,
     InUse,

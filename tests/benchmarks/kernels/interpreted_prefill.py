@@ -16,7 +16,7 @@ from benchmarks.kernels.dense_prefill import DenseInputs
 from benchmarks.kernels.prefill import PAGE_SIZE, Prompt, check, check_dense, contestants_of, measure
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named
-from winnow_kernels import dense
+from winnow_kernels.attend import dense
 
 CPU = torch.device("cpu")
 

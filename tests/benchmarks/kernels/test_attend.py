@@ -22,7 +22,7 @@ from benchmarks.kernels.attend import (
     table,
 )
 from benchmarks.kernels.timing import Timing, calls_beyond_cache, summary
-from winnow_kernels.gpu.attend import Launch
+from winnow_kernels.attend.gpu import Launch
 
 CPU = torch.device("cpu")
 

@@ -35,7 +35,7 @@ from benchmarks.kernels.layer import (
 )
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named
-from winnow_kernels.gpu.batch import Count
+from winnow_kernels.batch import Count
 
 LLAMA = shape_named("Llama-3.1-8B")
 

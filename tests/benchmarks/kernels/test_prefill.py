@@ -27,8 +27,8 @@ from benchmarks.kernels.prefill import (
 )
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named
-from winnow_kernels.gpu.prefill_blocks import WHOLE
-from winnow_kernels.gpu.quoka_prefill_attention import Launch
+from winnow_kernels.policies.quoka.prefill.attention import Launch
+from winnow_kernels.prefill.blocks import WHOLE
 
 CPU = torch.device("cpu")
 SHAPE = replace(shape_named("tiny"), query_heads=4, kv_heads=2, head_dim=64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from benchmarks.kernels.tactic_choices import Captured, PromptTables, Sums, ranked_positions
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gather import Meter
 
 PROMPT, STEPS, SPAN = 1024, 2, 256
 

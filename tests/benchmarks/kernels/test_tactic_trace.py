@@ -19,7 +19,8 @@ from benchmarks.kernels.tactic_trace.alike_heads import blend, make_heads_alike
 from benchmarks.kernels.tactic_trace.lengths import LengthTrace, ServedLengths
 from benchmarks.kernels.tactic_trace.record import Found, correlation_for, found_in, simulated_union, trace_of
 from benchmarks.kernels.tactic_trace.serving import ENVIRONMENT, check_share, register
-from sglang_winnow.policy import Quest, Tactic
+from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.tactic.parameters import Tactic
 
 FOLDER = Path(lengths.__file__).parent
 CONTENT: dict[str, Any] = {
