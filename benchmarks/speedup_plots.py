@@ -31,7 +31,7 @@ _TITLES: Final = {
 }
 _FASTER, _SLOWER = COLORS[:2]
 _PANELS_IN_LINE: Final = 5
-_LEAST_INCHES: Final = 3.2
+_MIN_INCHES: Final = 3.2
 _HEADINGS_INCHES: Final = 0.7
 _PANEL_INCHES: Final = 0.5
 _ROW_INCHES: Final = 0.32
@@ -73,19 +73,24 @@ def draw(record: Record, folder: Path) -> list[Path]:
         groups, cases, _ = groups_of(rows)
         height = _HEADINGS_INCHES + _lines_of_panels(cases) * (_PANEL_INCHES + _ROW_INCHES * len(groups))
         title = f"{_TITLES[bench]}: {model} on {devices}"
-        save_plot(path, max(height, _LEAST_INCHES), partial(_draw_speedups, title=title, rows=rows))
+        save_plot(path, max(height, _MIN_INCHES), partial(_draw_speedups, title=title, rows=rows))
         paths.append(path)
     return paths
 
 
 def is_shown(row: Row) -> bool:
     """Return whether a row has a bar."""
-    told = row.parameters
-    if row.speedup is None or row.bench not in _TITLES or told["backend"] != "winnow":
+    parameters = row.parameters
+    if row.speedup is None or row.bench not in _TITLES or parameters["backend"] != "winnow":
         return False
     if row.bench == "serve":
-        return bool(told["figure"] == "tpot")
-    return row.policy != "dense" and told["stage"] == "layer" and told["termination"] == "none" and "role" not in told
+        return bool(parameters["figure"] == "tpot")
+    return (
+        row.policy != "dense"
+        and parameters["stage"] == "layer"
+        and parameters["termination"] == "none"
+        and "role" not in parameters
+    )
 
 
 def label_of(row: Row) -> str:

@@ -42,7 +42,7 @@ from winnow_kernels.policies.registry import DECODE_POLICIES
 
 QUOKA_PREFILL: Final = {"prefill": {"policy": "quoka", "budget": 1024}}
 POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")
-_MOST_TOKENS: Final = 65_536
+_MAX_TOKENS: Final = 65_536
 _ONE_CHUNK: Final = 32_768
 _WARM_UP_TOKENS: Final = 600
 
@@ -285,7 +285,7 @@ def serve_winnow(model: Path, folder: Path, **environment: str) -> Iterator[Time
 @contextlib.contextmanager
 def _serve(model: Path, log: Path, backend: str, arguments: list[str], **environment: str) -> Iterator[TimedServer]:
     console.print(f"Starting SGLang with {log.stem}")
-    arguments = ["--attention-backend", backend, "--max-total-tokens", str(_MOST_TOKENS), *arguments]
+    arguments = ["--attention-backend", backend, "--max-total-tokens", str(_MAX_TOKENS), *arguments]
     with runtime_server(model, *arguments, log=log, **environment) as runtime, TimedServer(runtime.url) as server:
         server.ask(_warm_up_prompt(), 8)
         server.ask(_warm_up_prompt(), 8)

@@ -4,8 +4,8 @@
         --output benchmarks/results/accuracy.json
 
 Reports are those of ``winnow eval``, with the same policies, or with ``--policy`` those that are the same in all. Tasks
-on which the first policy, dense, reaches ``LEAST_DENSE`` percent at a length are pooled there: all of them, and those
-that look for needles. What a pool says of differences is paired by sample, as in the report.
+on which the first policy, dense, reaches ``MIN_DENSE_ACCURACY`` percent at a length are pooled there: all of them, and
+those that look for needles. What a pool says of differences is paired by sample, as in the report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from winnow_evaluation.over_http.report import CellRow, Header, Report, SampleRecord, measured_row
 from winnow_evaluation.writing import write_json
 
-LEAST_DENSE: Final = 85.0
+MIN_DENSE_ACCURACY: Final = 85.0
 """Percent that dense attention must reach on a task for policies to be compared by it."""
 ALL: Final = "all tasks"
 NEEDLES: Final = "needle tasks"
@@ -131,7 +131,7 @@ def _in_order(samples: Iterable[SampleRecord]) -> list[SampleRecord]:
 
 def _pools(rows: Iterable[CellRow], samples: Sequence[SampleRecord], policies: Sequence[str]) -> Iterator[CellRow]:
     dense = policies[0]
-    usable = [r for r in rows if r.policy == dense and r.accuracy is not None and r.accuracy >= LEAST_DENSE]
+    usable = [r for r in rows if r.policy == dense and r.accuracy is not None and r.accuracy >= MIN_DENSE_ACCURACY]
     for length in sorted({row.length for row in usable}):
         tasks = {row.task for row in usable if row.length == length}
         for name, pooled in ((ALL, tasks), (NEEDLES, {task for task in tasks if task.startswith(_NEEDLE_PREFIX)})):

@@ -43,7 +43,7 @@ DTYPE: Final = torch.bfloat16
 TOKEN_BYTES: Final = 2 * HEAD_DIM * DTYPE.itemsize
 MODEL: Final = f"{QUERY_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}"
 LARGEST_ERROR: Final = 1e-2
-_MOST_LAYERS: Final = 32
+_MAX_LAYERS: Final = 32
 
 # Patience that no row has, and patience that no selection is long enough for: what deciding costs.
 TERMINATIONS: Final = {"none": None, "infinite patience": torch.inf, "never settled": 1e6}
@@ -184,7 +184,7 @@ def parse_cases(text: str) -> list[Case]:
 
 def layers_that_fit(case: Case, available: int) -> int:
     """Return how many layers of keys and values fit ``available`` bytes, at most as many as a model has."""
-    return min(_MOST_LAYERS, available // case.dense_bytes)
+    return min(_MAX_LAYERS, available // case.dense_bytes)
 
 
 def measurements(

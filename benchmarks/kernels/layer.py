@@ -58,7 +58,7 @@ LARGEST_ERROR: Final = 1e-2
 CHECKED_CONTEXT: Final = 8192
 _CHECKED_ROWS: Final = 2
 _CHECKED_LAYERS: Final = 4
-_MOST_LAYERS: Final = 48
+_MAX_LAYERS: Final = 48
 _SMALLEST_SELECTION: Final = 1024
 _UNION_TOLERANCE: Final = 0.02
 _HALVINGS: Final = 16
@@ -224,7 +224,7 @@ def layers_for(case: Case, shape: ModelShape, available: int, cache_bytes: int =
     smallest = _SMALLEST_SELECTION * case.batch * shape.token_bytes
     # Of DELTA's layers, those that reuse are all but a few.
     wanted = calls_beyond_cache(smallest, cache_bytes) + 2 * _full_reads(case, shape, cache_bytes)
-    return min(_MOST_LAYERS, wanted, available // (case.context * case.batch * shape.token_bytes))
+    return min(_MAX_LAYERS, wanted, available // (case.context * case.batch * shape.token_bytes))
 
 
 def roles_of(layers: int, full_reads: int) -> tuple[range, range, range]:

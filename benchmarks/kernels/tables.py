@@ -12,7 +12,7 @@ from benchmarks.records import Record, Row, case_of, devices_of
 
 def attention_table(path: Path) -> str:
     """Return what a layer costs with each policy."""
-    return _layers_table(Record.read(path), lambda told: told.get("termination", "none") == "none")
+    return _layers_table(Record.read(path), lambda parameters: parameters.get("termination", "none") == "none")
 
 
 def summary_table(path: Path) -> str:
@@ -20,11 +20,15 @@ def summary_table(path: Path) -> str:
     record = Record.read(path)
     speedups: dict[str, dict[str, float]] = {}
     for row in record.rows:
-        told = row.parameters
-        unusual = row.policy == "dense" or "role" in told or told.get("termination") != "none"
-        if told["stage"] != "layer" or row.speedup is None or unusual:
+        parameters = row.parameters
+        unusual = row.policy == "dense" or "role" in parameters or parameters.get("termination") != "none"
+        if parameters["stage"] != "layer" or row.speedup is None or unusual:
             continue
-        size = f"union of {told['union_percent']} %" if "union_percent" in told else f"{_tokens_of(told):,} tokens"
+        size = (
+            f"union of {parameters['union_percent']} %"
+            if "union_percent" in parameters
+            else f"{_tokens_of(parameters):,} tokens"
+        )
         of_policy = speedups.setdefault(f"`{row.policy}`, {size}", {})
         of_policy[case_of(row)] = row.speedup
     cases = list(dict.fromkeys(case for found in speedups.values() for case in found))
@@ -35,13 +39,13 @@ def summary_table(path: Path) -> str:
     return markdown_table(("times as fast as dense", *cases), rows) + devices_of(record)
 
 
-def _tokens_of(told: Mapping[str, Any]) -> int:
-    return int(told.get("budget") or told["sinks"] + told["window"])
+def _tokens_of(parameters: Mapping[str, Any]) -> int:
+    return int(parameters.get("budget") or parameters["sinks"] + parameters["window"])
 
 
 def stopping_table(path: Path) -> str:
     """Return what deciding about early termination costs a layer."""
-    return _layers_table(Record.read(path), lambda told: told.get("termination", "none") != "none")
+    return _layers_table(Record.read(path), lambda parameters: parameters.get("termination", "none") != "none")
 
 
 def _layers_table(record: Record, shown: Callable[[Mapping[str, Any]], bool]) -> str:
@@ -126,10 +130,10 @@ def dram_table(path: Path) -> str:
 
 
 def _policy_of(row: Row) -> str:
-    told = row.parameters
-    details = [told[name] for name in ("backend",) if row.policy == "dense"]
-    details += [f"union {told['read_percent']} %"] if "read_percent" in told else []
-    details += [f"budget {told['budget']}"] if "budget" in told else []
-    details += [told["role"]] if "role" in told else []
-    details += [told["termination"]] if told.get("termination", "none") != "none" else []
+    parameters = row.parameters
+    details = [parameters[name] for name in ("backend",) if row.policy == "dense"]
+    details += [f"union {parameters['read_percent']} %"] if "read_percent" in parameters else []
+    details += [f"budget {parameters['budget']}"] if "budget" in parameters else []
+    details += [parameters["role"]] if "role" in parameters else []
+    details += [parameters["termination"]] if parameters.get("termination", "none") != "none" else []
     return ", ".join([row.policy, *details])

@@ -27,7 +27,7 @@ from winnow_kernels.policies.tactic.reference import Estimate, TacticStep
 
 PAGE_SIZE = 16
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
-MOST_STEPS = 32
+MAX_STEPS = 32
 """Answer tokens of a prompt that are asked, at most."""
 
 
@@ -77,7 +77,7 @@ class Sums:
 def capture(model: OfflineModel, prompt: Prompt) -> Captured:
     """Run the model over a prompt and its answer."""
     captured = Captured(len(prompt.tokens))
-    tokens = torch.tensor([[*prompt.tokens, *prompt.answer[:MOST_STEPS]]], device=model.device)
+    tokens = torch.tensor([[*prompt.tokens, *prompt.answer[:MAX_STEPS]]], device=model.device)
     positions = torch.arange(tokens.shape[1], device=model.device)
     padding = (0, 0, 0, 0, 0, -tokens.shape[1] % PAGE_SIZE)
 

@@ -11,8 +11,8 @@ import torch
 
 # What is read between two reads of the same byte, in sizes of the L2 cache.
 _CACHES_BETWEEN_READS: Final = 3
-_FEWEST_CALLS: Final = 4
-_MOST_CALLS: Final = 256
+_MIN_CALLS: Final = 4
+_MAX_CALLS: Final = 256
 _WARM_UPS: Final = 3
 
 
@@ -43,7 +43,7 @@ def gpu() -> torch.device:
 def calls_beyond_cache(bytes_per_call: int, cache_bytes: int) -> int:
     """Return how many calls, each reading other bytes, a graph needs so that none finds what it reads in L2."""
     needed = -(-_CACHES_BETWEEN_READS * cache_bytes // max(1, bytes_per_call))
-    return min(_MOST_CALLS, max(_FEWEST_CALLS, needed))
+    return min(_MAX_CALLS, max(_MIN_CALLS, needed))
 
 
 def time_calls(calls: Sequence[Callable[[], None]], replays: int = 30) -> Timing:

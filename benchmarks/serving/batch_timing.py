@@ -17,7 +17,7 @@ import httpx
 from benchmarks.generate_stream import meta_of, request_body
 
 _TIMEOUT_SECONDS: Final = 900
-_FEWEST_GAPS: Final = 4
+_MIN_GAPS: Final = 4
 # Behind the moment from which on all requests decode: steps that still wait for what the last of them prepares.
 _STEPS_LEFT_OUT: Final = 2
 
@@ -101,7 +101,7 @@ def timing_of(streams: Sequence[Stream]) -> BatchTiming:
     begin = max(stream.arrivals[0][0] for stream in streams)
     end = min(stream.arrivals[-1][0] for stream in streams)
     inside = [arrival for arrival in streams[0].arrivals if begin <= arrival[0] <= end][_STEPS_LEFT_OUT:]
-    if len(inside) <= _FEWEST_GAPS:
+    if len(inside) <= _MIN_GAPS:
         raise ValueError(f"all requests decoded together for {len(inside)} arrivals only: ask for more output tokens")
     # Tokens that came together count as equally long steps.
     gaps = [

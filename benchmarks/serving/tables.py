@@ -14,10 +14,10 @@ def serve_table(path: Path) -> str:
     record = Record.read(path)
     rows = []
     for row in record.rows:
-        told = row.parameters
-        name = f"{row.policy}, {told['backend']}" if row.policy == "dense" else row.policy
-        ratios = ("" if row.speedup is None else f"{row.speedup:.2f}", percent(told["kv_read_ratio"]))
-        rows.append((row.model, case_of(row), name, told["figure"], f"{row.measured:.2f} {row.unit}", *ratios))
+        parameters = row.parameters
+        name = f"{row.policy}, {parameters['backend']}" if row.policy == "dense" else row.policy
+        ratios = ("" if row.speedup is None else f"{row.speedup:.2f}", percent(parameters["kv_read_ratio"]))
+        rows.append((row.model, case_of(row), name, parameters["figure"], f"{row.measured:.2f} {row.unit}", *ratios))
     headings = ("model", "context", "policy", "figure", "measured", "times as fast as dense", "KV read %")
     return markdown_table(headings, rows) + devices_of(record)
 
@@ -29,8 +29,8 @@ def served_table(path: Path) -> str:
     for row in record.rows:
         if row.parameters["figure"] == "tpot" and row.parameters["backend"] == "winnow" and row.speedup is not None:
             read = row.parameters["kv_read_ratio"]
-            told = f"{row.speedup:.2f}" + ("" if read is None else f" (reads {percent(read)} %)")
-            speedups.setdefault(row.policy, {})[case_of(row)] = told
+            speedup = f"{row.speedup:.2f}" + ("" if read is None else f" (reads {percent(read)} %)")
+            speedups.setdefault(row.policy, {})[case_of(row)] = speedup
     cases = list(dict.fromkeys(case for of_policy in speedups.values() for case in of_policy))
     rows = [(policy, *(of_policy.get(case, "") for case in cases)) for policy, of_policy in speedups.items()]
     return markdown_table(("time per token, times as fast as dense", *cases), rows) + devices_of(record)
@@ -41,20 +41,20 @@ def ttft_table(path: Path) -> str:
     record = Record.read(path)
     rows = []
     for row in sorted(record.rows, key=lambda row: (row.model, row.context, row.batch)):
-        told = row.parameters
-        if told["figure"] != "ttft":
+        parameters = row.parameters
+        if parameters["figure"] != "ttft":
             continue
-        beyond = told.get("memory_beyond_dense_bytes")
+        beyond = parameters.get("memory_beyond_dense_bytes")
         rows.append(
             (
                 row.model,
                 case_of(row),
                 name_of(row),
                 f"{row.measured / 1e3:.2f}",
-                str(told["batches"]),
+                str(parameters["batches"]),
                 "" if row.spread is None else percent(row.spread),
                 "" if row.speedup is None else f"{row.speedup:.2f}",
-                percent(told.get("part_of_bound")),
+                percent(parameters.get("part_of_bound")),
                 "" if beyond is None else f"{beyond / 2**30:+.2f}",
             )
         )
@@ -87,18 +87,18 @@ def ranks_table(path: Path) -> str:
     runs = headers_of(record)
     rows = []
     for row in record.rows:
-        told = row.parameters
-        dtype = runs[told.get("run", 0)].get("dtype")
+        parameters = row.parameters
+        dtype = runs[parameters.get("run", 0)].get("dtype")
         rows.append(
             (
                 f"{row.model}, {dtype}" if dtype else row.model,
                 case_of(row),
                 row.policy,
-                str(told["gpus"]),
+                str(parameters["gpus"]),
                 f"{row.measured:.2f}",
-                f"{min(told['equal_tokens'])} of {told['output_tokens']}",
-                "yes" if told["numbers_equal"] else "no",
-                f"{told['largest_difference_of_ratios']:.4f}",
+                f"{min(parameters['equal_tokens'])} of {parameters['output_tokens']}",
+                "yes" if parameters["numbers_equal"] else "no",
+                f"{parameters['largest_difference_of_ratios']:.4f}",
             )
         )
     headings = ("model", "context", "policy", "GPUs", "ms a token", "equal tokens, fewest", "counts equal")

@@ -14,7 +14,7 @@ from typing import Final
 
 from benchmarks.records import Record, Row
 
-FEWEST: Final = 4
+MIN_LENGTHS: Final = 4
 """Lengths of a series."""
 _BENCH: Final = "serve"
 
@@ -87,7 +87,7 @@ def growths_of(record: Record) -> list[Growth]:
         if row.context in series:
             raise ValueError(f"{name_of(row)} was measured twice at {row.context} tokens in one run")
         series[row.context] = row.measured / 1e3
-    return [Growth(*key, dict(sorted(found.items()))) for key, found in points.items() if len(found) >= FEWEST]
+    return [Growth(*key, dict(sorted(found.items()))) for key, found in points.items() if len(found) >= MIN_LENGTHS]
 
 
 def name_of(row: Row) -> str:

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter
 from benchmarks.folders import PLOTS
 from benchmarks.markdown_tables import in_thousands
 from benchmarks.records import Record, headers_of
-from benchmarks.serving.ttft_growth import FEWEST, Growth, growths_of
+from benchmarks.serving.ttft_growth import MIN_LENGTHS, Growth, growths_of
 from winnow_evaluation.plotting import COLORS, save_plot
 
 _HEIGHT: Final = 5.0
@@ -46,13 +46,13 @@ def draw(record: Record, folder: Path) -> list[Path]:
     for growth in growths_of(record):
         by_model.setdefault(growth.model, []).append(growth)
     if not by_model:
-        raise ValueError(f"no run of the record has times to first token at {FEWEST} lengths")
+        raise ValueError(f"no run of the record has times to first token at {MIN_LENGTHS} lengths")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for model, growths in by_model.items():
         runs = {growth.run for growth in growths}
         if len(runs) > 1:
-            raise ValueError(f"{len(runs)} runs of {model} have times to first token at {FEWEST} lengths")
+            raise ValueError(f"{len(runs)} runs of {model} have times to first token at {MIN_LENGTHS} lengths")
         device = headers_of(record)[growths[0].run]["device"]
         path = folder / f"gpu-ttft-{model.lower()}.svg"
         title = f"Time to first token: {model} on {device}"

@@ -40,7 +40,7 @@ from winnow_kernels.policies.tactic.parameters import Tactic
 from winnow_kernels.policies.tactic.reference import TacticStep
 
 _HALVINGS: Final = 12
-_MOST_SIMULATED: Final = 256
+_MAX_SIMULATED: Final = 256
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def simulated_union(found: Found, clustered: int, correlation: float) -> float:
     """Return the tokens of a KV head's union, on average, if heads' scores are normal and correlated."""
     clusters = clustered // CLUSTER_SIZE
     groups = found.tokens.unflatten(-1, (-1, found.group)).flatten(0, -2)
-    some = groups[:: -(-len(groups) // _MOST_SIMULATED)]
+    some = groups[:: -(-len(groups) // _MAX_SIMULATED)]
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(len(some), 1, clusters, generator=generator)
     own = torch.randn(len(some), found.group, clusters, generator=generator)

@@ -20,8 +20,8 @@ _CPU_METRIC: Final = "winnow_process_cpu_seconds_total "
 _TIMEOUT_SECONDS: Final = 120.0
 _RESAMPLES: Final = 1000
 _REQUESTS_OF_STREAM: Final = 4
-_FEWEST_PAIRS: Final = 20
-_FEWEST_ROUNDS: Final = 2
+_MIN_PAIRS: Final = 20
+_MIN_ROUNDS: Final = 2
 
 
 class NotComparable(Exception):
@@ -153,7 +153,7 @@ async def measured_ttft(bare: Way, service: Way, plan: Plan) -> Ttft:
     """Measure requests one after the other, for ``plan.ttft_seconds``."""
     pairs: list[tuple[float, float]] = []
     end = time.perf_counter() + plan.ttft_seconds
-    while time.perf_counter() < end or len(pairs) < _FEWEST_PAIRS:
+    while time.perf_counter() < end or len(pairs) < _MIN_PAIRS:
         found = {}
         for way in _in_turn(bare, service, len(pairs)):
             tally = Tally()
@@ -172,7 +172,7 @@ async def measured_throughput(bare: Way, service: Way, plan: Plan) -> Throughput
     firsts: dict[str, list[float]] = {bare.name: [], service.name: []}
     cpu: float | None = 0.0
     end = time.perf_counter() + plan.throughput_seconds
-    while time.perf_counter() < end or len(seconds[bare.name]) < _FEWEST_ROUNDS:
+    while time.perf_counter() < end or len(seconds[bare.name]) < _MIN_ROUNDS:
         for way in _in_turn(bare, service, len(seconds[bare.name])):
             before = await _cpu_seconds(service) if way is service else None
             elapsed, first = await _round(way, plan)

@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PhaseRatios:
-    """Ratios of sums over requests, of one phase (decode or prefill); None where no request told."""
+    """Ratios of sums over requests, of one phase (decode or prefill); None where no response reported them."""
 
     attended: float | None
     kv_read: float | None
@@ -25,7 +25,7 @@ class PhaseRatios:
 
 @dataclass(frozen=True)
 class AttentionRatios:
-    """All requests that carried an ``attention`` object; each number is None where no request told it.
+    """All requests that carried an ``attention`` object; each number is None where no response reported it.
 
     Attributes:
         estimated_share: the attention mass that the policy believes to have attended.
@@ -91,10 +91,10 @@ def _phase_ratios(weighted: _Weighted) -> PhaseRatios:
 
 
 def _ratio(weighted: _Weighted, field: str) -> float | None:
-    told = [(number, weight) for phase, weight in weighted if (number := _number(phase, field)) is not None]
-    if not told:
+    reported = [(number, weight) for phase, weight in weighted if (number := _number(phase, field)) is not None]
+    if not reported:
         return None
-    return sum(number * weight for number, weight in told) / sum(weight for _, weight in told)
+    return sum(number * weight for number, weight in reported) / sum(weight for _, weight in reported)
 
 
 def _number(holder: Mapping[str, Any], field: str) -> float | None:

@@ -139,14 +139,14 @@ class OpenAIClient:
 
     async def facts(self) -> ServerFacts:
         """Device and version, from a server that has ``/server_info`` (SGLang) or ``/version`` (vLLM)."""
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         for path in ("/server_info", "/version"):
             try:
-                told = await self._json(path)
+                reported = await self._json(path)
                 break
             except RequestError:
                 continue
-        device, version = told.get("device"), told.get("version")
+        device, version = reported.get("device"), reported.get("version")
         return ServerFacts(
             device=device if isinstance(device, str) else None,
             version=version if isinstance(version, str) else None,
@@ -178,7 +178,7 @@ class OpenAIClient:
             raise RequestError("the server's answers have no usage.prompt_tokens: lengths cannot be measured")
         return tokens
 
-    async def told_attention(self, prompt: str) -> Mapping[str, Any] | None:
+    async def reported_attention(self, prompt: str) -> Mapping[str, Any] | None:
         """What the server tells of the attention of a request with this prompt; None if it tells nothing.
 
         Raises:

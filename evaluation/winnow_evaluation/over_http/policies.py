@@ -56,7 +56,7 @@ def parse_policies(texts: Sequence[str], file: Path | None = None) -> tuple[Aske
     return tuple(asked) or (NO_POLICY,)
 
 
-def not_followed(asked: Attention, told: Mapping[str, Any]) -> str | None:
+def not_followed(asked: Attention, reported: Mapping[str, Any]) -> str | None:
     """Return what a server did that was not asked of it, by the ``attention`` object of its answer; None if nothing.
 
     Of a policy that is asked for by its name only the server knows what it is.
@@ -64,7 +64,7 @@ def not_followed(asked: Attention, told: Mapping[str, Any]) -> str | None:
     if isinstance(asked, str):
         return None
     for phase in ("decode", "prefill"):
-        wanted, got = _policy_of(asked, phase, "dense"), _policy_of(told, phase)
+        wanted, got = _policy_of(asked, phase, "dense"), _policy_of(reported, phase)
         if None not in (wanted, got) and wanted != got:
             return f"{phase} was asked for with {wanted!r}, and done with {got!r}"
     return None

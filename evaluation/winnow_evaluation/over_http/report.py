@@ -218,7 +218,7 @@ def results_table(rows: Sequence[CellRow], *, plain: bool, policies: bool = Fals
 
 
 def _columns(rows: Sequence[CellRow], *, policies: bool) -> Iterator[_Column]:
-    def told(title: str, field: str, digits: int) -> Iterator[_Column]:
+    def reported(title: str, field: str, digits: int) -> Iterator[_Column]:
         if any(getattr(row, field) is not None for row in rows):
             yield _Column(title, lambda row: _cell(getattr(row, field), digits))
 
@@ -233,16 +233,16 @@ def _columns(rows: Sequence[CellRow], *, policies: bool) -> Iterator[_Column]:
     yield _Column("errors", lambda row: f"[bold red]{row.errors}[/]" if row.errors else "0")
     yield _Column("prompt\ntokens", lambda row: _cell(row.prompt_tokens, 0))
     if policies:
-        yield from told("cached\ntokens", "cached_tokens", 0)
+        yield from reported("cached\ntokens", "cached_tokens", 0)
     yield _Column("latency\ns", lambda row: _cell(row.latency, 3))
     yield _Column("TTFT\ns", lambda row: _cell(row.ttft, 3))
     yield _Column("TPOT\nms", lambda row: _cell(row.tpot, 2, scale=1000))
     for phase in ("decode", "prefill"):
-        yield from told(f"{phase}\nattended", f"{phase}_attended_ratio", 4)
-        yield from told(f"{phase}\nKV read", f"{phase}_kv_read_ratio", 4)
-    yield from told("estimated\nshare", "estimated_share", 4)
-    yield from told("terminated\nratio", "terminated_ratio", 4)
-    yield from told("skipped\nratio", "skipped_ratio", 4)
+        yield from reported(f"{phase}\nattended", f"{phase}_attended_ratio", 4)
+        yield from reported(f"{phase}\nKV read", f"{phase}_kv_read_ratio", 4)
+    yield from reported("estimated\nshare", "estimated_share", 4)
+    yield from reported("terminated\nratio", "terminated_ratio", 4)
+    yield from reported("skipped\nratio", "skipped_ratio", 4)
 
 
 def print_results(console: Console, report: Report) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from winnow_evaluation.over_http.client import OpenAIClient
     from winnow_evaluation.over_http.requests import Prompt
 
-_MOST_ATTEMPTS = 8
+_MAX_ATTEMPTS = 8
 _PROBE = "Which way does the river run?"
 _PROBE_GIVEN = " The river runs"
 
@@ -65,7 +65,7 @@ class CellResult:
 
 
 class Progress(Protocol):
-    """Is told how far an evaluation is."""
+    """Receives events that show how far an evaluation is."""
 
     def sizing(self, task: str, length: int) -> None:
         """The sizes of a cell's samples are being looked for."""
@@ -116,10 +116,10 @@ async def _check_policies(policies: Iterable[AskedPolicy], client: OpenAIClient)
         if policy.attention is None:
             continue
         try:
-            told = await client.with_attention(policy.attention).told_attention(_PROBE)
+            reported = await client.with_attention(policy.attention).reported_attention(_PROBE)
         except RequestError as error:
             raise RequestError(f"policy {policy.label}: {error}", error.status) from error
-        if told is not None and (other := not_followed(policy.attention, told)) is not None:
+        if reported is not None and (other := not_followed(policy.attention, reported)) is not None:
             raise RequestError(
                 f"policy {policy.label}: {other}. SGLang does not read a request's 'attention': "
                 "is --url that of the service in front of it?"
@@ -182,7 +182,7 @@ class _Cell:
         Its records are all of one prompt, so that the policies can be compared sample by sample.
         """
         sample = await made
-        for _ in range(_MOST_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             smaller, outcomes = await self._ask_all(sample, size)
             if smaller is None:
                 break
@@ -191,7 +191,7 @@ class _Cell:
         else:
             last = outcomes[-1]
             if isinstance(last, Answer):
-                last = RequestError(f"over {self.length} tokens in each of {_MOST_ATTEMPTS} attempts to shorten it")
+                last = RequestError(f"over {self.length} tokens in each of {_MAX_ATTEMPTS} attempts to shorten it")
             outcomes = [last] * len(self.plan.policies)
         records = tuple(
             _record_of(key, self.length, policy, size, sample, outcome)

@@ -19,7 +19,7 @@ from winnow_evaluation.tasks.sample import Task
 Catalogue = Callable[[], Mapping[str, Task]]
 """A function at the top level of a module that gives the tasks by name: worker processes import it."""
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
 def builtin_tasks() -> Mapping[str, Task]:
@@ -76,7 +76,7 @@ class SampleGenerator:
             workers: how many processes; by default one for each CPU, up to 8.
         """
         self._pool = ProcessPoolExecutor(
-            max_workers=workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
+            max_workers=workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS),
             # A fork would copy a process that already runs threads.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,

@@ -17,8 +17,8 @@ _AIM = 0.992
 """The part of the length that the next guess aims at."""
 _CLOSE_ENOUGH = 0.985
 """The search ends when this part of the length is in use."""
-_MOST_STEPS = 10
-_MOST_GROWTH = 8
+_MAX_STEPS = 10
+_MAX_GROWTH = 8
 _ALIKE = 0.015
 """Samples of one size that differ by a larger part in their tokens get a size each."""
 _COUNTED_AT_ONCE = 8
@@ -106,11 +106,11 @@ class SizeSearch:
             return smallest
         if start is not None:
             await self._need(start)
-        for step in range(_MOST_STEPS):
+        for step in range(_MAX_STEPS):
             best, above = self._bracket()
             if best.tokens is not None and best.tokens >= _CLOSE_ENOUGH * self._length:
                 break
-            size = self._guess(best, above, halve=step >= _MOST_STEPS // 2 and step % 2 == 1)
+            size = self._guess(best, above, halve=step >= _MAX_STEPS // 2 and step % 2 == 1)
             if size is None:
                 break
             await self._need(size)
@@ -131,7 +131,7 @@ class SizeSearch:
         """A size worth measuring, strictly within the bracket; None if there is none."""
         quarter = self._length // 4
         lowest = best.size + 1
-        highest = above.size - 1 if above else max(lowest, best.size * _MOST_GROWTH, quarter)
+        highest = above.size - 1 if above else max(lowest, best.size * _MAX_GROWTH, quarter)
         if lowest > highest:
             return None
         if above and (halve or above.tokens is None):

@@ -26,8 +26,8 @@ P = TypeVar("P", bound=Parameters)
 class Crossover:
     """The longest contexts, in tokens, at which the policy was no faster than dense attention: there a step runs dense.
 
-    On a CPU by benchmarks/cpu_attention.py; on a GPU by benchmarks/gpu_serve.py, between the lengths measured on a
-    straight line (8 requests of a Llama-3.1-8B's shape on an H200, ``kernels/benchmarks/results/serve.json``).
+    On a CPU by benchmarks/cpu/attention.py; on a GPU by benchmarks/serving/serve.py, between the lengths measured on a
+    straight line (8 requests of a Llama-3.1-8B's shape on an H200, ``benchmarks/results/serve.json``).
     """
 
     cpu: int
