@@ -35,11 +35,15 @@ from benchmarks.kernels.tables import (
     stopping_table,
     summary_table,
 )
+from benchmarks.policy_table import policies_table
 from benchmarks.serving.overhead.beside_table import service_table
 from benchmarks.serving.tables import growth_table, ranks_table, serve_table, served_table, ttft_table
 
 _DOCS: Final = REPOSITORY / "docs"
-DOCUMENTS: Final = (REPOSITORY / "README.md", _DOCS / "measurements.md", _DOCS / "load-tests.md")
+DOCUMENTS: Final = (
+    REPOSITORY / "README.md",
+    *(_DOCS / name for name in ("policies.md", "measurements.md", "load-tests.md")),
+)
 _PLACE: Final = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -106,6 +110,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity-changes": ("fidelity-changes.json", fidelity_tables.changes_table),
     "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
     "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
+    "policies": ("../../docs/policy.schema.json", policies_table),
+    "overview": ("fidelity.json", fidelity_tables.overview_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),
     "attention": ("attention.json", attention_table),

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.markdown_tables import commit_of, markdown_table, percent
+from benchmarks.fidelity.accuracy_record import ALL, AccuracyRecord
+from benchmarks.markdown_tables import commit_of, markdown_table, percent, signed
 from winnow_evaluation.fidelity.record import FidelityRecord
 from winnow_evaluation.fidelity.table import row_label
 
@@ -105,6 +106,42 @@ def summary_table(path: Path) -> str:
     ]
     headings = ("model", "context", "policy", "KL, nats", "top-1 equal %", "KV read %", "attention held")
     return markdown_table(headings, rows)
+
+
+def overview_table(path: Path) -> str:
+    """Return what policies read and lose on the model with the longest contexts: fidelity there, and RULER's tasks.
+
+    Args:
+        path: the record of fidelity; that of RULER's tasks, ``accuracy-MODEL.json``, lies beside it.
+    """
+    record = FidelityRecord.read(path)
+    longest = max(record.rows, key=lambda row: int(row["context"]))
+    rows = [row for row in record.rows if (row["model"], row["context"]) == (longest["model"], longest["context"])]
+    ruler = AccuracyRecord.read(path.with_name(f"accuracy-{longest['model']}.json"))
+    lost = {(pool.policy, pool.length): pool.difference for pool in ruler.pools if pool.task == ALL}
+    lengths = sorted({length for _, length in lost})
+    table = []
+    for name, policy in ruler.runs[0].options["policies"].items():
+        row = next((row for row in rows if _is_of(row, policy)), None)
+        if row is None:
+            continue
+        kl, reads = f"{row['kl']:.4f}", percent(row["kv_read_ratio"])
+        table.append((name, reads, kl, *(signed(lost[name, length]) for length in lengths)))
+    headings = ("", "KV read %", "KL, nats", *(f"RULER {length // 1024}K, points" for length in lengths))
+    return markdown_table(headings, table)
+
+
+def _is_of(row: Mapping[str, Any], asked: Mapping[str, Any] | str) -> bool:
+    """Whether a row is that of a preset's name, or of a policy as a request gives it."""
+    if isinstance(asked, str):
+        return bool(row["preset"] == asked)
+    phase = "decode" if "decode" in asked or not asked else "prefill"
+    given = {"policy": "dense"} | dict(asked.get(phase, {}))
+    if row["preset"] is not None or (row["phase"], row["policy"]) != (phase, given.pop("policy")):
+        return False
+    if "early_termination" in row["parameters"]:
+        return False
+    return all(row["parameters"].get(name) == value for name, value in given.items())
 
 
 def _longest(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
