@@ -394,7 +394,6 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
         "draining": False,
         "reason": "The runtime answers.",
         "store": {"healthy": True, "reason": "The store answers."},
-        "names": [],
     }
 
 
