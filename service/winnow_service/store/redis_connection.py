@@ -1,6 +1,6 @@
 """Reaching Redis: from the address that an operator gives to the client of the server that takes writes.
 
-redis-py reads addresses of one server; what it lacks is here: sentinels have no address there, a cluster one host, and a
+redis-py reads addresses of one server. What it lacks is here: sentinels have no address there, a cluster has one host, a
 database that is no number or an option that does not exist is passed over until the first connection fails, if at all.
 
 All of Winnow's keys share one hash tag, so a cluster keeps them in one slot, and its primary serves all of them.
