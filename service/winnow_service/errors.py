@@ -29,6 +29,7 @@ INVALID_REQUEST = "invalid_request_error"
 AUTHENTICATION_ERROR = "authentication_error"
 PERMISSION_ERROR = "permission_error"
 RATE_LIMIT_ERROR = "rate_limit_error"
+OVERLOADED = "overloaded_error"
 RUNTIME_ERROR = "runtime_error"
 STORE_ERROR = "store_error"
 INTERNAL_ERROR = "internal_error"
@@ -75,28 +76,81 @@ class ServiceError(Exception):
         }
 
 
-class InvalidBody(ServiceError):
+# Every code that clients may read, with its status and the kind by which OpenAI clients tell errors apart. Metrics have
+# the code as a label.
+CODES: Final[Mapping[str, tuple[int, str]]] = {
+    "invalid_json": (400, INVALID_REQUEST),
+    "not_an_object": (400, INVALID_REQUEST),
+    "missing_key": (401, AUTHENTICATION_ERROR),
+    "invalid_key": (401, AUTHENTICATION_ERROR),
+    "policy_forbidden": (403, PERMISSION_ERROR),
+    "scope_missing": (403, PERMISSION_ERROR),
+    "not_found": (404, INVALID_REQUEST),
+    "in_use": (409, INVALID_REQUEST),
+    "preset": (409, INVALID_REQUEST),
+    "precondition_failed": (412, INVALID_REQUEST),
+    "body_too_large": (413, INVALID_REQUEST),
+    "not_json": (415, INVALID_REQUEST),
+    "exceeds_limit": (422, INVALID_REQUEST),
+    "invalid_field": (422, INVALID_REQUEST),
+    "invalid_policy": (422, INVALID_REQUEST),
+    "precondition_required": (428, INVALID_REQUEST),
+    "key_queue_full": (429, RATE_LIMIT_ERROR),
+    "rate_limited": (429, RATE_LIMIT_ERROR),
+    # nginx's.
+    "client_disconnected": (499, INVALID_REQUEST),
+    "runtime_died": (502, RUNTIME_ERROR),
+    "runtime_unusable": (502, RUNTIME_ERROR),
+    "circuit_open": (503, RUNTIME_ERROR),
+    "draining": (503, OVERLOADED),
+    "queue_full": (503, OVERLOADED),
+    "queue_timeout": (503, OVERLOADED),
+    "runtime_unavailable": (503, RUNTIME_ERROR),
+    "store_unavailable": (503, STORE_ERROR),
+    "first_token_timeout": (504, RUNTIME_ERROR),
+    "request_timeout": (504, RUNTIME_ERROR),
+    "runtime_timeout": (504, RUNTIME_ERROR),
+}
+
+
+class TableError(ServiceError):
+    """An error whose status and kind are those of its ``code`` in the table."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        members: Mapping[str, Any] | None = None,
+    ) -> None:
+        status, kind = CODES[code]
+        super().__init__(status, message, kind=kind, code=code, param=param, headers=headers, members=members)
+
+
+class InvalidBody(TableError):
     """The request body is not a JSON object (400)."""
 
     def __init__(self, message: str, code: str = "invalid_json") -> None:
-        super().__init__(400, message, kind=INVALID_REQUEST, code=code)
+        super().__init__(code, message)
 
 
-class InvalidField(ServiceError):
+class InvalidField(TableError):
     """A field of the request is not what it must be (422)."""
 
     def __init__(self, path: str, problem: str, code: str = "invalid_field") -> None:
-        super().__init__(422, f"{path}: {problem}", kind=INVALID_REQUEST, code=code, param=path)
+        super().__init__(code, f"{path}: {problem}", param=path)
 
 
-class NotFound(ServiceError):
+class NotFound(TableError):
     """There is no such thing (404)."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(404, f"There is no {what}.", kind=INVALID_REQUEST, code="not_found")
+        super().__init__("not_found", f"There is no {what}.")
 
 
-class InvalidPolicy(ServiceError):
+class InvalidPolicy(TableError):
     """A policy that cannot be served (422).
 
     Attributes:
@@ -105,12 +159,12 @@ class InvalidPolicy(ServiceError):
     """
 
     def __init__(self, path: str, problem: str) -> None:
-        super().__init__(422, f"{path}: {problem}", kind=INVALID_REQUEST, code="invalid_policy", param=path)
+        super().__init__("invalid_policy", f"{path}: {problem}", param=path)
         self.path = path
         self.problem = problem
 
 
-class PolicyForbidden(ServiceError):
+class PolicyForbidden(TableError):
     """A policy that the key's bounds do not allow (403).
 
     Attributes:
@@ -120,74 +174,63 @@ class PolicyForbidden(ServiceError):
 
     def __init__(self, path: str, problem: str) -> None:
         message = f"{path}: {problem} (bounds of this key)"
-        super().__init__(403, message, kind=PERMISSION_ERROR, code="policy_forbidden", param=path)
+        super().__init__("policy_forbidden", message, param=path)
         self.path = path
         self.problem = problem
 
 
-class AlreadyExists(ServiceError):
+class AlreadyExists(TableError):
     """There is one of that name, and the request does not say which state of it it would replace (428)."""
 
     def __init__(self, what: str, etag: str) -> None:
         message = f"{what} exists. To replace or delete it, send If-Match with its ETag, or If-Match: * for any."
-        super().__init__(
-            428, message, kind=INVALID_REQUEST, code="precondition_required", param="If-Match", headers={"etag": etag}
-        )
+        super().__init__("precondition_required", message, param="If-Match", headers={"etag": etag})
 
 
-class PreconditionFailed(ServiceError):
+class PreconditionFailed(TableError):
     """What If-Match or If-None-Match asks for does not hold (412). The answer has the current ETag, if there is one."""
 
     def __init__(self, message: str, etag: str | None) -> None:
         headers = {} if etag is None else {"etag": etag}
-        super().__init__(412, message, kind=INVALID_REQUEST, code="precondition_failed", headers=headers)
+        super().__init__("precondition_failed", message, headers=headers)
 
 
-class InUse(ServiceError):
+class InUse(TableError):
     """It cannot go, or be another, while something else needs it (409)."""
 
     def __init__(self, message: str, code: str = "in_use") -> None:
-        super().__init__(409, message, kind=INVALID_REQUEST, code=code)
+        super().__init__(code, message)
 
 
-class Unauthenticated(ServiceError):
+class Unauthenticated(TableError):
     """No key, or one that is not valid (401)."""
 
     def __init__(self, message: str, code: str) -> None:
         challenge = 'Bearer realm="winnow"' + (', error="invalid_token"' if code == "invalid_key" else "")
-        super().__init__(401, message, kind=AUTHENTICATION_ERROR, code=code, headers={"www-authenticate": challenge})
+        super().__init__(code, message, headers={"www-authenticate": challenge})
 
 
-class ScopeMissing(ServiceError):
+class ScopeMissing(TableError):
     """The key is valid, but not for this (403)."""
 
     def __init__(self, scope: str) -> None:
         super().__init__(
-            403,
+            "scope_missing",
             f"This needs a key with the scope {scope!r}.",
-            kind=PERMISSION_ERROR,
-            code="scope_missing",
             headers={"www-authenticate": f'Bearer realm="winnow", error="insufficient_scope", scope="{scope}"'},
         )
 
 
-class RateLimited(ServiceError):
+class RateLimited(TableError):
     """Limits of the key are used up (429). The type is that of the IETF's RateLimit draft."""
 
     problem_type = "https://iana.org/assignments/http-problem-types#quota-exceeded"
 
     def __init__(self, limits: Sequence[str], message: str, headers: Mapping[str, str]) -> None:
-        super().__init__(
-            429,
-            message,
-            kind=RATE_LIMIT_ERROR,
-            code="rate_limited",
-            headers=headers,
-            members={"violated-policies": list(limits)},
-        )
+        super().__init__("rate_limited", message, headers=headers, members={"violated-policies": list(limits)})
 
 
-class StoreUnavailable(ServiceError):
+class StoreUnavailable(TableError):
     """The store of policies and keys cannot be read or written now (503).
 
     Attributes:
@@ -197,33 +240,33 @@ class StoreUnavailable(ServiceError):
     def __init__(self, detail: str) -> None:
         self.detail = detail
         message = f"The store of policies and keys is not available: {detail}."
-        super().__init__(503, message, kind=STORE_ERROR, code="store_unavailable", headers={"retry-after": "1"})
+        super().__init__("store_unavailable", message, headers={"retry-after": "1"})
 
 
-class BodyTooLarge(ServiceError):
+class BodyTooLarge(TableError):
     """The request body is longer than the service reads (413)."""
 
     def __init__(self, limit_bytes: int) -> None:
         message = f"The request body is larger than the limit of {limit_bytes} bytes (WINNOW_MAX_BODY_BYTES)."
-        super().__init__(413, message, kind=INVALID_REQUEST, code="body_too_large")
+        super().__init__("body_too_large", message)
 
 
-class NotJson(ServiceError):
+class NotJson(TableError):
     """The request does not say that its body is JSON (415)."""
 
     def __init__(self) -> None:
         message = "The body must be JSON, and content-type must say so: application/json."
-        super().__init__(415, message, kind=INVALID_REQUEST, code="not_json", param="content-type")
+        super().__init__("not_json", message, param="content-type")
 
 
-class ClientDisconnected(ServiceError):
+class ClientDisconnected(TableError):
     """The client left before it had its answer. Nobody reads this body; the status is nginx's 499."""
 
     def __init__(self) -> None:
-        super().__init__(499, "The client closed the connection.", kind=INVALID_REQUEST, code="client_disconnected")
+        super().__init__("client_disconnected", "The client closed the connection.")
 
 
-class RuntimeFailure(ServiceError):
+class RuntimeFailure(TableError):
     """The runtime did not give an answer. ``code`` names the kind of failure and is a metric label."""
 
 
@@ -232,7 +275,7 @@ class RuntimeUnavailable(RuntimeFailure):
 
     def __init__(self, detail: str) -> None:
         message = f"The runtime cannot be reached: {detail}."
-        super().__init__(503, message, kind=RUNTIME_ERROR, code="runtime_unavailable", headers={"retry-after": "5"})
+        super().__init__("runtime_unavailable", message, headers={"retry-after": "5"})
 
 
 class RuntimeTimeout(RuntimeFailure):
@@ -240,7 +283,7 @@ class RuntimeTimeout(RuntimeFailure):
 
     def __init__(self, silence_seconds: float) -> None:
         message = f"The runtime sent nothing for {silence_seconds:g} seconds."
-        super().__init__(504, message, kind=RUNTIME_ERROR, code="runtime_timeout")
+        super().__init__("runtime_timeout", message)
 
 
 class RuntimeDied(RuntimeFailure):
@@ -248,7 +291,7 @@ class RuntimeDied(RuntimeFailure):
 
     def __init__(self, detail: str) -> None:
         message = f"The runtime ended its answer before it was complete: {detail}."
-        super().__init__(502, message, kind=RUNTIME_ERROR, code="runtime_died")
+        super().__init__("runtime_died", message)
 
 
 class RuntimeUnusable(RuntimeFailure):
@@ -256,7 +299,7 @@ class RuntimeUnusable(RuntimeFailure):
 
     def __init__(self, detail: str) -> None:
         message = f"The runtime does not tell what it serves: {detail}."
-        super().__init__(502, message, kind=RUNTIME_ERROR, code="runtime_unusable")
+        super().__init__("runtime_unusable", message)
 
 
 class RuntimeRefused(ServiceError):

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from pydantic import AnyUrl
 
+from tests.service.waiting import eventually
 from winnow_service.errors import RuntimeDied, RuntimeUnavailable
 from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
 from winnow_service.settings import Settings
@@ -28,6 +29,7 @@ class Runtime:
 
     Attributes:
         heads: of the requests of each connection.
+        may_answer: set while it answers.
         connected: how many connections there are now; ``left`` is set when one has ended.
     """
 
@@ -36,6 +38,10 @@ class Runtime:
     heads: list[list[bytes]] = field(default_factory=list)
     connected: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads: list[bytes] = []
@@ -45,6 +51,7 @@ class Runtime:
             while True:
                 heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
                 await reader.readexactly(len(_REQUEST.body) if heads[-1].startswith(b"post") else 0)
+                await self.may_answer.wait()
                 writer.write(self.answer)
                 await writer.drain()
                 if self.closes:
@@ -86,10 +93,15 @@ async def test_a_connection_serves_one_request_after_the_other(runtime: Runtime,
 
 
 async def test_connections_are_kept_however_many_there_are(runtime: Runtime, client: RuntimeClient) -> None:
-    answers = [await client.send(_REQUEST) for _ in range(20)]
-    for answer in answers:
-        assert [chunk async for chunk in answer.chunks()] == [b"{}"]
-        await answer.close()
+    runtime.may_answer.clear()
+    answers = [asyncio.create_task(ask(client)) for _ in range(20)]
+
+    async def all_there() -> bool | None:
+        return sum(map(len, runtime.heads)) == 20 or None
+
+    await eventually(all_there)
+    runtime.may_answer.set()
+    assert await asyncio.gather(*answers) == [b"{}"] * 20
     assert await ask(client) == b"{}"
     assert sorted(len(heads) for heads in runtime.heads) == [1] * 19 + [2]
 
@@ -106,8 +118,10 @@ async def test_a_connection_that_the_runtime_has_closed_is_not_used(runtime: Run
 async def test_an_answer_that_was_not_read_to_its_end_takes_its_connection_with_it(
     runtime: Runtime, client: RuntimeClient
 ) -> None:
+    runtime.answer = _ANSWER.removesuffix(b"}")
     answer = await client.send(_REQUEST)
     await answer.close()
+    runtime.answer = _ANSWER
     assert await ask(client) == b"{}"
     assert [len(heads) for heads in runtime.heads] == [1, 1]
 

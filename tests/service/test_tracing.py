@@ -153,7 +153,7 @@ async def test_the_call_lasts_as_long_as_the_stream_and_fails_with_it(traced: Tr
     await traced.close()
     call = traced.receiver.named("POST runtime")
     assert call.status.code == Status.STATUS_CODE_ERROR
-    assert attributes(call.attributes)["error.type"] == "RemoteProtocolError"
+    assert attributes(call.attributes)["error.type"] == "ClientPayloadError"
 
 
 async def test_a_failed_answer_is_an_error_of_both(traced: Traced) -> None:

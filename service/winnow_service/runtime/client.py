@@ -1,4 +1,4 @@
-"""HTTP to one runtime. Its failures leave this module as ``RuntimeFailure``, never as httpcore's exceptions."""
+"""HTTP to the runtime. Its failures leave this module as ``RuntimeFailure``, never as aiohttp's exceptions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-import httpcore
+import aiohttp
 import httpx
 from pydantic import AnyUrl
+from yarl import URL
 
 from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
 from winnow_service.headers import PREFIX_HEADER, RawHeaders
-from winnow_service.runtime.connections import ConnectionPool, LoopBackend
 from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
 from winnow_service.runtime.prefix import prefix_key
 from winnow_service.settings import Settings
@@ -25,10 +25,60 @@ _KEPT_SECONDS: Final = 1.0
 
 # Without a body, these say that they have none.
 _WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
-_OPERATIONS: Final = ("connect", "read", "write")
+# So much of an answer is held that has not been asked for, about.
+_HELD_BYTES: Final = 65_536
+# A runtime's head may be longer than aiohttp would take by default.
+_LONGEST_LINE: Final = 65_536
+_NO_LIMIT: Final = 10_000
+
+
+@dataclass
+class OutgoingRequest:
+    """A request as it is on the wire. Whoever traces it may change its headers."""
+
+    method: str
+    url: URL
+    headers: RawHeaders
+    body: bytes
+    timeout: aiohttp.ClientTimeout
+
+
+class Body:
+    """The body of an answer, as it arrives. Closing it before its end closes the connection."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk, _ in self._response.content.iter_chunks():
+            if chunk:
+                yield chunk
+
+    async def aclose(self) -> None:
+        self._response.close()
+
+
+class Stream(Protocol):
+    """A body, or what traces it."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """What arrives."""
+
+    async def aclose(self) -> None:
+        """Close the connection, unless all of the body has come."""
+
+
+@dataclass
+class IncomingResponse:
+    """An answer whose head has come."""
+
+    status: int
+    headers: RawHeaders
+    stream: Stream
+
 
 # Sends a request, and returns when the head of its answer has come.
-Send = Callable[[httpcore.Request], Awaitable[httpcore.Response]]
+Send = Callable[[OutgoingRequest], Awaitable[IncomingResponse]]
 # Returns the same with a span for each request.
 Traced = Callable[[Send], Send]
 
@@ -90,7 +140,7 @@ class Patience:
 class RuntimeAnswer:
     """An answer whose head has come. Closing it before its end closes the connection, which aborts the generation."""
 
-    def __init__(self, response: httpcore.Response, client: RuntimeClient, patience: Patience) -> None:
+    def __init__(self, response: IncomingResponse, client: RuntimeClient, patience: Patience) -> None:
         self._response = response
         self._client = client
         self._patience = patience
@@ -113,7 +163,7 @@ class RuntimeAnswer:
         """
         with self._client.failures(self._patience.exhausted):
             async with self._patience.wait() as limit:
-                async for chunk in self._response.aiter_stream():
+                async for chunk in self._response.stream:
                     # What the client does meanwhile is not the runtime's.
                     limit.reschedule(None)
                     self._patience.heard()
@@ -121,7 +171,7 @@ class RuntimeAnswer:
                     limit.reschedule(self._patience.until)
 
     async def close(self) -> None:
-        await _close(self._response)
+        await self._response.stream.aclose()
 
 
 class RuntimeClient:
@@ -135,22 +185,27 @@ class RuntimeClient:
         self._address = str(url).rstrip("/")
         self._settings = settings
         self.name = name
-        self._url = httpx.URL(self._address)
-        self._path = self._url.raw_path.rstrip(b"/")
-        self._pool = ConnectionPool(
-            # Without one, httpcore reads all certificates for each connection: a tenth of a second each time.
-            ssl_context=httpcore.default_ssl_context() if self._url.scheme == "https" else None,
-            # The service has its own queue, so the pool must not.
-            max_connections=None,
-            # httpcore counts those in use too: with any number, none would be kept while so many streams run.
-            max_keepalive_connections=None,
-            keepalive_expiry=_KEPT_SECONDS,
-            network_backend=LoopBackend() if self._url.scheme == "http" else None,
+        self._host = URL(self._address).raw_authority.encode()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                # The service has its own queue, so the pool must not.
+                limit=0,
+                keepalive_timeout=_KEPT_SECONDS,
+                # aiohttp would look for authorities where the system has them, of which an image may have none.
+                ssl=httpx.create_ssl_context() if url.scheme == "https" else True,
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # Nothing is added to a client's headers.
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+            auto_decompress=False,
+            read_bufsize=_HELD_BYTES,
+            max_line_size=_LONGEST_LINE,
+            max_field_size=_LONGEST_LINE,
+            max_headers=_NO_LIMIT,
         )
-        send = self._pool.handle_async_request
-        self._send = send if traced is None else traced(send)
+        self._send = self._exchange if traced is None else traced(self._exchange)
         # Whoever waits for an answer says how long.
-        self._timeouts = {"connect": settings.runtime_connect_timeout_seconds}
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.runtime_connect_timeout_seconds)
 
     async def send(self, request: RuntimeRequest) -> RuntimeAnswer:
         """Send ``request`` and wait for the head of its answer, which the caller closes.
@@ -161,7 +216,7 @@ class RuntimeClient:
         patience = Patience(self._settings, streams=request.streams)
         with self.failures(patience.exhausted):
             async with patience.wait():
-                return RuntimeAnswer(await self._send(self._outgoing(request, self._timeouts)), self, patience)
+                return RuntimeAnswer(await self._send(self._outgoing(request, self._timeout)), self, patience)
 
     async def get(self, path: str, timeout_seconds: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """The runtime's whole answer to ``GET path``. Raises as ``send`` does."""
@@ -181,43 +236,52 @@ class RuntimeClient:
         raw_headers = httpx.Headers({"accept-encoding": "identity", **headers}).raw
         request = RuntimeRequest(method, path, b"", raw_headers, body)
         with self.failures(lambda: RuntimeTimeout(timeout_seconds)):
-            answer = await self._send(self._outgoing(request, dict.fromkeys(_OPERATIONS, timeout_seconds)))
+            timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=timeout_seconds)
+            answer = await self._send(self._outgoing(request, timeout))
             try:
-                return httpx.Response(answer.status, headers=answer.headers, content=await answer.aread())
+                content = b"".join([chunk async for chunk in answer.stream])
+                return httpx.Response(answer.status, headers=answer.headers, content=content)
             finally:
-                await _close(answer)
+                await answer.stream.aclose()
 
     async def close(self) -> None:
-        await self._pool.aclose()
+        await self._session.close()
 
     @contextmanager
     def failures(self, too_late: Callable[[], RuntimeFailure]) -> Iterator[None]:
         """Turn time-outs and httpcore's exceptions into the service's."""
         try:
             yield
-        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+        except (aiohttp.ClientConnectionError, aiohttp.ConnectionTimeoutError) as error:
+            if not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+                raise RuntimeDied(_detail(error)) from error
             raise RuntimeUnavailable(f"{self._address}: {_detail(error)}") from error
-        except (TimeoutError, httpcore.TimeoutException) as error:
+        except TimeoutError as error:
             raise too_late() from error
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpx.DecodingError) as error:
+        except (aiohttp.ClientError, httpx.DecodingError) as error:
             raise RuntimeDied(_detail(error)) from error
 
-    def _outgoing(self, request: RuntimeRequest, timeouts: Mapping[str, float]) -> httpcore.Request:
-        target = self._path + request.path.encode("latin-1")
+    async def _exchange(self, request: OutgoingRequest) -> IncomingResponse:
+        response = await self._session.request(
+            request.method,
+            request.url,
+            headers=[(name.decode("latin-1"), _text(value)) for name, value in request.headers],
+            data=request.body,
+            timeout=request.timeout,
+            allow_redirects=False,
+        )
+        return IncomingResponse(response.status, list(response.raw_headers), Body(response))
+
+    def _outgoing(self, request: RuntimeRequest, timeout: aiohttp.ClientTimeout) -> OutgoingRequest:
+        target = self._address + request.path
         if request.query:
-            target += b"?" + request.query
-        own = [(b"host", self._url.netloc)]
+            target += "?" + request.query.decode("latin-1")
+        own = [(b"host", self._host)]
         if request.prefix is not None:
             own.append((PREFIX_HEADER, prefix_key(request.prefix)))
         if request.body or request.method in _WITH_BODY:
             own.append((b"content-length", str(len(request.body)).encode()))
-        return httpcore.Request(
-            request.method,
-            httpcore.URL(scheme=self._url.scheme, host=self._url.raw_host, port=self._url.port, target=target),
-            headers=own + request.headers,
-            content=request.body,
-            extensions={"timeout": timeouts},
-        )
+        return OutgoingRequest(request.method, URL(target, encoded=True), own + request.headers, request.body, timeout)
 
 
 def authorization(settings: Settings) -> dict[str, str]:
@@ -226,10 +290,15 @@ def authorization(settings: Settings) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
 
 
-async def _close(response: httpcore.Response) -> None:
-    # httpcore keeps for ever a connection whose closing is cancelled, and its request.
-    await asyncio.shield(response.aclose())
+def _text(value: bytes) -> str:
+    # aiohttp writes headers as UTF-8. One of another encoding keeps its characters, not its bytes.
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _detail(error: Exception) -> str:
-    return (str(error) or type(error).__name__).rstrip(".")
+    # aiohttp's own message repeats the address.
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return (str(cause) or type(error).__name__).rstrip(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from winnow_service.errors import RUNTIME_ERROR, RuntimeFailure, ServiceError
+from winnow_service.errors import RuntimeFailure, TableError
 
 
 class FirstTokenTimeout(RuntimeFailure):
@@ -12,7 +12,7 @@ class FirstTokenTimeout(RuntimeFailure):
 
     def __init__(self, seconds: float) -> None:
         message = f"The runtime gave no token within {seconds:g} seconds (WINNOW_FIRST_TOKEN_TIMEOUT_SECONDS)."
-        super().__init__(504, message, kind=RUNTIME_ERROR, code="first_token_timeout")
+        super().__init__("first_token_timeout", message)
 
 
 class RequestTimeout(RuntimeFailure):
@@ -20,13 +20,13 @@ class RequestTimeout(RuntimeFailure):
 
     def __init__(self, seconds: float) -> None:
         message = f"The answer was not complete within {seconds:g} seconds (WINNOW_REQUEST_TIMEOUT_SECONDS)."
-        super().__init__(504, message, kind=RUNTIME_ERROR, code="request_timeout")
+        super().__init__("request_timeout", message)
 
 
-class CircuitOpen(ServiceError):
+class CircuitOpen(TableError):
     """The runtime has failed too often just now to be asked (503)."""
 
     def __init__(self, retry_seconds: float) -> None:
         message = "The runtime has failed several times in a row, and is not asked for a while."
         headers = {"retry-after": str(max(1, math.ceil(retry_seconds)))}
-        super().__init__(503, message, kind=RUNTIME_ERROR, code="circuit_open", headers=headers)
+        super().__init__("circuit_open", message, headers=headers)

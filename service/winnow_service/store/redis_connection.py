@@ -1,5 +1,9 @@
 """Reaching Redis: from the address that an operator gives to the client of the server that takes writes.
 
+redis-py reads addresses of one server. What it lacks is here. It has no address for sentinels, and one host for a
+cluster. It passes over a database that is no number and an option that does not exist until the first connection
+fails, if at all.
+
 All of Winnow's keys share one hash tag, so a cluster keeps them in one slot, and its primary serves all of them.
 """
 

@@ -7,9 +7,8 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Final
 
-import httpcore
 from fastapi import FastAPI
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -22,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from winnow_service.proxy.request_facts import PROBES, RequestFacts, request_facts
+from winnow_service.runtime.client import IncomingResponse, OutgoingRequest, Stream
 from winnow_service.runtime.client import Send as SendToRuntime
 
 _SERVICE: Final = "winnow"
@@ -63,7 +63,7 @@ class Tracing:
     def sending(self, send: SendToRuntime) -> SendToRuntime:
         """Return ``send`` with a span for each request that it sends for a request of ours."""
 
-        async def traced_send(request: httpcore.Request) -> httpcore.Response:
+        async def traced_send(request: OutgoingRequest) -> IncomingResponse:
             if not trace.get_current_span().get_span_context().is_valid:
                 return await send(request)
             return await _send_traced(request, send, self._tracer)
@@ -112,13 +112,13 @@ def _describe(span: Span, facts: RequestFacts) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-async def _send_traced(request: httpcore.Request, send: SendToRuntime, tracer: Tracer) -> httpcore.Response:
+async def _send_traced(request: OutgoingRequest, send: SendToRuntime, tracer: Tracer) -> IncomingResponse:
     """Send ``request`` with the context of its span, which lasts until the answer has been read or closed."""
-    method = request.method.decode()
+    method = request.method
     attributes: dict[str, str | int] = {
         "http.request.method": method,
-        "server.address": request.url.host.decode(),
-        "server.port": request.url.origin.port,
+        "server.address": request.url.host or "",
+        "server.port": request.url.port or 0,
     }
     span = tracer.start_span(f"{method} runtime", kind=SpanKind.CLIENT, attributes=attributes)
     context: dict[str, str] = {}
@@ -139,7 +139,7 @@ async def _send_traced(request: httpcore.Request, send: SendToRuntime, tracer: T
 
 
 class _TracedStream:
-    def __init__(self, stream: Any, span: Span) -> None:
+    def __init__(self, stream: Stream, span: Span) -> None:
         self._stream = stream
         self._span = span
 
