@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
 
 TASK = "niah_multiquery"
 # Tokens at the front that stay where they are when a prompt is cut.

@@ -15,8 +15,8 @@ from typing import Annotated, Final
 
 import typer
 
-from benchmarks import fidelity_tables
-from benchmarks.accuracy_tables import (
+from benchmarks.fidelity import fidelity_tables
+from benchmarks.fidelity.accuracy_tables import (
     accuracy_table,
     cells_table,
     divergence_table,
@@ -24,22 +24,19 @@ from benchmarks.accuracy_tables import (
     shares_table,
     spans_table,
     tasks_table,
+    times_table,
 )
-from benchmarks.gpu_rows import REPOSITORY, RESULTS
-from benchmarks.gpu_tables import (
+from benchmarks.folders import REPOSITORY, RESULTS
+from benchmarks.kernels.tables import (
     attention_table,
     dram_table,
-    growth_table,
     prefill_table,
-    ranks_table,
-    serve_table,
-    served_table,
     sinks_table,
     stopping_table,
     summary_table,
-    ttft_table,
 )
-from benchmarks.overhead.beside_table import service_table
+from benchmarks.serving.overhead.beside_table import service_table
+from benchmarks.serving.tables import growth_table, ranks_table, serve_table, served_table, ttft_table
 
 _DOCS: Final = REPOSITORY / "docs"
 DOCUMENTS: Final = (REPOSITORY / "README.md", _DOCS / "measurements.md", _DOCS / "load-tests.md")
@@ -90,6 +87,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tasks": ("accuracy.json", tasks_table),
     "accuracy-32k": ("accuracy-smollm2-32k.json", accuracy_table),
     "tasks-32k": ("accuracy-smollm2-32k.json", tasks_table),
+    "preset-times": ("preset-times-smollm2-32k.json", times_table),
     "delta-layers": ("accuracy-delta-layers.json", cells_table),
     "ruler": ("accuracy-smollm2-32k.json", lengths_table),
     "accuracy-prefill": ("accuracy-prefill.json", accuracy_table),
@@ -106,6 +104,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity": ("fidelity.json", fidelity_tables.fidelity_table),
     "fidelity-contexts": ("fidelity.json", fidelity_tables.contexts_table),
     "fidelity-changes": ("fidelity-changes.json", fidelity_tables.changes_table),
+    "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
     "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),
@@ -121,6 +120,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "short": ("attention-short.json", attention_table),
     "serve": ("serve.json", serve_table),
     "served": ("serve.json", served_table),
+    "serve-flashinfer": ("serve-flashinfer.json", serve_table),
     "batches": ("serve-batches.json", serve_table),
     "ranks": ("tp.json", ranks_table),
     "dram": ("dram.json", dram_table),

@@ -7,16 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import (
-    DEFAULT_SINKS,
-    MAX_DELTA_LAYERS,
-    MAX_KERNEL_SIZE,
-    MAX_LAYERS,
-    MAX_PATIENCE,
-    MAX_TOKENS,
-    MAX_WINDOW,
-    PAGE_TOKENS,
-)
+from tests.policy_rows import VOTED
+from winnow_kernels.contract.early_termination import MAX_PATIENCE
+from winnow_kernels.contract.fields import DEFAULT_SINKS, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW, PAGE_TOKENS
+from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
+from winnow_kernels.policies.snapkv.parameters import MAX_KERNEL_SIZE
 
 Json = dict[str, Any]
 
@@ -105,8 +100,7 @@ decode_policies = st.one_of(
     st.just({"policy": "dense"}),
     _fields({"sinks": st.integers(0, MAX_WINDOW), "window": _tokens}, policy=st.just("streaming_llm")),
     _quest(),
-    _voted("snapkv"),
-    _voted("pyramidkv"),
+    *map(_voted, VOTED),
     _delta(),
     _tactic(),
     _budgeted("quoka", PAGE_TOKENS),

@@ -1,1 +1,1 @@
-"""What measures a model: real text, and how close a policy stays to dense attention."""
+"""Measures models and policies: tasks with known answers, a served model's accuracy, closeness to dense attention."""

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from winnow_service.evaluation.environment import checkout_commit, installed_versions
+from winnow_evaluation.environment import checkout_commit, installed_versions
 
 
 @dataclass(frozen=True)

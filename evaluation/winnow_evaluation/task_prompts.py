@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from winnow_evaluation.offline_model import OfflineModel
-from winnow_service.evaluation.generation import PreparedSample, SampleGenerator, SampleKey, prepare
-from winnow_service.evaluation.sizing import TaskSizer, smaller_size
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.tasks.generation import PreparedSample, SampleGenerator, SampleKey, prepare
+from winnow_evaluation.tasks.sizing import SEAM_TOKENS, TaskSizer, smaller_size
 
-_MOST_ATTEMPTS = 8
-_SEAM_TOKENS = 2
-"""What ``winnow eval`` leaves for tokens that merge differently where the template meets the prompt."""
+_MAX_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,14 @@ def make_prompts(model: OfflineModel, task: str, length: int, samples: int, seed
 
 
 def _fitting_prompt(model: OfflineModel, task: str, length: int, seed: int, index: int, size: int) -> Prompt:
-    for _ in range(_MOST_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         sample = TASKS[task].make(SampleKey(seed, task, length, index).rng(), size)
         tokens = model.encode_message(sample.prompt)
         answer_tokens = TASKS[task].answer_tokens(size)
         if len(tokens) + answer_tokens <= length:
             return Prompt(task, length, index, tokens, model.encode(sample.questions[0].answer))
         size = smaller_size(size, length, len(tokens), answer_tokens) or 1
-    raise ValueError(f"{task}: sample {index} is over {length} tokens in each of {_MOST_ATTEMPTS} attempts")
+    raise ValueError(f"{task}: sample {index} is over {length} tokens in each of {_MAX_ATTEMPTS} attempts")
 
 
 class _Counter:
@@ -67,7 +65,7 @@ class _Counter:
         self._model = model
 
     async def count(self, prompt: str, given: str = "") -> int | None:
-        return len(self._model.encode_message(prompt)) + len(self._model.encode(given)) + _SEAM_TOKENS
+        return len(self._model.encode_message(prompt)) + len(self._model.encode(given)) + SEAM_TOKENS
 
 
 class _InProcess(SampleGenerator):

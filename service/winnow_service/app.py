@@ -11,25 +11,25 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from winnow_service.admission.drain import Drain, DrainMiddleware
+from winnow_service.admission.drain import Drain
 from winnow_service.admission.queue import AdmissionQueue, QueueBounds
 from winnow_service.errors import StoreUnavailable, install_error_handlers
-from winnow_service.headers import HeaderLimitMiddleware
 from winnow_service.keys.keyring import Keyring
 from winnow_service.limits.fallback import FallbackLimiter
-from winnow_service.limits.forwarding import GovernedForwarder
 from winnow_service.limits.limiter import Limiter
 from winnow_service.limits.memory import MemoryLimiter
 from winnow_service.limits.redis import RedisLimiter
-from winnow_service.metrics.http import MetricsMiddleware, count_refusals
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.metrics.state import StateCollector
 from winnow_service.metrics.store import MeasuredStore
+from winnow_service.openapi import install_documentation
 from winnow_service.policies.registry import PolicyRegistry
-from winnow_service.request_id import RequestIdMiddleware
-from winnow_service.request_log import install_request_log
-from winnow_service.routers import keys, native, openai, operations, policies
-from winnow_service.routers.documentation import install_documentation
+from winnow_service.proxy import native_routes, openai_routes
+from winnow_service.proxy.entrance import EntranceMiddleware
+from winnow_service.proxy.forwarder import Forwarder
+from winnow_service.proxy.gate import GateMiddleware
+from winnow_service.proxy.refusals import count_refusals
+from winnow_service.routers import keys, operations, policies
 from winnow_service.runtime.runtime import Runtime
 from winnow_service.settings import Settings
 from winnow_service.store.documents import Store
@@ -71,7 +71,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
         runtime = Runtime(settings, metrics, None if tracing is None else tracing.sending)
         queue = _queue(settings, drain, metrics)
         limiter = _limiter(store, mirror)
-        app.state.forwarder = GovernedForwarder(runtime, metrics, settings, registry, limiter, queue)
+        app.state.forwarder = Forwarder(runtime, metrics, settings, registry, limiter, queue)
         # A store that is away does not keep the service from starting: the mirror goes on asking.
         with suppress(StoreUnavailable):
             await mirror.refresh()
@@ -101,8 +101,8 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
     install_error_handlers(app)
     count_refusals(app, metrics)
     # Looked through in this order, for each request.
-    app.include_router(openai.router)
-    app.include_router(native.router)
+    app.include_router(openai_routes.router)
+    app.include_router(native_routes.router)
     app.include_router(operations.router)
     app.include_router(policies.router)
     app.include_router(keys.router)
@@ -112,11 +112,8 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
 
 def _install_middleware(app: FastAPI, settings: Settings, drain: Drain, metrics: Metrics) -> None:
     # What is added later sees requests earlier.
-    app.add_middleware(HeaderLimitMiddleware, limit_bytes=settings.max_header_bytes, metrics=metrics)
-    app.add_middleware(DrainMiddleware, drain=drain, metrics=metrics)
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(MetricsMiddleware, metrics=metrics)
-    install_request_log(app)
+    app.add_middleware(GateMiddleware, drain=drain, max_head_bytes=settings.max_header_bytes, metrics=metrics)
+    app.add_middleware(EntranceMiddleware, metrics=metrics)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from winnow_service.request_id import REQUEST_ID_HEADER
+from winnow_service.headers import REQUEST_ID_HEADER
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,9 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
-
-from winnow_service.request_log import current_request_id
 
 LogFormat = Literal["json", "text"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -31,6 +30,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 _OWN: Final = "winnow_service"
 _SERVER: Final = "uvicorn"
 _KEY: Final = re.compile(r"(winnow_[0-9a-f]{16}_)[A-Za-z0-9_-]{43}|(\bbearer\s+)[^\s\"',]+", re.IGNORECASE)
+# The id of the request that is being answered. Never taken back: each request has a context of its own, and what
+# handles its exception still needs it.
+current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -109,7 +111,7 @@ def _lines(error: BaseException) -> Iterator[str]:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields: dict[str, Any] = getattr(record, "fields", {})
-    request_id = current_request_id()
+    request_id = current_request_id.get()
     return fields if request_id is None else {"request_id": request_id, **fields}
 
 

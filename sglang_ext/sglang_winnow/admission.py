@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from sglang_winnow.policy import AttentionPolicy, PolicyError
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
 from sglang_winnow.server_information import PARAMETER, ServedModel
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
-from sglang_winnow.indexes import Indexes
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestTable
-from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.indexes.pool_indexes import Indexes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

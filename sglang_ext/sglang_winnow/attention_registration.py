@@ -13,6 +13,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import add_attention_backend_choices
 
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
-
-NAME: Final = "winnow"
 PAGE_SIZE: Final = 16
 """On CUDA, unless the command line asks for larger pages."""
-MOST_RUNNING: Final = 256
+MAX_RUNNING: Final = 256
 """Requests that run at once on CUDA, unless the command line says otherwise: buffers are made for as many."""
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
         # Others capture attention, too, which for a policy depends on the prompt.
         logger.warning("Winnow prefills without CUDA graphs: it has none of the kind %r.", graphs.prefill.backend)
         graphs.prefill.backend = Backend.DISABLED
-    arguments.max_running_requests = arguments.max_running_requests or MOST_RUNNING
+    arguments.max_running_requests = arguments.max_running_requests or MAX_RUNNING
     if arguments.page_size in (None, 1):
         arguments.page_size = PAGE_SIZE
 

@@ -10,17 +10,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import FAMILIES, Rows, effective_budget, reads_everything, thresholds_of
-from sglang_winnow.indexes import Indexes
+from sglang_winnow.request_policy import effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.dense import attend_all
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.dense import attend_all
-from winnow_kernels.dense_step import DenseStep
-from winnow_kernels.early_termination import Termination
-from winnow_kernels.gather import Meter
-from winnow_kernels.tactic import TacticStep
+from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.decode.step import DecodeStep
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.declarations import declaration_of
+from winnow_kernels.policies.dense.reference import DenseStep
 
 # Rows that attend to everything, whatever their policy, and do not stop early.
 _DENSE: Final = "dense step"
@@ -28,7 +29,7 @@ _DENSE: Final = "dense step"
 
 @dataclass(frozen=True)
 class _Group:
-    """Requests of one family.
+    """Requests that share a policy.
 
     Attributes:
         rows: int64 [n], their rows in the batch; None if that is all of them.
@@ -95,10 +96,7 @@ class DecodePlan:
         """Add what was read to the statistics; call after the last layer."""
         for group in self._groups:
             self._statistics.add_decode(group.table_rows, group.meter)
-            if isinstance(group.step, TacticStep):
-                self._statistics.add(group.table_rows, Field.ESTIMATED_SHARE, group.step.estimated_share)
-                self._statistics.add(group.table_rows, Field.ESTIMATES, float(self._layers))
-                self._statistics.add(group.table_rows, Field.CAPPED_STEPS, group.step.capped)
+            group.step.count(self._statistics, group.table_rows, self._layers)
 
 
 def _group(
@@ -120,9 +118,10 @@ def _group(
         step: DecodeStep = DenseStep(own, scale, None)
     else:
         own_states = [state for i in rows if (state := states[i]) is not None]
-        termination = Termination.of([thresholds_of(state.policy) for state in own_states], context.device)
-        of_family = Rows(own, [lengths[i] for i in rows], own_states, scale, termination, own_table_rows, statistics)
-        step = FAMILIES[name](of_family, indexes)
+        termination = Termination.of([state.policy.early_termination for state in own_states], context.device)
+        own_lengths = [lengths[i] for i in rows]
+        batch = PolicyBatch(own, own_lengths, own_states, scale, termination, indexes, own_table_rows, statistics)
+        step = declaration_of(own_states[0].decode).step(batch)
     return _Group(None if everything else index, own_table_rows, step, Meter(len(rows), context.device))
 
 

@@ -9,16 +9,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import ALWAYS, dense_until, kept_by
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import QuokaPrefill
+from sglang_winnow.request_policy import dense_until, kept_by
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.dense import prefill
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import prefill
-from winnow_kernels.gather import Meter
-from winnow_kernels.quoka import PrefillReads, QuokaPrefillParameters, quoka_prefill
-from winnow_kernels.snapkv import SnapKVState
+from winnow_kernels.decode.declaration import ALWAYS
+from winnow_kernels.decode.request import PromptSelection
+from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.indexes.key_norms import KeyNorms
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.reference import PrefillReads, quoka_prefill
 
 # Queries that are taken to share a read of keys and values in dense prefill: as many as share one by QUOKA's default.
 DENSE_BLOCK: Final = 128
@@ -44,7 +46,7 @@ class Chunk:
     start: int
     end: int
     first_row: int
-    quoka: QuokaPrefillParameters | None
+    quoka: QuokaPrefill | None
     counted: range
 
     @property
@@ -64,7 +66,7 @@ class _Observed:
     """
 
     chunk: Chunk
-    kept: SnapKVState
+    kept: PromptSelection
     prompt_length: int
     votes: bool
 
@@ -103,7 +105,7 @@ class PrefillPlan:
             )
             row += new
             if quoka is not None and with_norms:
-                built = indexes.key_norms.ensure(indexes.generations.complete_pages(context, i, start))
+                built = indexes[KeyNorms].ensure(indexes.generations.complete_pages(context, i, start))
                 statistics.add(table_rows[i : i + 1], Field.INDEX_BUILT_TOKENS, built * indexes.page_size)
         self._observed: list[_Observed] = []
         for chunk in self.chunks:
@@ -134,7 +136,7 @@ class PrefillPlan:
             if window is not None or chunk.quoka is None:
                 output[chunk.rows] = prefill(own, chunk.slots, cache, scale, window)
             else:
-                norms = self._indexes.key_norms.reciprocals[layer]
+                norms = self._indexes[KeyNorms].reciprocals[layer]
                 output[chunk.rows], reads = quoka_prefill(own, chunk.slots, cache, scale, chunk.quoka, norms)
             if window is None and chunk.counted and chunk.quoka is not None:
                 self.count(chunk, reads)
@@ -180,25 +182,17 @@ class PrefillPlan:
         chunk, kept = observed.chunk, observed.kept
         if layer in kept.kept:
             return
-        kept.observation.record(layer, queries, chunk.start)
+        kept.record(layer, queries, chunk.start)
         if observed.votes:
             read = Meter(1, queries.device)
             kept.vote(layer, self._indexes.caches[layer], chunk.slots[: observed.prompt_length], scale, read)
             self._statistics.add(chunk.table_row, Field.DECODE_READ_BYTES, read.read_bytes)
 
 
-def _quoka(state: RequestState | None) -> QuokaPrefillParameters | None:
+def _quoka(state: RequestState | None) -> QuokaPrefill | None:
     if state is None or not isinstance(policy := state.policy.prefill, QuokaPrefill):
         return None
-    return QuokaPrefillParameters(
-        budget=policy.budget,
-        budget_ratio=policy.budget_ratio,
-        block=policy.block,
-        queries=policy.queries,
-        dense_prefix=policy.dense_prefix,
-        sinks=policy.sinks,
-        recency_ratio=policy.recency_ratio,
-    )
+    return policy
 
 
 def _counted(state: RequestState | None, start: int, end: int) -> range:

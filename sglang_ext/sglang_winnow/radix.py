@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import METRICS, UNCACHED_TOKENS
-from sglang_winnow.policy import AttentionPolicy, PyramidKV, QuokaPrefill, SnapKV
 from sglang_winnow.server_information import block_of
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.snapkv.parameters import SnapKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

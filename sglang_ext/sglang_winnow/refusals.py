@@ -12,9 +12,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.served_policies import ENVIRONMENT, served_policies
-from winnow_kernels.gpu.attend import LARGEST_GROUP
-from winnow_kernels.gpu.pages import MOST_PAGES
-from winnow_kernels.gpu.tactic import MOST_TOKENS
+from winnow_kernels.attend.gpu import LARGEST_GROUP
+from winnow_kernels.policies.tactic.gpu.selection import MOST_TOKENS
+from winnow_kernels.selection.gpu_pages import MOST_PAGES
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

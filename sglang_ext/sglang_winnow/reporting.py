@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import ATTENDED_TOKENS, CONTEXT_TOKENS, DENSE_BYTES, METRICS, READ_BYTES, REQUESTS
 
@@ -76,7 +76,8 @@ def report_aborted(_sender: object, output: object, req: object = None) -> None:
 
 
 def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
-    from sglang_winnow.statistics import FIELDS, answer  # noqa: PLC0415
+    from sglang_winnow.answer import answer  # noqa: PLC0415
+    from winnow_kernels.decode.statistics import FIELDS  # noqa: PLC0415
 
     policy = req.winnow_state.policy
     if (kept := getattr(req, "winnow_row", None)) is None:
@@ -93,7 +94,7 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
 
 
 def _count(row: torch.Tensor, req: Any, outcome: str) -> None:
-    from sglang_winnow.statistics import Field  # noqa: PLC0415
+    from winnow_kernels.decode.statistics import Field  # noqa: PLC0415
 
     policy = req.winnow_state.policy
     METRICS.add(REQUESTS, policy=policy.decode.policy, outcome=outcome)

@@ -9,9 +9,10 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy
-from sglang_winnow.statistics import Statistics
-from winnow_kernels.snapkv import SnapKVState
+from winnow_kernels.contract.fields import Parameters
+from winnow_kernels.decode.request import PromptSelection
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -28,7 +29,7 @@ class RequestState:
         saved: its row of the statistics from before a retraction, float64 [fields].
         prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
         last_prefill: where the last prefill ended; after a retraction, behind the prompt.
-        kept: what SnapKV or PyramidKV keeps of the prompt, from the first prefill on.
+        kept: what its policy keeps of the prompt, from the first prefill on; None for all.
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
             since the last prefill.
     """
@@ -39,8 +40,13 @@ class RequestState:
     saved: Tensor | None = None
     prefilled: int = 0
     last_prefill: int = 0
-    kept: SnapKVState | None = None
+    kept: PromptSelection | None = None
     stage: int = -1
+
+    @property
+    def decode(self) -> Parameters:
+        """The parameters of its decode policy."""
+        return self.policy.decode
 
     def begin_prefill(self, end: int) -> None:
         """Note a prefill of the tokens before ``end``: they may lie in other pages than a selector has looked at."""

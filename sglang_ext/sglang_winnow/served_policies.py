@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from sglang_winnow.policy import DECODE_POLICIES
+from winnow_kernels.policies.registry import DECODE_POLICIES
 
 ENVIRONMENT: Final = "WINNOW_POLICIES"
 

@@ -12,21 +12,16 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.metrics import METRICS
-from sglang_winnow.policy import (
-    DECODE_POLICIES,
-    PREFILL_POLICIES,
-    AttentionPolicy,
-    Delta,
-    PolicyError,
-    QuokaPrefill,
-    check_against_model,
-    parse_policy,
-)
 from sglang_winnow.served_policies import ENVIRONMENT, served_policies
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import gpu_layer
+from benchmarks.kernels import layer
 from winnow_service.cli import bench
 from winnow_service.cli.main import app
 
@@ -30,13 +30,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("attention", "benchmarks.gpu_layer run"),
-        ("attention --cases 32768x8", "benchmarks.gpu_layer run --cases 32768x8"),
-        ("attention run --help", "benchmarks.gpu_layer run --help"),
-        ("serve --model Qwen3-4B --policy tactic", "benchmarks.gpu_serve run --model Qwen3-4B --policy tactic"),
-        ("serve merge a.json b.json", "benchmarks.gpu_serve merge a.json b.json"),
-        ("serve --help", "benchmarks.gpu_serve --help"),
-        ("plots a.json", "benchmarks.gpu_plots a.json"),
+        ("attention", "benchmarks.kernels.layer run"),
+        ("attention --cases 32768x8", "benchmarks.kernels.layer run --cases 32768x8"),
+        ("attention run --help", "benchmarks.kernels.layer run --help"),
+        ("serve --model Qwen3-4B --policy tactic", "benchmarks.serving.serve run --model Qwen3-4B --policy tactic"),
+        ("serve merge a.json b.json", "benchmarks.serving.serve merge a.json b.json"),
+        ("serve --help", "benchmarks.serving.serve --help"),
+        ("plots a.json", "benchmarks.speedup_plots a.json"),
     ],
 )
 def test_arguments_are_passed_on(given: str, expected: str, started: list[list[str]]) -> None:
@@ -63,5 +63,5 @@ def test_the_benchmarks_answer(capfd: pytest.CaptureFixture[str]) -> None:
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):
-        gpu_layer.run(output=tmp_path / "attention.json")
+        layer.run(output=tmp_path / "attention.json")
     assert list(tmp_path.iterdir()) == []

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy_record import ALL, NEEDLES, AccuracyRecord
-from benchmarks.gpu_rows import RESULTS
+from benchmarks.fidelity.accuracy_record import ALL, NEEDLES, AccuracyRecord
+from benchmarks.folders import RESULTS
 from benchmarks.written_tables import DOCUMENTS, TABLES, written
-from winnow_service.evaluation.report import Header, Report, SampleRecord, measured_row
+from winnow_evaluation.over_http.report import Header, Report, SampleRecord, measured_row
 
 POLICIES = {"dense": {}, "quest": {"decode": {"policy": "quest"}}}
 PLACE = "before\n<!-- table one -->\nold\n<!-- end of one -->\nafter\n"

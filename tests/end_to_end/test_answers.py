@@ -13,8 +13,8 @@ import pytest
 
 from tests.end_to_end.deployment import Deployment
 from tests.service.processes import WINNOW
-from winnow_service.evaluation.sample import Sample
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.tasks.sample import Sample
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "buried-answer-16k.json"
 EXAMPLE_ANSWER = "5780389"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.end_to_end.deployment import Deployment
 from tests.end_to_end.test_answers import EXAMPLE, EXAMPLE_ANSWER
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
 
 WORDS = 4000
 SPARSE: dict[str, dict[str, Any]] = {

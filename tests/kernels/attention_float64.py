@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.early_termination import EarlyTermination
+from winnow_kernels.contract.early_termination import EarlyTermination
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels.attention_float64 import attend_head
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.selection import Selection
+from winnow_kernels.selection.tokens import Selection
 
 
 def positions_of(selection: Selection, context: Context, request: int, head: int) -> list[int]:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from tests.kernels.attention_float64 import attend_head, attend_head_until_settled
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from winnow_kernels.attend import attend
+from tests.kernels.parameters import termination_at
+from winnow_kernels.attend.early_termination import Termination, probe_of
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import attend
 from winnow_kernels.cache import Context
-from winnow_kernels.early_termination import EarlyTermination, Termination, probe_of
-from winnow_kernels.gather import Meter
-from winnow_kernels.selection import Selection
+from winnow_kernels.selection.tokens import Selection
 
 SLOTS, DIM = 4096, 64
 SCALE = DIM**-0.5
@@ -82,7 +83,7 @@ def test_early_termination_reads_what_the_plain_version_reads(
     counts = [[max(1, length - 7 * head) for head in range(kv_heads)] for length in lengths]
     selection = _random_selection(context, kv_heads, counts, seed)
     queries = random_queries(len(lengths), kv_heads * group, DIM, seed)
-    thresholds = [EarlyTermination(scale, direction, patience) if r != 1 else None for r in range(len(lengths))]
+    thresholds = [termination_at(scale, direction, patience) if r != 1 else None for r in range(len(lengths))]
     meter = Meter(len(lengths), torch.device("cpu"))
 
     attended = attend(queries, cache, selection, SCALE, meter, Termination.of(thresholds, torch.device("cpu")))
@@ -125,7 +126,7 @@ def test_what_changes_in_the_last_dimensions_alone_is_not_settled(head_dim: int)
     cache.values[:] = 1.0
     cache.values[:, :, -(head_dim // 10) :] = 20.0 * (torch.arange(1024) // 64 % 3)[:, None, None]
     selection = Selection(torch.arange(1024)[None, None], torch.tensor([[1024]]))
-    thresholds = Termination.of([EarlyTermination(0.02, 0.001, 2)], torch.device("cpu"))
+    thresholds = Termination.of([termination_at(0.02, 0.001, 2)], torch.device("cpu"))
     queries = random_queries(1, 2, head_dim)
     attended = attend(queries, cache, selection, 1.0, Meter(1, torch.device("cpu")), thresholds)
     assert attended.read.item() > 6 * 64
@@ -136,7 +137,7 @@ def test_infinite_patience_changes_nothing() -> None:
     context = scattered_context([2000, 900], SLOTS)
     selection = _random_selection(context, 2, [[2000, 1500], [900, 64]], seed=3)
     queries = random_queries(2, 8, DIM)
-    endless = Termination.of([EarlyTermination(1.0, 1.0, math.inf)] * 2, torch.device("cpu"))  # type: ignore[arg-type]
+    endless = Termination.of([termination_at(1.0, 1.0, math.inf)] * 2, torch.device("cpu"))  # type: ignore[arg-type]
     plain_meter, meter = Meter(2, torch.device("cpu")), Meter(2, torch.device("cpu"))
 
     plain = attend(queries, cache, selection, SCALE, plain_meter)

@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.kernels.caches import random_cache
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex, Spans, clustered_until
+from winnow_kernels.indexes.kmeans import kmeans
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
-from winnow_kernels.kmeans import kmeans
 
 SPAN, PAGE, SLOTS, DIM = 64, 16, 1024, 8
 LAYERS, KV_HEADS = 2, 2

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.parameters import delta_parameters, termination_at
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.delta import DeltaParameters, DeltaStep
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.delta.reference import DeltaStep
 
 SLOTS, DIM = 2400, 32
 SCALE = DIM**-0.5
@@ -32,7 +34,7 @@ def _token_scores(queries: Tensor, slots: Tensor, cache: LayerCache) -> list[flo
     return scores
 
 
-def _refresh(queries: Tensor, slots: Tensor, cache: LayerCache, p: DeltaParameters, page_size: int) -> list[int]:
+def _refresh(queries: Tensor, slots: Tensor, cache: LayerCache, p: Delta, page_size: int) -> list[int]:
     """Algorithm 2; returns positions in the order in which they are read."""
     length = len(slots)
     scores = _token_scores(queries, slots, cache)
@@ -48,7 +50,7 @@ def _refresh(queries: Tensor, slots: Tensor, cache: LayerCache, p: DeltaParamete
 class _PlainStep:
     """Algorithm 1 for one request: what each layer reads, and whether it reads everything."""
 
-    def __init__(self, slots: Tensor, parameters: DeltaParameters, page_size: int) -> None:
+    def __init__(self, slots: Tensor, parameters: Delta, page_size: int) -> None:
         self.slots, self.parameters, self.page_size = slots, parameters, page_size
         self.selected: list[int] | None = None
 
@@ -56,7 +58,7 @@ class _PlainStep:
         everything = list(range(len(self.slots)))
         if layer < self.parameters.full_layers:
             return everything
-        if layer in self.parameters.delta_layers:
+        if layer in self.parameters.named_layers:
             self.selected = _refresh(queries, self.slots, cache, self.parameters, self.page_size)
             return everything
         return everything if self.selected is None else self.selected
@@ -79,10 +81,10 @@ def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dty
     caches = [random_cache(SLOTS, kv_heads, DIM, seed=layer, dtype=dtype) for layer in range(layers)]
     context = scattered_context([203, 1, 65, 160], SLOTS, page_size)
     parameters = [
-        DeltaParameters(64, 20, 2, (2, 5), sinks),
-        DeltaParameters(64, 20, 2, (2, 5), sinks),
-        DeltaParameters(17, 17, 0, (0, 3), sinks),
-        DeltaParameters(48, 16, 1, (3, 5), sinks),
+        delta_parameters(64, 20, 2, (2, 5), sinks),
+        delta_parameters(64, 20, 2, (2, 5), sinks),
+        delta_parameters(17, 17, 0, (0, 3), sinks),
+        delta_parameters(48, 16, 1, (3, 5), sinks),
     ]
     step = DeltaStep(context, SCALE, None, parameters, page_size)
     plain = [_PlainStep(_slots(context, row), parameters[row], page_size) for row in range(4)]
@@ -117,7 +119,7 @@ def test_keeps_recency_sinks_and_budget_and_is_dense_when_the_budget_covers_the_
 ) -> None:
     recency = min(recency, budget)
     cache, context = random_cache(SLOTS, 2, DIM, seed), scattered_context(lengths, SLOTS, page_size, seed)
-    parameters = [DeltaParameters(budget, recency, 0, (0,), sinks)] * len(lengths)
+    parameters = [delta_parameters(budget, recency, 0, (0,), sinks)] * len(lengths)
     step = DeltaStep(context, SCALE, None, parameters, page_size)
     queries = random_queries(len(lengths), 4, DIM, seed)
     step.attend(0, queries, cache, Meter(len(lengths), CPU))
@@ -136,11 +138,11 @@ def test_keeps_recency_sinks_and_budget_and_is_dense_when_the_budget_covers_the_
 
 
 def test_a_row_is_the_same_whatever_its_neighbours() -> None:
-    thresholds = [EarlyTermination(1.0, 2.0, 1), None, EarlyTermination(0.5, 1.0, 2)]
+    thresholds = [termination_at(1.0, 2.0, 1), None, termination_at(0.5, 1.0, 2)]
     parameters = [
-        DeltaParameters(256, 16, 2, (2, 4)),
-        DeltaParameters(128, 64, 1, (1, 3)),
-        DeltaParameters(192, 32, 0, (3,)),
+        delta_parameters(256, 16, 2, (2, 4)),
+        delta_parameters(128, 64, 1, (1, 3)),
+        delta_parameters(192, 32, 0, (3,)),
     ]
     context = scattered_context([900, 300, 500], SLOTS)
     together = DeltaStep(context, SCALE, Termination.of(thresholds, CPU), parameters, 16)
@@ -180,7 +182,7 @@ def test_token_scores_are_the_maximum_over_all_heads_however_the_tokens_lie(dtyp
         slots[row, : len(table)] = table
     context = Context(slots, torch.tensor(lengths))
     queries = _sharp_queries(3, 4, seed=0)
-    step = DeltaStep(context, SCALE, None, [DeltaParameters(64, 16, 0, (0,))] * 3, 16)
+    step = DeltaStep(context, SCALE, None, [delta_parameters(64, 16, 0, (0,))] * 3, 16)
     meter = Meter(3, CPU)
 
     output, scores = step.attend_and_score(range(3), queries, cache, meter)
@@ -198,7 +200,7 @@ def test_a_maximum_over_ranks_gives_the_scores_of_all_heads() -> None:
     queries = random_queries(2, 4, DIM)
 
     def scores(own: Tensor, cache: LayerCache) -> Tensor:
-        step = DeltaStep(context, SCALE, None, [DeltaParameters(64, 16, 0, (0,))] * 2, 16)
+        step = DeltaStep(context, SCALE, None, [delta_parameters(64, 16, 0, (0,))] * 2, 16)
         return step.attend_and_score(range(2), own, cache, Meter(2, CPU))[1]
 
     of_ranks = []
@@ -211,7 +213,7 @@ def test_a_maximum_over_ranks_gives_the_scores_of_all_heads() -> None:
 @pytest.mark.parametrize(
     ("budget", "recency", "full_layers", "delta_layers", "sinks", "field"),
     [
-        (0, 1, 0, (1,), 0, "budget"),
+        (0, 16, 0, (1,), 0, "budget"),
         (16, 0, 0, (1,), 0, "recency"),
         (16, 17, 0, (1,), 0, "recency"),
         (16, 16, 0, (), 0, "delta_layers"),
@@ -223,5 +225,5 @@ def test_a_maximum_over_ranks_gives_the_scores_of_all_heads() -> None:
 def test_bad_parameters_are_refused_by_name(
     budget: int, recency: int, full_layers: int, delta_layers: tuple[int, ...], sinks: int, field: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{field}: "):
-        DeltaParameters(budget, recency, full_layers, delta_layers, sinks)
+    with pytest.raises(ValueError, match=rf"(?m)^{field}$"):
+        Delta(budget=budget, recency=recency, full_layers=full_layers, delta_layers=delta_layers, sinks=sinks)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from winnow_kernels.delta_calibration import (
+from winnow_kernels.policies.delta.calibration import (
     MeanCoverage,
     choose_delta_layers,
     covered,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from winnow_kernels import dense
+from winnow_kernels.attend import dense
+from winnow_kernels.attend.dense import SHORTEST_RUN, Layout, attend_all, prefill
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.dense import SHORTEST_RUN, Layout, attend_all, prefill
-from winnow_kernels.gather import Meter
 
 SLOTS, DIM = 8192, 64
 SCALE = DIM**-0.5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.tactic_float64 import fit, fitted_weights, smallest_count
-from winnow_kernels.distribution_fit import Curve, RankedMass
+from winnow_kernels.policies.tactic.distribution_fit import Curve, RankedMass
 
 _WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-12, 1.0))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from winnow_kernels.kmeans import drawn_behind, drawn_members, kmeans
+from winnow_kernels.indexes.kmeans import drawn_behind, drawn_members, kmeans
 
 
 def _keys(problems: int, count: int, dim: int, seed: int = 0) -> Tensor:

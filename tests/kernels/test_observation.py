@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.window_votes import window_votes
-from winnow_kernels import observation
-from winnow_kernels.gather import Meter
-from winnow_kernels.observation import ObservationBuffer
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.snapkv import observation
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 
 SLOTS, DIM = 1024, 32
 SCALE = DIM**-0.5

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from winnow_kernels.pyramidkv import PyramidKVParameters, pyramid
+from tests.kernels.parameters import pyramidkv_parameters
+from winnow_kernels.policies.pyramidkv.reference import PyramidKVState, pyramid
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 
 
 def _exact(layers: int, mean: int, most: int) -> list[Fraction]:
@@ -52,13 +54,14 @@ def test_each_layer_has_room_for_window_and_sinks_and_the_mean_is_the_budget(
     layers: int, budget: int, prompt: int, window: int, sinks: int
 ) -> None:
     window = min(window, prompt)
-    parameters = PyramidKVParameters(budget, 5, layers, sinks=sinks)
+    parameters = pyramidkv_parameters(budget, 5, window, sinks)
+    state = PyramidKVState(parameters, ObservationBuffer(window, prompt), layers)
     always = min(prompt, window + sinks)
-    budgets = [always + parameters.layer_votes(layer, prompt, window) for layer in range(layers)]
+    budgets = [always + state.layer_votes(layer) for layer in range(layers)]
     assert sum(budgets) == layers * min(prompt, max(budget, always))
     assert all(always <= each <= prompt for each in budgets)
 
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^layers: "):
-        PyramidKVParameters(100, 5, 0)
+        PyramidKVState(pyramidkv_parameters(100, 5, 16), ObservationBuffer(16, 200), layers=0)

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.parameters import quest_parameters, termination_at
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.quest import QuestParameters, QuestStep
+from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.quest.reference import QuestStep
 
 SLOTS, DIM = 2400, 32
 SCALE = DIM**-0.5
@@ -77,7 +79,7 @@ def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dty
     budgets = [40, 16, 5, 1]
     queries = random_queries(4, kv_heads * group, DIM)
     bounds = _bounds(cache, page_size)
-    step = QuestStep(context, SCALE, None, [QuestParameters(budget, 0, sinks) for budget in budgets], bounds)
+    step = QuestStep(context, SCALE, None, [quest_parameters(budget, 0, sinks) for budget in budgets], bounds)
     meter = Meter(4, CPU)
 
     output = step.attend(0, queries, cache, meter)
@@ -117,7 +119,7 @@ def test_selects_within_context_and_budget_with_the_newest_page_and_the_sinks(
     cache = random_cache(SLOTS, 2, DIM, seed)
     context = scattered_context(lengths, SLOTS, page_size, seed)
     queries = random_queries(len(lengths), 4, DIM, seed)
-    parameters = [QuestParameters(budget, 0, sinks)] * len(lengths)
+    parameters = [quest_parameters(budget, 0, sinks)] * len(lengths)
     step = QuestStep(context, SCALE, None, parameters, _bounds(cache, page_size))
     selection = step.select(0, queries, cache, Meter(len(lengths), CPU))
     for request, length in enumerate(lengths):
@@ -133,9 +135,9 @@ def test_selects_within_context_and_budget_with_the_newest_page_and_the_sinks(
 def test_full_layers_are_dense_for_the_rows_that_ask_for_it_and_alike_whatever_their_neighbours() -> None:
     cache, context = random_cache(SLOTS, 2, DIM), scattered_context([300, 200, 90], SLOTS)
     queries = random_queries(3, 4, DIM)
-    parameters = [QuestParameters(32, 0), QuestParameters(32, 2), QuestParameters(32, 1)]
+    parameters = [quest_parameters(32, 0), quest_parameters(32, 2), quest_parameters(32, 1)]
     bounds = _bounds(cache, 16, layers=3)
-    thresholds = [EarlyTermination(1.0, 2.0, 1), None, EarlyTermination(1.0, 2.0, 1)]
+    thresholds = [termination_at(1.0, 2.0, 1), None, termination_at(1.0, 2.0, 1)]
     together = QuestStep(context, SCALE, Termination.of(thresholds, CPU), parameters, bounds)
     dense = dense_output(queries, context, cache, SCALE)
     for layer in range(3):
@@ -158,7 +160,7 @@ def test_full_layers_are_dense_for_the_rows_that_ask_for_it_and_alike_whatever_t
 def test_a_page_that_is_written_anew_gets_new_bounds() -> None:
     cache, context = random_cache(SLOTS, 2, DIM), scattered_context([64], SLOTS)
     bounds = _bounds(cache, 16)
-    parameters = [QuestParameters(32, 0)]
+    parameters = [quest_parameters(32, 0)]
     assert QuestStep(context, SCALE, None, parameters, bounds).index_built_tokens == [48]
     assert QuestStep(context, SCALE, None, parameters, bounds).index_built_tokens == [0]
     rewritten = context.slots[0, 16:32]
@@ -187,8 +189,8 @@ def test_no_key_scores_above_its_pages_upper_score() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "full_layers", "sinks", "field"),
-    [(0, 2, 0, "budget"), (16, -1, 0, "full_layers"), (16, 2, -1, "sinks")],
+    [(0, 2, 0, "budget"), (32, -1, 0, "full_layers"), (32, 2, -1, "sinks")],
 )
 def test_bad_parameters_are_refused_by_name(budget: int, full_layers: int, sinks: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}: "):
-        QuestParameters(budget, full_layers, sinks)
+    with pytest.raises(ValueError, match=rf"(?m)^{field}$"):
+        Quest(budget=budget, full_layers=full_layers, sinks=sinks)

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.parameters import pyramidkv_parameters, snapkv_parameters, termination_at
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
 from tests.kernels.window_votes import pooled, window_votes
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
-from winnow_kernels.observation import ObservationBuffer
-from winnow_kernels.pyramidkv import PyramidKVParameters
-from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
+from winnow_kernels.policies.pyramidkv.reference import PyramidKVState
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.policies.snapkv.parameters import SnapKV
+from winnow_kernels.policies.snapkv.reference import SnapKVState, SnapKVStep
 
 SLOTS, DIM = 2048, 32
 SCALE = DIM**-0.5
@@ -29,12 +32,12 @@ def _prompt_queries(prompt: int, heads: int, layer: int = 0) -> Tensor:
     return random_queries(prompt, heads, DIM, seed=100 * prompt + layer)
 
 
-def _state(
-    prompt: int, heads: int, window: int, parameters: SnapKVParameters, layers: Sequence[int] = (0,)
-) -> SnapKVState:
-    buffer = ObservationBuffer(window, prompt)
+def _state(prompt: int, heads: int, parameters: SnapKV | PyramidKV, layers: Sequence[int] = (0,)) -> SnapKVState:
+    buffer = ObservationBuffer(parameters.observation_window, prompt)
     for layer in layers:
         buffer.record(layer, _prompt_queries(prompt, heads, layer), 0)
+    if isinstance(parameters, PyramidKV):
+        return PyramidKVState(parameters, buffer, len(layers))
     return SnapKVState(parameters, buffer)
 
 
@@ -87,7 +90,7 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype,
     context = scattered_context([p + g for p, g in zip(prompts, generated, strict=True)], SLOTS)
     heads = kv_heads * group
     states = [
-        _state(prompt, heads, window, SnapKVParameters(budget, kernel, sinks=sinks))
+        _state(prompt, heads, snapkv_parameters(budget, kernel, window, sinks))
         for prompt, window, budget, kernel in zip(prompts, windows, budgets, kernels, strict=True)
     ]
     queries = random_queries(4, heads, DIM)
@@ -130,7 +133,7 @@ def test_keeps_budget_window_and_sinks_and_is_dense_when_the_budget_covers_the_p
     cache = random_cache(SLOTS, 2, DIM)
     context = scattered_context([prompt + generated for prompt, generated, *_ in rows], SLOTS)
     states = [
-        _state(prompt, 4, window, SnapKVParameters(budget, kernel, sinks=sinks))
+        _state(prompt, 4, snapkv_parameters(budget, kernel, window, sinks))
         for prompt, _, budget, window, kernel in rows
     ]
     queries = random_queries(len(rows), 4, DIM)
@@ -150,7 +153,7 @@ def test_keeps_budget_window_and_sinks_and_is_dense_when_the_budget_covers_the_p
 
 def test_votes_are_cast_once_and_outlive_a_move_to_other_slots() -> None:
     cache, prompt = random_cache(SLOTS, 2, DIM), 200
-    state = _state(prompt, 4, 16, SnapKVParameters(48, 5))
+    state = _state(prompt, 4, snapkv_parameters(48, 5, 16))
     queries = random_queries(1, 4, DIM)
     before = scattered_context([prompt + 1], SLOTS, seed=1)
     first = SnapKVStep(before, SCALE, None, [state]).select(0, queries, cache, Meter(1, CPU))
@@ -170,8 +173,8 @@ def test_a_batch_may_mix_snapkv_and_pyramidkv() -> None:
 
     def states() -> list[SnapKVState]:
         return [
-            _state(300, 4, 16, SnapKVParameters(64, 5), layers),
-            _state(250, 4, 16, PyramidKVParameters(64, 5, len(layers)), layers),
+            _state(300, 4, snapkv_parameters(64, 5, 16), layers),
+            _state(250, 4, pyramidkv_parameters(64, 5, 16), layers),
         ]
 
     together = SnapKVStep(context, SCALE, None, states())
@@ -192,11 +195,11 @@ def test_a_batch_may_mix_snapkv_and_pyramidkv() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "kernel_size", "sinks", "field"),
-    [(0, 5, 0, "budget"), (16, 4, 0, "kernel_size"), (16, -1, 0, "kernel_size"), (16, 5, -1, "sinks")],
+    [(0, 5, 0, "budget"), (64, 4, 0, "kernel_size"), (64, -1, 0, "kernel_size"), (64, 5, -1, "sinks")],
 )
 def test_bad_parameters_are_refused_by_name(budget: int, kernel_size: int, sinks: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}: "):
-        SnapKVParameters(budget, kernel_size, sinks=sinks)
+    with pytest.raises(ValueError, match=rf"(?m)^{field}$"):
+        SnapKV(budget=budget, kernel_size=kernel_size, sinks=sinks)
 
 
 def test_a_long_answer_is_not_dropped_when_what_is_kept_of_the_prompt_agrees() -> None:
@@ -207,10 +210,10 @@ def test_a_long_answer_is_not_dropped_when_what_is_kept_of_the_prompt_agrees() -
     said = torch.randn(2, DIM)
     cache.values[context.slots[0, :prompt], 0] = said[0]
     cache.values[context.slots[0, prompt:], 0] = said[1]
-    state = SnapKVState(SnapKVParameters(kept, 5), ObservationBuffer(32, prompt))
+    state = SnapKVState(snapkv_parameters(kept, 5, 32), ObservationBuffer(32, prompt))
     state.kept[0] = torch.arange(prompt - 1, prompt - kept - 1, -1)[None]
     queries = random_queries(1, 2, DIM)
-    early = Termination.of([EarlyTermination(0.03, 0.01, 4)], CPU)
+    early = Termination.of([termination_at(0.03, 0.01, 4)], CPU)
     patient, hasty = (
         SnapKVStep(context, 1.0, termination, [state]).attend(0, queries, cache, Meter(1, CPU))
         for termination in (None, early)

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.parameters import streaming_llm_parameters
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
-from winnow_kernels.gather import Meter
-from winnow_kernels.streaming_llm import StreamingLLMParameters, StreamingLLMStep
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
+from winnow_kernels.policies.streaming_llm.reference import StreamingLLMStep
 
 SLOTS, DIM = 2048, 32
 SCALE = DIM**-0.5
@@ -33,7 +35,7 @@ def test_reads_sinks_then_the_window_from_the_newest_back(
     cache = random_cache(SLOTS, kv_heads, DIM)
     context = scattered_context([length for length, _, _ in rows], SLOTS)
     queries = random_queries(len(rows), kv_heads * group, DIM)
-    step = StreamingLLMStep(context, SCALE, None, [StreamingLLMParameters(s, w) for _, s, w in rows])
+    step = StreamingLLMStep(context, SCALE, None, [streaming_llm_parameters(s, w) for _, s, w in rows])
     meter = Meter(len(rows), torch.device("cpu"))
 
     selection = step.select(0, queries, cache, meter)
@@ -51,12 +53,12 @@ def test_reads_sinks_then_the_window_from_the_newest_back(
 
 def test_a_window_over_the_whole_context_is_dense() -> None:
     cache, context, queries = random_cache(SLOTS, 2, DIM), scattered_context([100, 7], SLOTS), random_queries(2, 4, DIM)
-    step = StreamingLLMStep(context, SCALE, None, [StreamingLLMParameters(4, 1000)] * 2)
+    step = StreamingLLMStep(context, SCALE, None, [streaming_llm_parameters(4, 1000)] * 2)
     output = step.attend(0, queries, cache, Meter(2, torch.device("cpu")))
     torch.testing.assert_close(output.double(), dense_output(queries, context, cache, SCALE), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("sinks", "window", "field"), [(-1, 8, "sinks"), (0, 0, "window")])
+@pytest.mark.parametrize(("sinks", "window", "field"), [(-1, 16, "sinks"), (0, 0, "window")])
 def test_bad_parameters_are_refused_by_name(sinks: int, window: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}: "):
-        StreamingLLMParameters(sinks, window)
+    with pytest.raises(ValueError, match=rf"(?m)^{field}$"):
+        StreamingLLM(sinks=sinks, window=window)

@@ -14,16 +14,18 @@ from torch import Tensor
 from tests.kernels import tactic_float64
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.parameters import tactic_parameters, termination_at
 from tests.kernels.selected_tokens import dense_output
 from tests.kernels.test_clusters import members_of
-from winnow_kernels.attend import attend
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.reference import attend
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.selection import Selection
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.policies.tactic.reference import TacticStep
+from winnow_kernels.selection.tokens import Selection
 
 SLOTS, DIM, SPAN = 8192, 16, 128
 SCALE = DIM**-0.5
@@ -37,7 +39,7 @@ class Case:
     index: ClusterIndex
     clustered: Tensor
 
-    def step(self, parameters: list[TacticParameters], termination: Termination | None = None) -> TacticStep:
+    def step(self, parameters: list[Tactic], termination: Termination | None = None) -> TacticStep:
         return TacticStep(self.context, SCALE, termination, self.index, parameters, self.clustered)
 
     def queries(self, group: int, sharpness: float = 1.0, seed: int = 0) -> Tensor:
@@ -46,7 +48,7 @@ class Case:
         return sharpness * random_queries(self.context.requests, heads, DIM, seed)
 
 
-NEVER = Termination.of([EarlyTermination(0.0, 0.0, 1)] * 4, CPU)
+NEVER = Termination.of([termination_at(0.0, 0.0, 1)] * 4, CPU)
 """What puts tokens in order and never comes to stop."""
 
 
@@ -72,7 +74,7 @@ def expected_of(
     queries: Tensor,
     request: int,
     head: int,
-    parameters: TacticParameters,
+    parameters: Tactic,
     in_order: bool = False,
 ) -> tuple[tactic_float64.Expected, float]:
     """What is selected, and the share that is told if all of it is read."""
@@ -100,7 +102,7 @@ def test_equals_the_plain_version(
 ) -> None:
     a_case = case([1500, 200, 900, 100], [1408, 128, 640, 0], kv_heads, dtype, sinks=sinks)
     asked = [(0.9, None), (0.5, None), (0.8, 400), (0.3, 60)]
-    parameters = [TacticParameters(*of_row, sinks=first) for of_row, first in zip(asked, sinks, strict=True)]
+    parameters = [tactic_parameters(*of_row, sinks=first) for of_row, first in zip(asked, sinks, strict=True)]
     step = a_case.step(parameters, NEVER if in_order else None)
     queries = a_case.queries(group, sharpness=2.0).to(dtype)
     meter = Meter(4, CPU)
@@ -136,7 +138,7 @@ def test_what_always_holds(
     queries = a_case.queries(2, sharpness, seed)
     counts = []
     for share in (p, min(1.0, p + 0.1)):
-        of_each = [TacticParameters(share, cap, sinks=sinks) for _ in lengths]
+        of_each = [tactic_parameters(share, cap, sinks=sinks) for _ in lengths]
         step = a_case.step(of_each)
         meter = Meter(len(lengths), CPU)
         selection = step.select(0, queries, a_case.cache, meter)
@@ -161,7 +163,7 @@ def test_what_always_holds(
 def test_neighbours_do_not_matter() -> None:
     lengths, clustered = [1500, 300, 2000, 50], [1408, 256, 1152, 0]
     a_case = case(lengths, clustered)
-    parameters = [TacticParameters(p, cap) for p, cap in [(0.9, None), (0.6, 200), (0.8, None), (0.7, 20)]]
+    parameters = [tactic_parameters(p, cap) for p, cap in [(0.9, None), (0.6, 200), (0.8, None), (0.7, 20)]]
     queries = a_case.queries(4, sharpness=3.0)
     step = a_case.step(parameters)
     together = step.select(0, queries, a_case.cache, Meter(4, CPU))
@@ -181,7 +183,7 @@ def test_all_of_the_mass_is_dense_attention(clustered: list[int]) -> None:
     a_case = case([700, 150], clustered)
     queries = a_case.queries(3, sharpness=4.0)
     meter = Meter(2, CPU)
-    output = a_case.step([TacticParameters(1.0)] * 2).attend(0, queries, a_case.cache, meter)
+    output = a_case.step([tactic_parameters(1.0)] * 2).attend(0, queries, a_case.cache, meter)
     for request, length in enumerate([700, 150]):
         slots = a_case.context.slots[request, :length]
         for head in range(2):
@@ -197,7 +199,7 @@ def test_any_scale_of_scores(sharpness: float) -> None:
     a_case = case([1000], [896])
     queries = a_case.queries(4, sharpness)
     for sign in (1, -1):
-        step = a_case.step([TacticParameters(0.9)])
+        step = a_case.step([tactic_parameters(0.9)])
         selection = step.select(0, sign * queries, a_case.cache, Meter(1, CPU))
         assert step.attend(0, sign * queries, a_case.cache, Meter(1, CPU)).isfinite().all()
         assert step.estimated_share.isfinite().all()
@@ -212,7 +214,7 @@ def test_all_keys_the_same() -> None:
     a_case.cache.keys.fill_(1.0)
     index = ClusterIndex([a_case.cache], PageGenerations(SLOTS, 16, CPU), SPAN)
     index.ensure(a_case.context, 0, 896)
-    step = replace(a_case, index=index).step([TacticParameters(0.7495)])
+    step = replace(a_case, index=index).step([tactic_parameters(0.7495)])
     selection = step.select(0, a_case.queries(2), a_case.cache, Meter(1, CPU))
     assert selection.counts.tolist() == [[750, 750]]
 
@@ -223,7 +225,7 @@ def test_most_of_the_context_becomes_all_of_it() -> None:
     index = ClusterIndex([a_case.cache], PageGenerations(SLOTS, 16, CPU), SPAN)
     for row in range(3):
         index.ensure(a_case.context, row, 896)
-    parameters = [TacticParameters(0.8), TacticParameters(0.8, 760), TacticParameters(0.8, 750)]
+    parameters = [tactic_parameters(0.8), tactic_parameters(0.8, 760), tactic_parameters(0.8, 750)]
     step = replace(a_case, index=index).step(parameters)
     meter = Meter(3, CPU)
     selection = step.select(0, a_case.queries(2), a_case.cache, meter)
@@ -240,7 +242,7 @@ def test_a_span_that_is_gone_is_attended_in_full() -> None:
     a_case = case([1000], [896])
     page = a_case.context.slots[0, 3 * SPAN] // 16
     a_case.index.generations.written(page[None] * 16)
-    step = a_case.step([TacticParameters(0.5)])
+    step = a_case.step([tactic_parameters(0.5)])
     selection = step.select(0, a_case.queries(2, sharpness=8.0), a_case.cache, Meter(1, CPU))
     kept = [*range(999, 895, -1), *range(4 * SPAN - 1, 3 * SPAN - 1, -1)]
     slots, kept_slots = slots_of(selection, 0, 0), a_case.context.slots[0, kept].tolist()
@@ -268,7 +270,7 @@ def test_a_sink_that_its_cluster_hides() -> None:
     for sinks in (0, 16):
         index = ClusterIndex([cache], PageGenerations(SLOTS, 16, CPU), SPAN)
         index.ensure(a_case.context, 0, 2432, sinks)
-        step = replace(a_case, index=index).step([TacticParameters(0.9, sinks=sinks)])
+        step = replace(a_case, index=index).step([tactic_parameters(0.9, sinks=sinks)])
         selection = step.select(0, query, cache, Meter(1, CPU))
         step.note(selection, attend(query, cache, selection, SCALE, Meter(1, CPU)))
         chosen = torch.tensor(slots_of(selection, 0, 0))
@@ -283,7 +285,7 @@ def test_a_sink_that_its_cluster_hides() -> None:
 
 def test_requests_with_other_sinks_share_a_prefix() -> None:
     sinks = [16, 0, 40, 300, 16]
-    parameters = [TacticParameters(0.8, sinks=of_row) for of_row in sinks]
+    parameters = [tactic_parameters(0.8, sinks=of_row) for of_row in sinks]
     base = case([1500], [0])
     everybody = Context(base.context.slots.expand(5, -1), base.context.lengths.expand(5))
     index = ClusterIndex([base.cache], PageGenerations(SLOTS, 16, CPU), SPAN)
@@ -307,7 +309,7 @@ def test_requests_with_other_sinks_share_a_prefix() -> None:
 
 def test_counts_what_it_reads() -> None:
     a_case = case([1000, 60], [896, 0])
-    step = a_case.step([TacticParameters(0.6)] * 2)
+    step = a_case.step([tactic_parameters(0.6)] * 2)
     queries = a_case.queries(2, sharpness=5.0)
     meter = Meter(2, CPU)
     selection = step.select(0, queries, a_case.cache, meter)
@@ -335,7 +337,7 @@ def test_a_cap_keeps_the_front_of_the_order() -> None:
     a_case = case([1500], [1408], kv_heads=1)
     queries = a_case.queries(2, sharpness=4.0)
     uncut, cut = (
-        slots_of(a_case.step([TacticParameters(0.8, cap)]).select(0, queries, a_case.cache, Meter(1, CPU)), 0, 0)
+        slots_of(a_case.step([tactic_parameters(0.8, cap)]).select(0, queries, a_case.cache, Meter(1, CPU)), 0, 0)
         for cap in (None, 300)
     )
     kept = 1500 - 1408
@@ -348,7 +350,7 @@ def test_a_cap_keeps_the_front_of_the_order() -> None:
 def test_query_heads_that_need_few_tokens_come_first_with_theirs() -> None:
     a_case = case([1500], [1408], kv_heads=1)
     queries = a_case.queries(2) * torch.tensor([1.0, 12.0])[:, None]
-    step = a_case.step([TacticParameters(0.7)], NEVER)
+    step = a_case.step([tactic_parameters(0.7)], NEVER)
     estimate = step.estimate(0, queries, a_case.cache, Meter(1, CPU))
     many, few = estimate.tokens[0, 0].tolist()
     assert many > 4 * few
@@ -362,9 +364,9 @@ def test_query_heads_that_need_few_tokens_come_first_with_theirs() -> None:
 def test_early_termination_reads_less() -> None:
     a_case = case([3000], [2944])
     a_case.cache.values.fill_(1.0)
-    termination = Termination.of([EarlyTermination(0.01, 0.01, 4)], CPU)
+    termination = Termination.of([termination_at(0.01, 0.01, 4)], CPU)
     meter = Meter(1, CPU)
-    step = a_case.step([TacticParameters(0.6)], termination)
+    step = a_case.step([tactic_parameters(0.6)], termination)
     output = step.attend(0, a_case.queries(2, sharpness=2.0), a_case.cache, meter)
     torch.testing.assert_close(output, torch.ones_like(output))
     assert int(meter.skipped_tiles) > 0
@@ -378,11 +380,11 @@ def test_full_layers_are_dense_for_the_rows_that_ask_for_it_and_alike_whatever_t
         index.ensure(base.context, row, tokens)
     a_case = replace(base, index=index)
     parameters = [
-        TacticParameters(0.5),
-        TacticParameters(0.4, 100, full_layers=2),
-        TacticParameters(0.6, full_layers=1),
+        tactic_parameters(0.5),
+        tactic_parameters(0.4, 100, full_layers=2),
+        tactic_parameters(0.6, full_layers=1),
     ]
-    thresholds = [EarlyTermination(1.0, 2.0, 1), None, EarlyTermination(1.0, 2.0, 1)]
+    thresholds = [termination_at(1.0, 2.0, 1), None, termination_at(1.0, 2.0, 1)]
     queries = a_case.queries(2, sharpness=4.0)
     together = a_case.step(parameters, Termination.of(thresholds, CPU))
     alone = [
@@ -416,11 +418,11 @@ def test_full_layers_are_dense_for_the_rows_that_ask_for_it_and_alike_whatever_t
 @pytest.mark.parametrize(("p", "cap", "field"), [(0.0, None, "p"), (1.1, None, "p"), (0.5, 0, "max_tokens")])
 def test_bounds(p: float, cap: int | None, field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        TacticParameters(p, cap)
+        Tactic(p=p, max_tokens=cap)
     with pytest.raises(ValueError, match="full_layers"):
-        TacticParameters(0.5, full_layers=-1)
+        Tactic(full_layers=-1)
     with pytest.raises(ValueError, match="sinks"):
-        TacticParameters(0.5, sinks=-1)
+        Tactic(sinks=-1)
 
 
 def test_parameters_for_each_request() -> None:
@@ -431,7 +433,7 @@ def test_parameters_for_each_request() -> None:
 def test_the_newest_token_is_in_no_cluster() -> None:
     a_case = case([128], [128])
     with pytest.raises(ValueError, match="clustered"):
-        a_case.step([TacticParameters(0.5)])
+        a_case.step([tactic_parameters(0.5)])
 
 
 def test_a_long_answer_that_holds_most_of_the_attention_is_not_dropped() -> None:
@@ -464,9 +466,9 @@ def test_a_long_answer_that_holds_most_of_the_attention_is_not_dropped() -> None
 
     errors = {}
     # As a policy that names no thresholds has them.
-    for thresholds in (None, EarlyTermination(0.03, 0.01, 4)):
+    for thresholds in (None, termination_at(0.03, 0.01, 4)):
         termination = Termination.of([thresholds], CPU)
-        parameters = [TacticParameters(0.95, sinks=16)]
+        parameters = [tactic_parameters(0.95, sinks=16)]
         step = TacticStep(context, SCALE, termination, index, parameters, torch.tensor([clustered]))
         meter = Meter(1, CPU)
         selection = step.select(0, queries, cache, meter)

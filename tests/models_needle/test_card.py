@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from needle_training.card import tables, updated
+from needle_training.card import tables
+from winnow_evaluation.model_card import updated
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "needle"
 

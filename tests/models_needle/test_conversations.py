@@ -15,7 +15,7 @@ from needle_training import conversations
 from needle_training.conversations import Conversations
 from needle_training.tokenizer import ASSISTANT, BEGIN, END, SYSTEM, USER
 from needle_training.train import Plan, TextStage, _length_at, _text_batch, text_batches
-from winnow_service.evaluation.sample import Sample
+from winnow_evaluation.tasks.sample import Sample
 
 KINDS = list(conversations._KINDS)
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from needle_training.network import Shape
 from needle_training.tokenizer import ASSISTANT, END
-from winnow_service.evaluation.scoring import found_fraction
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.tasks.scoring import found_fraction
 
 MEBIBYTE = 2**20
 WORDS = 830

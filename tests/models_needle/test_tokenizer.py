@@ -27,8 +27,8 @@ from needle_training.tokenizer import (
     save,
     train,
 )
-from winnow_service.evaluation.tasks import TASKS
-from winnow_service.evaluation.words import NAMES, vocabulary
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.tasks.words import NAMES, vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from smollm2_training.network import PROJECTIONS, Shape, Weights
 from smollm2_training.packed import PackedText
-from winnow_service.evaluation.words import ADJECTIVES, NOUNS
+from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SENTENCES = [

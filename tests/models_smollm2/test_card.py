@@ -6,8 +6,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from smollm2_training.card import tables, updated
+from smollm2_training.card import tables
 from smollm2_training.network import PROJECTIONS
+from winnow_evaluation.model_card import updated
 
 FOLDER = Path(__file__).parents[2] / "models" / "smollm2-32k"
 LAYERS, RANK, MIB = 30, 48, 2**20

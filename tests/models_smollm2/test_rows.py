@@ -17,8 +17,8 @@ from smollm2_training import needles, ruler, variables
 from smollm2_training.batches import Source, make_batch
 from smollm2_training.packed import END_OF_TEXT, PackedText
 from smollm2_training.rows import OTHER_WEIGHTS, RULER_WEIGHTS, Rows
-from winnow_service.evaluation import text as made_up
-from winnow_service.evaluation.tasks.ruler import RULER_TASKS
+from winnow_evaluation.tasks import filler_text as made_up
+from winnow_evaluation.tasks.ruler import RULER_TASKS
 
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -22,6 +22,7 @@ from smollm2_training.network import Network, Shape, Weights
 from smollm2_training.packed import PackedText
 from smollm2_training.schedule import Schedule, Stage
 from smollm2_training.trainer import Objective, Progress, Trainer
+from winnow_evaluation import model_card
 from winnow_evaluation.text.documents import Document, write_collection
 
 
@@ -251,7 +252,7 @@ def test_the_card_shows_the_reports(tmp_path: Path) -> None:
     }
     (tmp_path / "results" / "gpu.json").write_text(json.dumps(report))
     (tmp_path / "results" / "training-log.jsonl").write_text('{"seconds": 1015.0, "step": 3000, "tokens": 196608000}\n')
-    text = card.updated(f"before {card.BEGIN} stale {card.END} after", card.tables(tmp_path))
+    text = model_card.updated(f"before {model_card.BEGIN} stale {model_card.END} after", card.tables(tmp_path))
     assert text.startswith("before")
     assert text.endswith("after")
     assert "| `vt` | 61.2 [47, 74] |" in text
@@ -261,7 +262,7 @@ def test_the_card_shows_the_reports(tmp_path: Path) -> None:
     assert "1,015 seconds: 3,000 steps, 197 million tokens" in text
     assert "stale" not in text
     with pytest.raises(ValueError, match="the card must hold"):
-        card.updated("no marks", "")
+        model_card.updated("no marks", "")
 
 
 def test_batches_of_several_processes_are_different_steps(source: Source) -> None:

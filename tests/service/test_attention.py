@@ -13,14 +13,16 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES, AttentionPolicy, parse_policy
 from tests.policy_strategies import valid_policies
 from tests.service.conftest import Deployment
 from tests.service.test_forwarding import key, samples
 from tests.service.test_streaming import events
 from tests.service.waiting import eventually
-from winnow_service.attention.request import Form, place_policies, read_policies
-from winnow_service.evaluation.client import OpenAIClient
+from winnow_evaluation.over_http.client import OpenAIClient
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_service.proxy.attention_field import place_policies, read_policies
+from winnow_service.proxy.body import Form
 
 ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
 OPENAI_ROUTES = ROUTES[1:]

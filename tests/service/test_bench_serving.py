@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.overhead.process import started
-from benchmarks.overhead.standin import MODEL
+from benchmarks.serving.overhead.process import started
+from benchmarks.serving.overhead.standin import MODEL
 from tests.service.test_up import ROOT
 
 PROMPTS, TOKENS = 8, 16

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from winnow_service.client_leaving import unless_client_leaves
 from winnow_service.errors import ClientDisconnected
+from winnow_service.proxy.client_leaving import unless_client_leaves
 
 
 class Client:

@@ -20,14 +20,16 @@ from tests.service.control import ADMIN_KEY, bearer, known, make_key, processes,
 from tests.service.redis_servers import RedisServer, redis_server
 from tests.service.test_policies_api import problem
 from tests.service.waiting import eventually
-from winnow_service.attention.request import Form
 from winnow_service.errors import RateLimited
 from winnow_service.limits import redis as redis_limits
-from winnow_service.limits.limiter import Limiter, Ticket
+from winnow_service.limits.limiter import Limiter, Reservation
 from winnow_service.limits.limits import Limits
 from winnow_service.limits.memory import MemoryLimiter
 from winnow_service.limits.redis import RedisLimiter
-from winnow_service.limits.usage import StreamUsage, estimate, used_tokens
+from winnow_service.proxy.answer import AnswerReader
+from winnow_service.proxy.body import Form
+from winnow_service.proxy.charge import Charge
+from winnow_service.proxy.estimate import estimate, has_several_answers
 from winnow_service.store.open import parse_store_url
 from winnow_service.store.redis_connection import RedisAddress, RedisConnection
 
@@ -62,7 +64,7 @@ async def limiter(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         yield counting
 
 
-async def admitted(limiter: Limiter, limits: Limits, tokens: int = 0, key_id: str = KEY) -> Ticket | None:
+async def admitted(limiter: Limiter, limits: Limits, tokens: int = 0, key_id: str = KEY) -> Reservation | None:
     try:
         return await limiter.admit(key_id, limits, tokens)
     except RateLimited:
@@ -321,8 +323,15 @@ def test_whatever_a_client_sends_has_an_estimate(body: dict[str, Any], form: For
     estimated = estimate(body, form)
     assert estimated.prompt >= 0
     assert estimated.answers >= 0
+    assert form is Form.NATIVE or not has_several_answers(body, form)
     used = used_tokens(json.dumps({**body, "completion_tokens": 1}).encode())
     assert used is None or used >= 0
+
+
+def used_tokens(answer: bytes) -> int | None:
+    reader = AnswerReader(Form.NATIVE)
+    reader.read(answer)
+    return reader.usage.total_tokens
 
 
 NATIVE = {"text": "a", "meta_info": {"prompt_tokens": 5, "completion_tokens": 2}}
@@ -348,14 +357,15 @@ def stream(*events: Any) -> bytes:
 
 
 def test_a_stream_says_what_it_took() -> None:
-    one = estimate({"text": "x" * 40}, Form.NATIVE)
-    many = estimate({"text": ["x" * 40] * 2}, Form.NATIVE)
+    one, many = {"text": "x" * 40}, {"text": ["x" * 40] * 2}
 
-    def counted(about: Any, *events: Any) -> int:
-        usage = StreamUsage(about)
+    def counted(body: dict[str, Any], *events: Any) -> int:
+        about = estimate(body, Form.NATIVE)
+        reader = AnswerReader(Form.NATIVE, several=has_several_answers(body, Form.NATIVE))
         whole = stream(*events)
-        assert usage.feed(whole) == whole
-        return usage.tokens
+        assert reader.read_events(whole) == whole
+        charge = Charge(MemoryLimiter(), Reservation(KEY, "lease", 0, about.prompt + about.answers, {}), about)
+        return charge.used(200, reader.usage)
 
     growing = [{"text": "a" * n, "meta_info": {"prompt_tokens": 9, "completion_tokens": n}} for n in range(1, 4)]
     assert counted(one, *growing) == 12

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from benchmarks.overhead.process import Pair, started
+from benchmarks.serving.overhead.process import Pair, started
 from loadtest.streaming import StreamBroken, error_code, read_stream
 from loadtest.thresholds import Outcome, Thresholds, violations
 from tests.service.processes import descendants

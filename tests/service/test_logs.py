@@ -22,8 +22,9 @@ from tests.service.waiting import eventually
 from winnow_service.errors import BodyTooLarge, install_error_handlers
 from winnow_service.keys.tokens import new_token
 from winnow_service.logs import LogFormat, LogLevel, configure_logging
-from winnow_service.request_id import RequestIdMiddleware
-from winnow_service.request_log import install_request_log, request_facts
+from winnow_service.metrics.instruments import Metrics
+from winnow_service.proxy.entrance import EntranceMiddleware
+from winnow_service.proxy.request_facts import request_facts
 
 Configure = Callable[..., io.StringIO]
 SECRET = "what nobody may read"
@@ -158,8 +159,7 @@ def app() -> FastAPI:
     async def healthz() -> None:
         """Is asked all the time."""
 
-    made.add_middleware(RequestIdMiddleware)
-    install_request_log(made)
+    made.add_middleware(EntranceMiddleware, metrics=Metrics())
     return made
 
 

@@ -14,19 +14,22 @@ import pytest
 import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
-from sglang_winnow.policy import DECODE_POLICIES
 from tests.service.conftest import Deployment
 from tests.service.control import ADMIN_KEY, bearer, make_key, processes, replica, runtime
 from tests.service.test_attention import SERVED
 from tests.service.test_forwarding import Samples, key, samples
 from tests.service.waiting import eventually
-from winnow_service.attention.told import StreamTold, Told, decode_context, prefill_context, told_by_body
+from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.errors import StoreUnavailable
-from winnow_service.metrics.generation import Generation
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.metrics.store import MeasuredStore
-from winnow_service.request_log import RequestFacts
+from winnow_service.proxy.answer import AnswerReader
+from winnow_service.proxy.body import Form
+from winnow_service.proxy.generation import Generation
+from winnow_service.proxy.reported_usage import ReportedUsage, decode_context, prefill_context
+from winnow_service.proxy.request_facts import RequestFacts
 from winnow_service.store.sqlite import SqliteStore
 
 MODEL = "needle"
@@ -178,9 +181,13 @@ async def test_a_client_that_leaves_is_counted_once(measured: Deployment, stream
     await eventually(look)
 
 
+def generation_of(metrics: Metrics) -> Generation:
+    return Generation(metrics, "default", MODEL, 0.0, RequestFacts(), AnswerReader(Form.NATIVE))
+
+
 def test_an_abandoned_native_stream_tells_what_it_took() -> None:
     events = [{"meta_info": {"prompt_tokens": 7, "completion_tokens": count}} for count in (1, 2)]
-    generation = Generation(Metrics(), "default", MODEL, 0.0, RequestFacts())
+    generation = generation_of(Metrics())
     for event in events:
         generation.feed(b"data: " + encoded(event) + b"\n\n")
     generation.abandon()
@@ -294,20 +301,45 @@ def native(index: int, **facts: Any) -> bytes:
 
 
 def test_several_native_answers_in_one_stream() -> None:
-    stream = StreamTold()
+    stream = AnswerReader(Form.NATIVE)
     for index, count in ((0, 1), (1, 1), (0, 2), (1, 2)):
         ends = {"finish_reason": {"type": "stop"}} if count == 2 else {}
-        stream.feed(native(index, prompt_tokens=4 + index, completion_tokens=count, **ends))
-    stream.feed(b"data: [DONE]\n\n")
-    assert stream.told() == Told((), 9, 4)
+        stream.read_events(native(index, prompt_tokens=4 + index, completion_tokens=count, **ends))
+    stream.read_events(b"data: [DONE]\n\n")
+    assert stream.usage == ReportedUsage((), 9, 4, 13, events=4)
 
 
 def test_several_choices_have_a_cost_each() -> None:
     body = encoded({"choices": [{"attention": COST}, {"attention": None}, {"attention": COST}]})
-    assert told_by_body(body) == Told((COST, COST), 200, 10)
-    stream = StreamTold()
-    stream.feed(b"data: " + encoded({"choices": [], "attention": [COST, None]}) + b"\n\n")
-    assert stream.told() == Told((COST,), 100, 5)
+    answer = AnswerReader(Form.CHAT)
+    assert answer.read(body) == body
+    assert answer.usage == ReportedUsage((COST, COST), 200, 10)
+    stream = AnswerReader(Form.CHAT)
+    event = b"data: " + encoded({"choices": [], "attention": [COST, None]}) + b"\n\n"
+    assert stream.read_events(event) == event
+    assert stream.usage == ReportedUsage((COST,), 100, 5, events=1)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_no_part_of_an_answer_is_parsed_twice(monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
+    parsed: list[bytes] = []
+
+    def counted(text: bytes) -> Any:
+        parsed.append(text)
+        return from_json(text)
+
+    monkeypatch.setattr("winnow_service.proxy.answer.from_json", counted)
+    reader = AnswerReader(Form.NATIVE, ["changed"], several=several)
+    events = [native(0, prompt_tokens=7, completion_tokens=count) for count in range(1, 20)]
+    for event in events:
+        assert reader.read_events(event) == event
+    last = native(0, prompt_tokens=7, completion_tokens=20, finish_reason={"type": "stop"}, attention=COST)
+    sent = json.loads(reader.read_events(last).removeprefix(b"data: "))
+    assert sent["attention"] == sent["meta_info"]["attention"] == {**COST, "warnings": ["changed"]}
+    usage = reader.usage
+    assert (usage.output_tokens, usage.total_tokens, usage.events) == (20, 27, 20)
+    # Which of several answers an event is of, only its JSON says.
+    assert len(parsed) == len(set(parsed)) == (20 if several else 2)
 
 
 _NAMES = (
@@ -332,8 +364,8 @@ _JSON: st.SearchStrategy[Any] = st.recursive(
 def test_no_answer_breaks_the_measuring(answer: Any) -> None:
     metrics = Metrics()
     body = encoded(answer)
-    Generation(metrics, "default", MODEL, 0.0, RequestFacts()).end_with(200, body)
-    stream = Generation(metrics, "default", MODEL, 0.0, RequestFacts())
+    generation_of(metrics).end_with(200, body)
+    stream = generation_of(metrics)
     stream.feed(b"data: " + body + b"\n\n")
     stream.end()
     values = [sample.value for family in metrics.registry.collect() for sample in family.samples]

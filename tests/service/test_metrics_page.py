@@ -11,10 +11,10 @@ from prometheus_client import Metric
 
 from winnow_service.app import store_of
 from winnow_service.keys.keyring import Keyring
-from winnow_service.metrics.generation import Outcome
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.metrics.state import StateCollector
 from winnow_service.policies.registry import PolicyRegistry
+from winnow_service.proxy.generation import Outcome
 from winnow_service.settings import Settings
 from winnow_service.store.mirror import Mirror
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES
 from tests.service.control import ADMIN_KEY, processes, runtime
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 
 CONFIGURATION = Path(__file__).with_name("schemathesis.toml")
 SERVED = {

@@ -14,13 +14,14 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.policy import DECODE_POLICIES, PREFILL_POLICIES, check_against_model, json_schema, parse_policy
 from tests.policy_strategies import valid_policies
 from tests.service.conftest import Deployment
 from tests.service.control import ADMIN_KEY, bearer, make_key, replica
 from tests.service.redis_servers import redis_server
 from tests.service.test_streaming import events
 from tests.service.waiting import eventually
+from winnow_kernels.policies.attention_policy import check_against_model, json_schema, parse_policy
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.errors import PolicyForbidden
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.names import is_policy_name

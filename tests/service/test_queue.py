@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from winnow_service.admission.queue import AdmissionQueue, Place, QueueBounds
+from winnow_service.admission.queue import AdmissionQueue, QueueBounds, QueueTicket
 from winnow_service.admission.refusals import Draining, KeyQueueFull, QueueFull, QueueTimeout
 
 WAITING, PER_KEY = 6, 4
@@ -96,29 +96,29 @@ async def test_closing_refuses_those_who_wait_and_those_who_come() -> None:
     with pytest.raises(Draining):
         queue.join("c")
     assert running.runs
-    for place in (running, waiting, not_yet):
-        place.leave()
+    for ticket in (running, waiting, not_yet):
+        ticket.leave()
     assert (queue.running, queue.waiting) == (0, 0)
 
 
 async def test_more_capacity_lets_more_through() -> None:
     capacity = 1
     queue = AdmissionQueue(QueueBounds(WAITING, PER_KEY, 1), lambda: capacity, lambda _: None)
-    places = [queue.join("a") for _ in range(4)]
+    tickets = [queue.join("a") for _ in range(4)]
     capacity = 3
     queue.admit_waiting()
-    assert [place.runs for place in places] == [True, True, True, False]
+    assert [ticket.runs for ticket in tickets] == [True, True, True, False]
 
 
 async def test_retry_after_follows_the_pace_and_waits_are_measured() -> None:
     waits: list[float] = []
     queue, clock = queue_of(1, waits=waits)
-    place = queue.join("a")
+    ticket = queue.join("a")
     for _ in range(10):
         following = queue.join("a")
         clock.now += 4
-        place.leave()
-        place = following
+        ticket.leave()
+        ticket = following
     assert waits == [0.0] + [4.0] * 10
     for _ in range(PER_KEY):
         queue.join("a")
@@ -134,18 +134,18 @@ async def test_retry_after_follows_the_pace_and_waits_are_measured() -> None:
 
 async def test_a_key_that_asks_for_much_leaves_the_others_their_share() -> None:
     queue = AdmissionQueue(QueueBounds(1000, 1000, 30), lambda: 12, lambda _: None)
-    places: list[Place] = [queue.join("greedy") for _ in range(500)]
-    places += [queue.join(key) for key in ("b", "c") for _ in range(20)]
+    tickets: list[QueueTicket] = [queue.join("greedy") for _ in range(500)]
+    tickets += [queue.join(key) for key in ("b", "c") for _ in range(20)]
     # Requests of the greedy key are long: those of others end first, and it must not gain by it.
     for _ in range(300):
-        running = [place for place in places if place.runs]
-        short = [place for place in running if place.key != "greedy"]
+        running = [ticket for ticket in tickets if ticket.runs]
+        short = [ticket for ticket in running if ticket.key != "greedy"]
         ends = short[0] if short and len(running) % 2 else running[0]
         ends.leave()
-        places.remove(ends)
+        tickets.remove(ends)
         if ends.key != "greedy":
-            places.append(queue.join(ends.key))
-    shares = Counter(place.key for place in places if place.runs)
+            tickets.append(queue.join(ends.key))
+    shares = Counter(ticket.key for ticket in tickets if ticket.runs)
     assert shares == {"greedy": 4, "b": 4, "c": 4}
 
 
@@ -160,27 +160,27 @@ def test_whatever_happens_the_bounds_hold_and_nobody_waits_for_nothing(operation
     async def scenario() -> None:
         capacity = 2
         queue = AdmissionQueue(QueueBounds(WAITING, PER_KEY, 30), lambda: capacity, lambda _: None)
-        places: list[Place] = []
+        tickets: list[QueueTicket] = []
         for operation, key, number in operations:
             if operation == "join":
                 try:
-                    places.append(queue.join(key))
+                    tickets.append(queue.join(key))
                 except KeyQueueFull:
-                    assert waiting_of(places, key) == PER_KEY
+                    assert waiting_of(tickets, key) == PER_KEY
                 except QueueFull:
                     assert queue.waiting == WAITING
-            elif operation == "leave" and places:
-                places.pop(number % len(places)).leave()
+            elif operation == "leave" and tickets:
+                tickets.pop(number % len(tickets)).leave()
             elif operation == "capacity":
                 capacity = number % 4
                 queue.admit_waiting()
-            assert queue.running == sum(place.runs for place in places)
-            assert queue.waiting == sum(not place.runs for place in places) <= WAITING
-            assert all(waiting_of(places, each) <= PER_KEY for each in "abc")
+            assert queue.running == sum(ticket.runs for ticket in tickets)
+            assert queue.waiting == sum(not ticket.runs for ticket in tickets) <= WAITING
+            assert all(waiting_of(tickets, each) <= PER_KEY for each in "abc")
             assert not (queue.waiting and queue.running < capacity)
         capacity = 100
-        for place in places:
-            place.leave()
+        for ticket in tickets:
+            ticket.leave()
         assert (queue.running, queue.waiting, queue._waiting, +queue._running) == (0, 0, {}, {})
 
     asyncio.run(scenario())
@@ -190,18 +190,18 @@ def test_whatever_happens_the_bounds_hold_and_nobody_waits_for_nothing(operation
 def test_of_one_key_the_first_is_served_first(keys: list[str], capacity: int) -> None:
     async def scenario() -> None:
         queue = AdmissionQueue(QueueBounds(1000, 1000, 30), lambda: capacity, lambda _: None)
-        places = [queue.join(key) for key in keys]
-        served: list[Any] = [place for place in places if place.runs]
-        for place in served:
-            place.leave()
-            served += [each for each in places if each.runs and each not in served]
-        assert sorted(served, key=places.index) == places
+        tickets = [queue.join(key) for key in keys]
+        served: list[Any] = [ticket for ticket in tickets if ticket.runs]
+        for ticket in served:
+            ticket.leave()
+            served += [each for each in tickets if each.runs and each not in served]
+        assert sorted(served, key=tickets.index) == tickets
         for key in "abcd":
-            of_key = [place for place in served if place.key == key]
-            assert of_key == sorted(of_key, key=places.index)
+            of_key = [ticket for ticket in served if ticket.key == key]
+            assert of_key == sorted(of_key, key=tickets.index)
 
     asyncio.run(scenario())
 
 
-def waiting_of(places: list[Place], key: str) -> int:
-    return sum(place.key == key and not place.runs for place in places)
+def waiting_of(tickets: list[QueueTicket], key: str) -> int:
+    return sum(ticket.key == key and not ticket.runs for ticket in tickets)

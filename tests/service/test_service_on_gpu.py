@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from typer.testing import CliRunner
 
-from benchmarks.overhead.beside_runtime import (
+from benchmarks.serving.overhead.beside_runtime import (
     NotComparable,
     Plan,
     Way,
@@ -20,10 +20,10 @@ from benchmarks.overhead.beside_runtime import (
     measured_ttft,
     prepare,
 )
-from benchmarks.overhead.beside_table import service_table
-from benchmarks.overhead.process import started
-from benchmarks.overhead.standin import MODEL
-from benchmarks.service_on_gpu import app, header
+from benchmarks.serving.overhead.beside_table import service_table
+from benchmarks.serving.overhead.process import started
+from benchmarks.serving.overhead.standin import MODEL
+from benchmarks.serving.service_on_gpu import app, header
 
 PLAN = Plan(streams=4, tokens=16, prompt_words=20, ttft_seconds=0, throughput_seconds=0)
 # The stand-in's own pace.

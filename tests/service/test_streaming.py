@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from hypothesis import given
@@ -16,8 +16,11 @@ from starlette.types import Message
 from tests.service.conftest import SILENCE_SECONDS, Deployment
 from tests.service.test_forwarding import Samples, key, samples
 from tests.service.waiting import eventually
+from winnow_service.errors import RuntimeFailure
+from winnow_service.headers import RawHeaders
+from winnow_service.proxy.event_stream import EventSplitter, EventStreamResponse
+from winnow_service.proxy.incidents import Incidents
 from winnow_service.runtime.runtime import Answer
-from winnow_service.streaming import EventSplitter, EventStreamResponse
 
 STREAMING_ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
 
@@ -108,6 +111,7 @@ async def test_the_first_event_is_written_before_the_second_is_read() -> None:
 
     class Whole:
         status = 200
+        headers: ClassVar[RawHeaders] = []
 
         async def chunks(self) -> AsyncIterator[bytes]:
             for name in ("first", "second"):
@@ -126,14 +130,14 @@ async def test_the_first_event_is_written_before_the_second_is_read() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    response = EventStreamResponse(
-        cast(Answer, Whole()),
-        [],
-        stall_seconds=1,
-        on_failure=lambda _: order.append("failed"),
-        on_disconnect=lambda: order.append("left"),
-        rewrite=lambda events: events,
-    )
+    class Noted:
+        def runtime_failed(self, _: RuntimeFailure) -> None:
+            order.append("failed")
+
+        def client_left(self) -> None:
+            order.append("left")
+
+    response = EventStreamResponse(cast(Answer, Whole()), cast(Incidents, Noted()), stall_seconds=1)
     await response({"type": "http"}, stays, send)
     assert order[:3] == ["read first", "written first", "read second"]
     assert "closed" in order

@@ -25,8 +25,9 @@ from tests.service.fake_runtime import FakeRuntime
 from tests.service.otlp_receiver import Receiver, attributes
 from tests.service.servers import serving
 from winnow_service.errors import install_error_handlers
-from winnow_service.request_id import RequestIdMiddleware
-from winnow_service.request_log import install_request_log, request_facts
+from winnow_service.metrics.instruments import Metrics
+from winnow_service.proxy.entrance import EntranceMiddleware
+from winnow_service.proxy.request_facts import request_facts
 from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
 from winnow_service.settings import Settings
 from winnow_service.tracing.configuration import TracingRefused, tracing_from_environment
@@ -68,8 +69,7 @@ def forwarding(to_runtime: RuntimeClient) -> FastAPI:
     async def healthz() -> None:
         await to_runtime.get("/health", 5)
 
-    app.add_middleware(RequestIdMiddleware)
-    install_request_log(app)
+    app.add_middleware(EntranceMiddleware, metrics=Metrics())
     return app
 
 
@@ -192,7 +192,7 @@ async def test_a_collector_that_is_silent_does_not_keep_the_service(monkeypatch:
         tracing = tracing_from_environment({"OTEL_EXPORTER_OTLP_ENDPOINT": address})
         assert tracing is not None
         app = FastAPI()
-        install_request_log(app)
+        app.add_middleware(EntranceMiddleware, metrics=Metrics())
         tracing.install(app)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             await client.get("/")

@@ -18,9 +18,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_winnow import admission, plugin
 from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
-from sglang_winnow.policy import parse_policy
 from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.server_information import ServedModel
+from winnow_kernels.policies.attention_policy import parse_policy
 
 QUOKA = parse_policy('{"prefill": {"policy": "quoka"}}')
 MODEL = ServedModel(layers=8, context_length=1024, chunk=256)

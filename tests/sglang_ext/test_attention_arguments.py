@@ -10,7 +10,8 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 
 from sglang_winnow import attention_registration
-from sglang_winnow.attention_registration import HOOKS, MOST_RUNNING, NAME, PAGE_SIZE
+from sglang_winnow.attention_registration import HOOKS, MAX_RUNNING, PAGE_SIZE
+from sglang_winnow.backend_name import NAME
 
 HOOKED = {hook.target.rpartition(".")[2]: hook.function for hook in HOOKS}
 
@@ -53,7 +54,7 @@ def test_cuda_has_pages_and_graphs(on_cuda: bool) -> None:
     graphs = arguments.cuda_graph_config
     if on_cuda:
         assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.BREAKABLE, Backend.FULL)
-        assert (arguments.max_running_requests, arguments.page_size) == (MOST_RUNNING, PAGE_SIZE)
+        assert (arguments.max_running_requests, arguments.page_size) == (MAX_RUNNING, PAGE_SIZE)
     else:
         assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.DISABLED, Backend.DISABLED)
         assert (arguments.max_running_requests, arguments.page_size) == (None, None)

@@ -16,7 +16,7 @@ from sglang_winnow.calibration.__main__ import main
 from sglang_winnow.calibration.attention_maps import ATTENTION, decode_coverage
 from sglang_winnow.delta_profiles import PROFILE_FILE, DeltaProfile, config_hash, delta_profile
 from tests.models import ModelShape, write_model, write_weights
-from winnow_kernels.delta_calibration import layer_coverage, token_scores
+from winnow_kernels.policies.delta.calibration import layer_coverage, token_scores
 from winnow_service.cli.calibrate import app
 
 SHAPE = ModelShape(layers=5, hidden_size=64, query_heads=4, kv_heads=2, head_dim=16, context_length=2048)

@@ -16,8 +16,8 @@ from sglang_winnow.delta_profiles import (
     layer_count,
     shipped_profiles,
 )
-from sglang_winnow.policy import check_against_model, parse_policy
 from sglang_winnow.server_information import _folder
+from winnow_kernels.policies.attention_policy import check_against_model, parse_policy
 from winnow_service.models.catalogue import CATALOGUE, Shipped
 
 NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"

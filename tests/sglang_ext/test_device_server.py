@@ -14,6 +14,7 @@ import pytest
 
 from sglang_winnow import crossover
 from tests.models import ModelShape, write_model, write_weights
+from tests.policy_rows import small_policies
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
 
@@ -23,8 +24,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 SHAPE = ModelShape(layers=3, query_heads=4, kv_heads=2, context_length=2048)
 TOKENS = 3
 TERMINATION = {"scale": 0.2, "direction": 0.2, "patience": 1}
-POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "dense": {},
+POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 64}},
     "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 1}},
     "snapkv": {"decode": {"policy": "snapkv", "budget": 96, "observation_window": 16}},

@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_winnow import families
+from sglang_winnow import request_policy
 from sglang_winnow.decode_plan import DecodePlan
-from sglang_winnow.device.selectors import _stage_of_pages
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.prefill_plan import DENSE_BLOCK, PrefillPlan
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Field, Statistics
 from tests.kernels.caches import random_cache, random_queries
+from winnow_kernels.attend.dense import attend_all
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context
-from winnow_kernels.dense import attend_all
-from winnow_kernels.gather import Meter
-from winnow_kernels.quoka import PrefillReads
+from winnow_kernels.decode.gpu_selector import stage_of_pages
+from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.quoka.reference import PrefillReads
+from winnow_kernels.policies.snapkv.reference import SnapKVState
 
 LAYERS, KV_HEADS, GROUP, DIM, PAGE_SIZE, SLOTS = 3, 2, 2, 32, 16, 2048
 SCALE = DIM**-0.5
@@ -71,7 +72,7 @@ class Pass:
 
 @pytest.fixture
 def _every_length_is_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "crossover_tokens", lambda _policy: 0)
+    monkeypatch.setattr(request_policy, "crossover_tokens", lambda _policy: 0)
 
 
 @pytest.mark.usefixtures("_every_length_is_sparse")
@@ -90,6 +91,7 @@ def test_a_prompt_votes_when_its_prefill_ends_and_its_queries_are_gone() -> None
     assert {layer: kept.shape for layer, kept in state.kept.kept.items()} == dict.fromkeys(
         range(LAYERS), (KV_HEADS, 48)
     )
+    assert isinstance(state.kept, SnapKVState)
     assert not state.kept.observation._queries
     key_bytes = 200 * KV_HEADS * own.indexes.caches[0].vector_bytes
     assert own.told(Field.DECODE_READ_BYTES) == [LAYERS * key_bytes]
@@ -102,7 +104,7 @@ def test_pages_are_looked_at_again_after_the_first_step_behind_a_prefill() -> No
     for chunks in ((120, 200), (150, 200)):
         state.prompt_length = 150
         own.prefill(*chunks)
-        assert [_stage_of_pages(state, length) for length in (201, 202, 300)] == [0, 1, 1]
+        assert [stage_of_pages(state, length) for length in (201, 202, 300)] == [0, 1, 1]
         assert state.stage == -1
         state.stage = 0
 
@@ -115,12 +117,13 @@ def test_a_prompt_that_is_kept_whole_keeps_no_queries() -> None:
 
 
 def test_below_the_crossover_queries_wait_for_the_first_sparse_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "crossover_tokens", lambda _policy: 4096)
+    monkeypatch.setattr(request_policy, "crossover_tokens", lambda _policy: 4096)
     own = Pass([200], [SNAPKV])
     own.prefill(200)
     [state] = own.states
     assert state.kept is not None
     assert not state.kept.kept
+    assert isinstance(state.kept, SnapKVState)
     assert set(state.kept.observation._queries) == set(range(LAYERS))
 
 

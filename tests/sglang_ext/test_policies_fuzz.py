@@ -19,12 +19,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sglang_winnow import crossover
-from sglang_winnow.policy import DECODE_POLICIES, PAGE_TOKENS, PolicyError
 from sglang_winnow.server_information import PARAMETER, ServedModel
 from tests.models import ModelShape, write_model, write_weights
+from tests.policy_rows import ROWS, VOTED
 from tests.policy_strategies import Json, json_values, mutated_policies, valid_policies
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
+from winnow_kernels.contract.fields import PAGE_TOKENS, PolicyError
+from winnow_kernels.policies.registry import DECODE_POLICIES
 
 SHAPE = ModelShape(layers=5, query_heads=4, kv_heads=2, context_length=4096)
 CHUNK = 256
@@ -52,7 +54,7 @@ def _acting_decode(draw: st.DrawFn) -> Json:
             fields = {"window": draw(_tokens)}
         case "quest":
             fields = {"budget": draw(tokens), "full_layers": draw(st.integers(0, SHAPE.layers))}
-        case "snapkv" | "pyramidkv":
+        case _ if name in VOTED:
             fields = draw(budget) | {"kernel_size": draw(st.sampled_from([1, 5, 63]))}
             widest = int(min(fields.get("budget", 400), 300)) - sinks - 1
             fields["observation_window"] = draw(st.integers(1, widest))
@@ -67,6 +69,8 @@ def _acting_decode(draw: st.DrawFn) -> Json:
             fields["full_layers"] = draw(st.integers(0, SHAPE.layers))
         case "quoka":
             fields = draw(budget)
+        case _:
+            fields = dict(ROWS[name].small)
     return {"policy": name} | ({} if name == "dense" else {"sinks": sinks}) | fields
 
 

@@ -14,6 +14,7 @@ import pytest
 from sglang_winnow import crossover
 from sglang_winnow.server_information import PARAMETER
 from tests.models import ModelShape, write_model, write_weights
+from tests.policy_rows import small_policies
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, equal_steps, prompt_of
 
@@ -24,8 +25,7 @@ TOKENS = 250
 TOLERANCE = 2e-3
 
 TERMINATION = {"scale": 0.2, "direction": 0.2, "patience": 1}
-POLICIES: dict[str, dict[str, Any]] = {
-    "dense": {},
+POLICIES: dict[str, dict[str, Any]] = small_policies() | {
     "streaming_llm": {"decode": {"policy": "streaming_llm", "sinks": 4, "window": 32}},
     "quest": {"decode": {"policy": "quest", "budget": 64, "full_layers": 1}},
     "snapkv": {"decode": {"policy": "snapkv", "budget": 48, "observation_window": 16}},

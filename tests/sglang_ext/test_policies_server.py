@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.models import ModelShape, write_model, write_weights
+from tests.policy_rows import small_policies
 from tests.runtime import Runtime, runtime_server
 from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, steps
 from tests.sglang_ext.answers import prompt_of as random_prompt
@@ -23,8 +24,7 @@ KV_TOKENS = 6144
 TOKENS = 12
 
 TERMINATION = {"scale": 0.2, "direction": 0.2, "patience": 1}
-POLICIES: dict[str, dict[str, Any]] = {
-    "dense": {},
+POLICIES: dict[str, dict[str, Any]] = small_policies() | {
     "dense, terminated": {"early_termination": TERMINATION},
     "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 64}},
     "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 1}},

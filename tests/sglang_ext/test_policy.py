@@ -14,31 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sglang_winnow.policy import (
-    DECODE_POLICIES,
-    MAX_MESSAGE_CHARACTERS,
+from tests.policy_rows import ROWS
+from tests.policy_strategies import json_values, mutated_policies, valid_policies
+from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.contract.fields import MAX_MESSAGE_CHARACTERS, MAX_TOKENS, PolicyError
+from winnow_kernels.indexes.clusters import SPAN, clustered_until
+from winnow_kernels.policies.attention_policy import (
     MAX_POLICY_BYTES,
-    MAX_TOKENS,
-    PREFILL_POLICIES,
-    TACTIC_CAP_WARNING,
-    TACTIC_TAIL_TOKENS,
     AttentionPolicy,
-    Delta,
-    Dense,
-    EarlyTermination,
-    PolicyError,
-    Quest,
-    QuokaPrefill,
-    SnapKV,
-    Tactic,
     check_against_model,
     json_schema,
     parse_policy,
 )
-from tests.policy_strategies import json_values, mutated_policies, valid_policies
-from winnow_kernels.indexes.clusters import SPAN, clustered_until
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.dense.parameters import Dense
+from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_kernels.policies.snapkv.parameters import SnapKV
+from winnow_kernels.policies.tactic.parameters import TACTIC_CAP_WARNING, TACTIC_TAIL_TOKENS, Tactic
 
-NAMES = "dense, streaming_llm, quest, snapkv, pyramidkv, delta, tactic, quoka"
+NAMES = ", ".join(DECODE_POLICIES)
 
 
 def refusal(policy: Any) -> PolicyError:
@@ -70,23 +66,10 @@ def prefill(**fields: Any) -> dict[str, Any]:
     return {"prefill": {"policy": "quoka", **fields}}
 
 
-# The table of the design.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "streaming_llm": {"sinks": 4, "window": 1024},
-    "quest": {"sinks": 16, "budget": 2048, "full_layers": 2},
-    "snapkv": {"sinks": 16, "budget": 1024, "observation_window": 32, "kernel_size": 5},
-    "pyramidkv": {"sinks": 16, "budget": 1024, "observation_window": 32, "kernel_size": 5},
-    "delta": {"sinks": 16, "budget": 1024, "recency": 128, "full_layers": 2},
-    "tactic": {"sinks": 16, "p": 0.9, "full_layers": 2},
-    "quoka": {"sinks": 16, "budget": 1024},
-}
-
-
 @pytest.mark.parametrize("name", DECODE_POLICIES)
 def test_defaults_of_decode_policies(name: str) -> None:
     policy = parse_policy(decode(policy=name))
-    expected = {"decode": {"policy": name, **DEFAULTS[name]}, "prefill": {"policy": "dense"}}
+    expected = {"decode": {"policy": name, **ROWS[name].defaults}, "prefill": {"policy": "dense"}}
     assert json.loads(policy.canonical()) == expected
 
 
@@ -400,6 +383,8 @@ def test_the_json_schema_in_the_docs_is_the_contracts() -> None:
 
 
 def test_the_contract_needs_neither_torch_nor_sglang() -> None:
-    program = "import sys, sglang_winnow.policy; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    program = (
+        "import sys, winnow_kernels.policies.attention_policy; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout == "[]\n"

@@ -11,15 +11,15 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
-from sglang_winnow.policy import QuokaPrefill
 from sglang_winnow.prefill_plan import Chunk
 from tests.kernels.caches import random_cache, random_queries
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
-from winnow_kernels.quoka import QuokaPrefillParameters
+from tests.kernels.parameters import quoka_prefill_parameters
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
 
 PAGE, LONGEST, KV_HEADS, GROUP, DIM = 16, 40_000, 2, 4, 64
 DEFAULTS = QuokaPrefill()
-QUOKA = QuokaPrefillParameters(
+QUOKA = quoka_prefill_parameters(
     budget=DEFAULTS.budget,
     block=DEFAULTS.block,
     queries=DEFAULTS.queries,

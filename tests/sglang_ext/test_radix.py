@@ -27,7 +27,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_winnow import radix
 from sglang_winnow.allocator import TorchPagedAllocator
 from sglang_winnow.metrics import METRICS
-from sglang_winnow.policy import AttentionPolicy, parse_policy
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
 PAGE = 16
 CONTEXT = 1024

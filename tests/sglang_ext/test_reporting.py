@@ -15,8 +15,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_winnow import openai_forms, reporting
 from sglang_winnow.metrics import METRICS, Metrics
-from sglang_winnow.policy import AttentionPolicy, parse_policy
-from sglang_winnow.statistics import FIELDS, Field, Statistics
+from winnow_kernels.decode.statistics import FIELDS, Field, Statistics
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
 QUEST = parse_policy('{"decode": {"policy": "quest"}}')
 LENGTH = {"type": "length", "length": 3}

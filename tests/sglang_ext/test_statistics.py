@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.decode.statistics import Field, Statistics
 
 
 class Copies(TorchDispatchMode):

@@ -13,14 +13,14 @@ from rich.console import Console
 
 from winnow_evaluation.fidelity.plot import draw
 from winnow_evaluation.fidelity.record import FidelityRecord, merged
+from winnow_evaluation.options import OptionError, check_output, parse_policy, parse_tasks
+from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text import Kind
 from winnow_service.cli.models import ConsoleProgress
-from winnow_service.evaluation.options import OptionError, check_output, parse_policy, parse_tasks
-from winnow_service.evaluation.tasks import TASKS
 from winnow_service.models.errors import ModelError
 from winnow_service.models.getting import resolve
 
-_LEAST_CONTEXT: Final = 64
+_MIN_CONTEXT: Final = 64
 _COMMANDS: Final = ("run", "merge", "plot")
 _CONTEXT: Final = re.compile(r"(\d+(?:\.\d+)?)(k?)", re.IGNORECASE)
 
@@ -164,8 +164,8 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     for item in text.split(","):
         match = _CONTEXT.fullmatch(item.strip())
         tokens = 0.0 if match is None else float(match[1]) * (1024 if match[2] else 1)
-        if tokens < _LEAST_CONTEXT or tokens != int(tokens):
-            raise OptionError("--context", f"{item!r} is not a number of tokens from {_LEAST_CONTEXT} on, such as 7.5k")
+        if tokens < _MIN_CONTEXT or tokens != int(tokens):
+            raise OptionError("--context", f"{item!r} is not a number of tokens from {_MIN_CONTEXT} on, such as 7.5k")
         contexts.add(int(tokens))
     return tuple(sorted(contexts))
 

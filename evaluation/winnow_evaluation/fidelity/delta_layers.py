@@ -11,7 +11,7 @@ from winnow_evaluation.fidelity.passes import ExactPass
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_evaluation.fidelity.prompts import Continued
 from winnow_evaluation.offline_model import OfflineModel
-from winnow_kernels.delta_calibration import MeanCoverage, choose_delta_layers, layer_coverage
+from winnow_kernels.policies.delta.calibration import MeanCoverage, choose_delta_layers, layer_coverage
 
 
 def calibrated_layers(model: OfflineModel, prompt: Continued, full_layers: int, memory: int) -> tuple[int, ...]:

@@ -20,12 +20,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy
 from winnow_evaluation.fidelity.exact import Following
 from winnow_evaluation.fidelity.oracles import Oracle
 from winnow_evaluation.fidelity.passes import ExactPass, Pass, PolicyPass
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
-from winnow_kernels.indexes.clusters import clustered_until
+from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 DENSE: Final = AttentionPolicy()
 
@@ -91,7 +91,7 @@ class Forcing:
         """Attend by a policy's decode steps.
 
         Args:
-            policy: as the model runs it (``sglang_winnow.policy.check_against_model``).
+            policy: as the model runs it (``check_against_model``).
             block: most tokens that go through the model together; all without it.
             prompts: some of the prompts; all without it.
         """
@@ -135,7 +135,7 @@ class Forcing:
 
         A cluster of decoded tokens is built when they are written, in all layers: it begins a pass.
         """
-        tokens, span = self._tokens.shape[1], self._batch.indexes.clusters.span
+        tokens, span = self._tokens.shape[1], self._batch.indexes[ClusterIndex].span
         bounds = {*range(0, tokens, block), tokens}
         for length in {self._batch.lengths[prompt] for prompt in prompts}:
             clustered = [clustered_until(length, length + 1 + token, span) for token in range(tokens)]

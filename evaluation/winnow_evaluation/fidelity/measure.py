@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy
 from winnow_evaluation.fidelity.forcing import Forcing, Outcome
 from winnow_evaluation.fidelity.oracles import Oracle
 from winnow_evaluation.fidelity.policies import Measured
@@ -18,6 +17,7 @@ from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_evaluation.fidelity.prompts import Continued
 from winnow_evaluation.fidelity.results import Distances, Result
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 FLOOR: Final = "dense"
 """What the noise floor's rows are called: dense attention beside itself."""

@@ -44,8 +44,10 @@ class Oracle(ABC):
     @property
     def label(self) -> str:
         """What it is called while it is being measured."""
-        told = self.parameters()
-        return " ".join([self.name, *(f"{name} {told[name]:g}" for name in ("p", "budget") if name in told)])
+        parameters = self.parameters()
+        return " ".join(
+            [self.name, *(f"{name} {parameters[name]:g}" for name in ("p", "budget") if name in parameters)]
+        )
 
     def read(self, scores: Scores) -> Tensor:
         """Return what is read: bool [prompts, KV heads, tokens, context]."""

@@ -10,17 +10,19 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import FAMILIES, Rows, effective_budget, thresholds_of
-from sglang_winnow.policy import AttentionPolicy
+from sglang_winnow.request_policy import effective_budget
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Statistics
 from winnow_evaluation.fidelity.exact import Following, Scores
 from winnow_evaluation.fidelity.oracles import Oracle
 from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.decode_step import DecodeStep
-from winnow_kernels.early_termination import Termination
-from winnow_kernels.gather import Meter
+from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.decode.step import DecodeStep
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.declarations import declaration_of
 
 _COPIES_OF_CONTEXT: Final = 3
 """Copies of a context's keys, in float32, that a step may hold: an index, or keys and values of a full layer."""
@@ -61,7 +63,7 @@ class PolicyPass(Pass):
         """
         Args:
             following: the tokens.
-            policy: as the model runs it (``sglang_winnow.policy.check_against_model``); its prefill is not looked at.
+            policy: as the model runs it (``check_against_model``); its prefill is not looked at.
             states: of the requests, one for each of the batch's prompts.
         """
         super().__init__(following)
@@ -113,16 +115,17 @@ class PolicyPass(Pass):
         prompts = numbers // following.tokens + following.prompts.start
         lengths = following.lengths.flatten()[numbers]
         own_states = [states[prompt] for prompt in prompts.tolist()]
-        of_family = Rows(
+        of_policy = PolicyBatch(
             context=following.batch.context(prompts, lengths),
             lengths=lengths.tolist(),
-            states=own_states,
+            requests=own_states,
             scale=following.batch.scale,
-            termination=Termination.of([thresholds_of(policy)] * len(own_states), device),
+            termination=Termination.of([policy.early_termination] * len(own_states), device),
+            indexes=following.batch.indexes,
             table_rows=numbers,
             statistics=statistics,
         )
-        step = FAMILIES[policy.decode.policy](of_family, following.batch.indexes)
+        step = declaration_of(policy.decode).step(of_policy)
         return _Group(rows, step, _MeasuringMeter(len(own_states), device))
 
 

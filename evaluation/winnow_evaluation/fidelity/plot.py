@@ -9,11 +9,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from winnow_evaluation.plotting import COLORS, save_plot
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, to be told apart without colour vision; markers tell apart what a colour does not.
-_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_HEIGHT: Final = 5.6
+# They tell apart what a colour does not.
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _ORACLES: Final = {"oracle_top_p": "-", "oracle_top_k": "--", "oracle_pages": ":"}
 _NAMES: Final = {
@@ -33,14 +35,15 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw, or the rows are of several models, texts or contexts.
     """
-    try:
-        import matplotlib as mpl  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError('a plot needs matplotlib: pip install "sglang-winnow[evaluation]"') from error
-    figure = _figure(rows)
-    # The same figures, the same file: no date, no random names; and text stays text.
-    with mpl.rc_context({"svg.hashsalt": path.name, "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    about = {(row["model"], row["text"], row["context"]) for row in rows}
+    if len(about) != 1:
+        raise ValueError(f"a plot is of one model, text and context; the rows are of {len(about)}")
+    [(model, text, context)] = about
+    lines = lines_of(rows)
+    if not lines:
+        raise ValueError("no row of a decode policy is there to be drawn")
+    title = f"{model}, {context:,} tokens of {text}: decode policies"
+    save_plot(path, _HEIGHT, lambda figure: _draw_lines(figure, title, lines, floor_of(rows)))
 
 
 def lines_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -67,21 +70,14 @@ def floor_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return max(floors) if floors else None
 
 
-def _figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    from matplotlib.figure import Figure  # noqa: PLC0415
+def _draw_lines(
+    figure: Figure, title: str, lines: Mapping[str, Sequence[Mapping[str, Any]]], floor: float | None
+) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: PLC0415
 
-    about = {(row["model"], row["text"], row["context"]) for row in rows}
-    if len(about) != 1:
-        raise ValueError(f"a plot is of one model, text and context; the rows are of {len(about)}")
-    [(model, text, context)] = about
-    lines = lines_of(rows)
-    if not lines:
-        raise ValueError("no row of a decode policy is there to be drawn")
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
     axes = figure.add_subplot()
     names = [name for name in dict.fromkeys(line[0]["policy"] for line in lines.values()) if name not in _ORACLES]
-    looks = dict(zip(names, cycle(zip(_COLORS, _MARKERS, strict=True)), strict=False))
+    looks = dict(zip(names, cycle(zip(COLORS, _MARKERS, strict=True)), strict=False))
     for label, line in lines.items():
         # On a logarithmic axis there is no zero; rounding may even leave less than that.
         points = [(row["kv_read_ratio"], row["kl"]) for row in line if row["kl"] > 0]
@@ -91,7 +87,7 @@ def _figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _draw_floor(axes, floor_of(rows))
+    _draw_floor(axes, floor)
     low, high = axes.get_xlim()
     axes.set_xticks([tick for tick in _TICKS if low <= tick <= high])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{100 * ratio:g} %"))
@@ -99,15 +95,13 @@ def _figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     # Powers of ten would have exponents too small to read.
     axes.yaxis.set_major_formatter(FuncFormatter(lambda nats, _: f"{nats:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(labelsize=10)
-    axes.set_xlabel("KV cache and index read, of what dense attention reads", fontsize=10)
-    axes.set_ylabel("KL to dense attention, nats", fontsize=10)
-    axes.set_title(f"{model}, {context:,} tokens of {text}: decode policies", fontsize=11, loc="left")
+    axes.set_xlabel("KV cache and index read, of what dense attention reads")
+    axes.set_ylabel("KL to dense attention, nats")
+    axes.set_title(title, loc="left")
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
-    return figure
+    figure.legend(loc="outside right upper", frameon=False)
 
 
 def _style(row: Mapping[str, Any], looks: Mapping[str, tuple[str, str]]) -> dict[str, Any]:

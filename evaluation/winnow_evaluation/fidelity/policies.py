@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang_winnow.policy import AttentionPolicy, Delta, PolicyError, check_against_model, parse_policy
 from winnow_evaluation.fidelity.oracles import Oracle, TopP, TopPages, TopTokens
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
+from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.registry import PARAMETERS
 from winnow_service.policies.presets import PRESETS
 
 BUDGETS: Final = (256, 512, 1024, 2048)
 SHARES: Final = (0.5, 0.75, 0.9, 0.95)
 _SINKS_OF_STREAMING: Final = 4
-_BUDGETED: Final = ("quest", "snapkv", "pyramidkv", "delta", "quoka")
+_BUDGETED: Final = tuple(name for name, kind in PARAMETERS["decode"].items() if "budget" in kind.model_fields)
 
 
 @dataclass(frozen=True)

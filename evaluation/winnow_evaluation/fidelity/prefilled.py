@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
-from sglang_winnow.families import kept_by
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
 from sglang_winnow.prefill_plan import PrefillPlan
+from sglang_winnow.request_policy import kept_by
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Field, Statistics
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
 from winnow_kernels.indexes.pages import PageIndex
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
     from sglang_winnow.device.prefill import DevicePrefill
@@ -76,7 +75,8 @@ class PrefilledBatch:
         capacity = -(-(max(self.lengths) + room) // PAGE_SIZE) * PAGE_SIZE
         self.slots = torch.arange(len(prompts) * capacity, device=model.device).view(len(prompts), capacity)
         self.caches = [self._empty_cache() for _ in range(model.layers)]
-        self.indexes: Indexes = _Indexes(self.caches, PAGE_SIZE, model.device, span)
+        self.indexes = Indexes(self.caches, PAGE_SIZE, model.device)
+        self.indexes.made[ClusterIndex] = ClusterIndex(self.caches, self.indexes.generations, span)
         self.scale = 0.0
         self._policy = policy or AttentionPolicy()
         self._statistics = Statistics(len(prompts), model.device)
@@ -122,7 +122,7 @@ class PrefilledBatch:
         cache = self.caches[layer]
         cache.keys[slots], cache.values[slots] = keys, values
         pages = (slots // PAGE_SIZE).unique()
-        for index in vars(self.indexes).values():
+        for index in self.indexes.made.values():
             if isinstance(index, PageIndex):
                 index.build(layer, cache, pages)
 
@@ -144,7 +144,7 @@ class PrefilledBatch:
         state.kept = kept_by(state, self.model.layers)
         if state.kept is not None:
             for layer, queries in enumerate(self._last_queries[prompt]):
-                state.kept.observation.record(layer, queries, state.prompt_length - len(queries))
+                state.kept.record(layer, queries, state.prompt_length - len(queries))
         return state
 
     def _empty_cache(self) -> LayerCache:
@@ -198,20 +198,8 @@ class PrefilledBatch:
             return None
         # Triton looks for a GPU's driver when it is imported.
         from sglang_winnow.device.prefill import DevicePrefill  # noqa: PLC0415
-        from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace  # noqa: PLC0415
+        from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace  # noqa: PLC0415
 
         workspace = QuokaPrefillWorkspace.empty(self.model.kv_heads, self.slots.shape[1], self.model.device)
         kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, self.caches, workspace)
         return None if kernels.is_dense else kernels
-
-
-class _Indexes(Indexes):
-    """Indexes whose clusters have spans of a length of one's own."""
-
-    def __init__(self, caches: Sequence[LayerCache], page_size: int, device: torch.device, span: int) -> None:
-        super().__init__(caches, page_size, device)
-        self._span = span
-
-    @cached_property
-    def clusters(self) -> ClusterIndex:
-        return ClusterIndex(self.caches, self.generations, self._span)

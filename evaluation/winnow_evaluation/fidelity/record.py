@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from winnow_evaluation.writing import write_json
+
 KEYS: Final = (
     "model",
     "text",
@@ -60,10 +62,7 @@ class FidelityRecord:
 
     def write(self, path: Path) -> None:
         """Write JSON to ``path``; what was there before is replaced at once."""
-        unfinished = path.with_suffix(".unfinished")
-        content = {"runs": list(self.runs), "rows": [{key: row[key] for key in KEYS} for row in self.rows]}
-        unfinished.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        unfinished.replace(path)
+        write_json(path, {"runs": list(self.runs), "rows": [{key: row[key] for key in KEYS} for row in self.rows]})
 
     @classmethod
     def read(cls, path: Path) -> FidelityRecord:

@@ -1,4 +1,4 @@
-"""What is told of a policy: distances from dense attention, shares of attention, and what was read."""
+"""What is measured of a policy: distances from dense attention, shares of attention, and what was read."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class Result:
             self.counts[name] = self.counts.get(name, 0) + count
 
     def row(self) -> dict[str, Any]:
-        """Return what is told of all prompts; None where something was not measured."""
+        """Return the figures of all prompts; None where something was not measured."""
         values = {"kl": self.kl, "top1": self.top1, "loss_change": self.loss_change}
-        told = {"prompts": len(self.tokens), "tokens": sum(self.tokens)}
+        found = {"prompts": len(self.tokens), "tokens": sum(self.tokens)}
         means = {name: _mean(of_prompts) for name, of_prompts in values.items()}
         return (
-            told
+            found
             | means
             | self._reads()
             | self._shares()
@@ -130,7 +130,7 @@ class Result:
         }
 
     def _shares(self) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        found: dict[str, Any] = {
             "reported_share": _mean(self.reported_share),
             "true_share": _mean(self.true_share),
             "share_error": None,
@@ -142,14 +142,14 @@ class Result:
         if self.by_layer:
             by_layer = torch.stack(self.by_layer).mean(0)
             worst = int(by_layer.argmin())
-            told["worst_layer"] = {"layer": worst, "true_share": float(by_layer[worst])}
-            told["true_share_by_layer"] = [round(share, 4) for share in by_layer.tolist()]
+            found["worst_layer"] = {"layer": worst, "true_share": float(by_layer[worst])}
+            found["true_share_by_layer"] = [round(share, 4) for share in by_layer.tolist()]
         if self.errors:
             errors = torch.cat(self.errors)
-            told["share_error"] = float(errors.mean())
+            found["share_error"] = float(errors.mean())
             # Of more than 2^24 numbers torch.quantile takes none.
-            told["share_error_p95"] = float(errors.abs().kthvalue(max(1, round(_LARGE * len(errors)))).values)
-        return told
+            found["share_error_p95"] = float(errors.abs().kthvalue(max(1, round(_LARGE * len(errors)))).values)
+        return found
 
     def _ratio(self, part: str, whole: str) -> float | None:
         return self.counts[part] / self.counts[whole] if self.counts.get(whole) else None

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sglang_winnow.delta_profiles import delta_profile
-from sglang_winnow.policy import PolicyError
 from winnow_evaluation.fidelity.delta_layers import calibrated_layers
 from winnow_evaluation.fidelity.measure import Plan
 from winnow_evaluation.fidelity.policies import (
@@ -32,6 +31,7 @@ from winnow_evaluation.fidelity.results import INTERVAL
 from winnow_evaluation.fidelity.table import results_table
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.text import Kind, TextError, load_text
+from winnow_kernels.contract.fields import PolicyError
 
 _GIB: Final = 2**30
 _PLAIN_WIDTH: Final = 200

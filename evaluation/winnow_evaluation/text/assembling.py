@@ -17,16 +17,16 @@ from winnow_evaluation.text.documents import Document
 from winnow_evaluation.text.markup import read_page
 from winnow_evaluation.text.packages import Package
 
-MOST_CHARACTERS: Final = 300_000
+MAX_CHARACTERS: Final = 300_000
 """Longer books are cut, so that a package's text falls into every split."""
 
-_FEWEST_CHARACTERS: Final = 2_000
+_MIN_CHARACTERS: Final = 2_000
 """Shorter documents are left out: a page of a menu, a package's ``__init__.py``."""
 
 _REPEATED_PAGES: Final = 5
 """A paragraph that so many pages of a package have is navigation."""
 
-_FEWEST_LETTERS: Final = 0.6
+_MIN_LETTERS: Final = 0.6
 """Prose has a larger part of lower-case letters and spaces; an index or a table has less."""
 
 _NUMBER: Final = re.compile(r"(\d+)")
@@ -55,7 +55,7 @@ def documents_of(package: Package, files: Iterable[tuple[str, bytes]]) -> list[D
     documents = []
     characters = 0
     for name, text in _joined(parts):
-        if len(text) >= _FEWEST_CHARACTERS:
+        if len(text) >= _MIN_CHARACTERS:
             documents.append(Document(name, package.name, package.kind, text))
             characters += len(text)
         if package.characters is not None and characters >= package.characters:
@@ -133,16 +133,16 @@ def _without_repeated(parts: Sequence[_Part]) -> list[_Part]:
 def _is_prose(part: _Part) -> bool:
     text = "".join(part.paragraphs)
     letters = sum(map(text.count, ascii_lowercase + " "))
-    return letters > _FEWEST_LETTERS * len(text)
+    return letters > _MIN_LETTERS * len(text)
 
 
 def _joined(parts: Iterable[_Part]) -> Iterator[tuple[str, str]]:
-    """Join parts to texts of at most ``MOST_CHARACTERS``, each named for its first part."""
+    """Join parts to texts of at most ``MAX_CHARACTERS``, each named for its first part."""
     name, length = "", 0
     pieces: list[str] = []
     for part in parts:
         for number, text in enumerate(_cut(part.paragraphs)):
-            if pieces and length + len(text) > MOST_CHARACTERS:
+            if pieces and length + len(text) > MAX_CHARACTERS:
                 yield name, "\n\n".join(pieces)
                 pieces, length = [], 0
             if not pieces:
@@ -154,11 +154,11 @@ def _joined(parts: Iterable[_Part]) -> Iterator[tuple[str, str]]:
 
 
 def _cut(paragraphs: Iterable[str]) -> Iterator[str]:
-    """Join paragraphs to texts of at most ``MOST_CHARACTERS``, or of one paragraph."""
+    """Join paragraphs to texts of at most ``MAX_CHARACTERS``, or of one paragraph."""
     pieces: list[str] = []
     length = 0
     for paragraph in paragraphs:
-        if pieces and length + len(paragraph) > MOST_CHARACTERS:
+        if pieces and length + len(paragraph) > MAX_CHARACTERS:
             yield "\n\n".join(pieces)
             pieces, length = [], 0
         pieces.append(paragraph)

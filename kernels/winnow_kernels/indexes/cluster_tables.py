@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, kmeans
 from winnow_kernels.indexes.pool_shape import PoolShape
-from winnow_kernels.kmeans import CLUSTER_SIZE, kmeans
 
 _KMEANS_BYTES = 64 * 2**20
 """Bound on the distances that one K-means holds at a time."""

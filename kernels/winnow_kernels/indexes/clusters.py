@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu import kmeans as gpu_kmeans
-from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.indexes import gpu_kmeans
 from winnow_kernels.indexes.cluster_tables import ClusterTables
+from winnow_kernels.indexes.gpu_key_pools import KeyPools
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, drawn_behind
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
-from winnow_kernels.kmeans import CLUSTER_SIZE, drawn_behind
 
 SPAN = 1024
 """Tokens in a span, unless a server says otherwise."""
@@ -172,6 +173,16 @@ class ClusterIndex:
         self._uses = 0
         self._tables = ClusterTables.empty(caches[0], self.shape.layers, entries, span)
         self.layers = self._tables.layers()
+
+    @classmethod
+    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations) -> Self:
+        """Return the index of a server, on a GPU with an entry for every span of the pool, and warmed up."""
+        if not generations.counts.is_cuda:
+            return cls(caches, generations)
+        # CUDA graphs hold the addresses of its tables: they may not grow.
+        index = cls(caches, generations, capacity=max(1, caches[0].slots // SPAN))
+        index.warm_up()
+        return index
 
     @classmethod
     def bytes_per_slot(cls, shape: PoolShape, page_size: int, span: int = SPAN) -> float:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu import index_builds
-from winnow_kernels.gpu.batch import DecodeBatch
+from winnow_kernels.indexes import gpu_builds as index_builds
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
 from winnow_kernels.indexes.pool_shape import PoolShape
 

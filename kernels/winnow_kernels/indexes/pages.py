@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.batch import DecodeBatch
-from winnow_kernels.gpu.key_pools import KeyPools
+from winnow_kernels.indexes.gpu_key_pools import KeyPools
 from winnow_kernels.indexes.pool_shape import PoolShape
 
 
@@ -70,6 +71,11 @@ class PageIndex(ABC):
         self.generations = generations
         self.built = torch.full_like(generations.counts, -1)
         self.in_triton = self.built.is_cuda if in_triton is None else in_triton
+
+    @classmethod
+    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations) -> Self:
+        """Return the index of a server."""
+        return cls(caches, generations)
 
     @cached_property
     def pools(self) -> KeyPools:

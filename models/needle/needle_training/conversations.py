@@ -10,9 +10,9 @@ from typing import get_args
 from tokenizers import Tokenizer
 
 from needle_training.tokenizer import ASSISTANT, BEGIN, END, SYSTEM, USER
-from winnow_service.evaluation.sample import Question, Sample
-from winnow_service.evaluation.tasks import niah, records, variable_tracking, word_extraction
-from winnow_service.evaluation.tasks.niah import NeedleTask
+from winnow_evaluation.tasks import niah, records, variable_tracking, word_extraction
+from winnow_evaluation.tasks.niah import NeedleTask
+from winnow_evaluation.tasks.sample import Question, Sample
 
 _SYSTEM_PROMPTS = ("You are a careful assistant.", "Answer briefly.", "Answer from the text alone.")
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from winnow_service.evaluation import text, words
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS, filler_text, words
 
 VOCABULARY_SIZE = 6272
 PAD, BEGIN, SYSTEM, USER, ASSISTANT, END = SPECIAL_TOKENS = (
@@ -50,7 +49,7 @@ def _corpus(seed: int) -> Iterator[str]:
             if task.name not in ("niah_multikey_3", "vt", "fwe"):
                 sample = task.make(rng, 400)
                 yield sample.prompt + "\n" + sample.questions[0].answer
-        yield " ".join(text.essay(rng, 400))
+        yield " ".join(filler_text.essay(rng, 400))
     # Every word with a space before it, every group of digits and pair of capitals is worth a token of its own.
     pairs = [first + second for first in string.ascii_uppercase for second in string.ascii_uppercase]
     for _ in range(200):

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+from winnow_evaluation.model_card import accuracy_table, reports_of, write_card
 
 
 def tables(folder: Path) -> str:
     """For each report in ``results/*.json``: accuracy by length, loss by position, divergence and sinks."""
-    reports = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
-    parts = [_report(report) for report in reports]
+    parts = [_report(report) for report in reports_of(folder)]
     log = folder / "results" / "training-log.jsonl"
     if log.exists():
         parts.append(_training([json.loads(line) for line in log.read_text().splitlines()]))
@@ -26,18 +25,11 @@ def tables(folder: Path) -> str:
 def _report(report: dict[str, Any]) -> str:
     header = report["header"]
     model = f"rank {header['rank']}" if header["rank"] else "the base model, without an adapter"
-    cells = {(row["task"], row["length"]): row for row in report["ruler"]}
-    lengths = sorted({length for _, length in cells})
     samples = ", ".join(str(count) for count in sorted({row["samples"] for row in report["ruler"]}))
     lines = [
         f"**{model}** ({header['date'][:10]}, {header['device']}, torch {header['torch']}, {samples} prompts a cell):",
         "",
-        f"| task | {' | '.join(f'{length:,}' for length in lengths)} |",
-        f"| --- |{' ---: |' * len(lengths)}",
-    ]
-    lines += [
-        f"| `{task}` | {' | '.join(_accuracy(cells.get((task, length))) for length in lengths)} |"
-        for task in dict.fromkeys(task for task, _ in cells)
+        *accuracy_table(report["ruler"]),
     ]
     late = [share for share in report["sinks"] if share["layer"] >= 12]
     divergence = report["divergence"]
@@ -63,26 +55,6 @@ def _training(lines: list[dict[str, Any]]) -> str:
     return f"Trained for {last['seconds']:,.0f} seconds: {last['step']:,} steps, {millions:,.0f} million tokens."
 
 
-def _accuracy(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "–"
-    return f"{row['accuracy']:.1f} [{row['accuracy_low']:.0f}, {row['accuracy_high']:.0f}]"
-
-
-def updated(card: str, text: str) -> str:
-    """``card`` with ``text`` between its two marks.
-
-    Raises:
-        ValueError: the card has no marks.
-    """
-    before, begin, rest = card.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the card must hold {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
-
-
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    card = folder / "README.md"
-    card.write_text(updated(card.read_text(), tables(folder)))
+    write_card(folder, tables(folder))

@@ -28,7 +28,7 @@ from smollm2_training.losses import cross_entropy, divergence
 from smollm2_training.network import Network, Shape, Weights, load
 from smollm2_training.packed import PackedText
 from smollm2_training.rows import Rows
-from winnow_service.evaluation.tasks.ruler import RULER_TASKS
+from winnow_evaluation.tasks.ruler import RULER_TASKS
 
 TASKS = tuple(name for name in RULER_TASKS if name not in {"cwe", "fwe"})
 LENGTHS = (4096, 8192, 16384, 32768)

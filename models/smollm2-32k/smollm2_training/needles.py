@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from smollm2_training.turns import Conversation, Turn
-from winnow_service.evaluation import text
-from winnow_service.evaluation.words import ADJECTIVES, NAMES, NOUNS
+from winnow_evaluation.tasks import filler_text
+from winnow_evaluation.tasks.words import ADJECTIVES, NAMES, NOUNS
 
 Prose = Callable[[random.Random, int], list[str]]
 """``prose(rng, words)`` is real text of about ``words`` words in sentences."""
@@ -283,7 +283,7 @@ _MORE_NOISE = (
     "Lorem ipsum dolor sit amet, consectetur adipiscing elit, sed do eiusmod tempor incididunt ut labore.",
     "Page left blank on purpose. Please turn over. There is nothing here.",
 )
-NOISE = (*text.NOISE_PARAGRAPHS, *_MORE_NOISE)
+NOISE = (*filler_text.NOISE_PARAGRAPHS, *_MORE_NOISE)
 
 
 def draw_value(rng: random.Random) -> Callable[[], str]:
@@ -334,7 +334,7 @@ def draw_haystack(rng: random.Random, prose: Prose) -> Callable[[int], tuple[lis
     if kind == "prose":
         return lambda words: (prose(rng, words), " ")
     if kind == "essay":
-        return lambda words: (text.essay(rng, words), " ")
+        return lambda words: (filler_text.essay(rng, words), " ")
     return lambda words: ([paragraph] * max(1, round(words / (paragraph.count(" ") + 1))), "\n")
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from smollm2_training.needles import Prose
 from smollm2_training.turns import Conversation, Turn
-from winnow_service.evaluation.sample import Question
-from winnow_service.evaluation.tasks.ruler import NEEDLE, NEEDLE_TASKS, RULER_TASKS, NeedleTask, make_niah
+from winnow_evaluation.tasks.ruler import NEEDLE, NEEDLE_TASKS, RULER_TASKS, NeedleTask, make_niah
+from winnow_evaluation.tasks.sample import Question
 
-_MOST_NEEDLES = 32
+_MAX_NEEDLES = 32
 _WORDS_PER_NEEDLE = 30
 
 
@@ -25,7 +25,7 @@ def make(rng: random.Random, name: str, size: int, questions: int, prose: Prose)
         sample = RULER_TASKS[name].make(rng, size, prose)
         return Conversation(name, sample.context + sample.separator, [_turn(sample.questions[0])])
     if questions > 1 and task.filler != "needles" and task.keys_asked == 1:
-        room = min(_MOST_NEEDLES, size // _WORDS_PER_NEEDLE) // task.values_per_key
+        room = min(_MAX_NEEDLES, size // _WORDS_PER_NEEDLE) // task.values_per_key
         task = replace(task, key_count=max(task.key_count, min(questions, room)))
     sample = make_niah(rng, size, prose, task)
     told = _told(sample.context, task)

@@ -15,7 +15,7 @@ from typing import Final
 
 from winnow_service.admission.refusals import Draining, KeyQueueFull, QueueFull, QueueTimeout
 
-# What Retry-After says is told from so many requests that ended last, and is within these bounds.
+# Retry-After is estimated from so many requests that ended last, within these bounds.
 _REMEMBERED_ENDS: Final = 32
 _RETRY_SECONDS: Final = (1.0, 60.0)
 
@@ -34,7 +34,7 @@ class AdmissionQueue:
 
     Args:
         capacity: how many requests may run now. When it has grown, ``admit_waiting`` must be called.
-        waited: told of each request that is let through how many seconds it has waited.
+        waited: called for each request that is let through, with the seconds that it has waited.
         clock: seconds that only go forward.
     """
 
@@ -49,15 +49,15 @@ class AdmissionQueue:
         self._capacity = capacity
         self._waited = waited
         self._clock = clock
-        self._waiting: dict[str | None, dict[Place, None]] = {}
+        self._waiting: dict[str | None, dict[QueueTicket, None]] = {}
         self._running: Counter[str | None] = Counter()
         self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
         self._closed = False
         self.waiting = 0
         self.running = 0
 
-    def join(self, key: str | None) -> Place:
-        """Take a place, which must be left, whatever happens.
+    def join(self, key: str | None) -> QueueTicket:
+        """Take a ticket, which must be left, whatever happens.
 
         Args:
             key: whose turns these are. None is nobody's: all of these share turns, and one bound.
@@ -68,70 +68,70 @@ class AdmissionQueue:
         if self._closed:
             raise Draining
         self.admit_waiting()
-        place = Place(self, key)
+        ticket = QueueTicket(self, key)
         if self.running < self._capacity():
-            self._run(place)
-            return place
+            self._run(ticket)
+            return ticket
         waiting = len(self._waiting.get(key, ()))
         if key is not None and waiting >= self._bounds.waiting_per_key:
             raise KeyQueueFull(waiting, self._retry_seconds(waiting))
         if self.waiting >= self._bounds.waiting:
             raise QueueFull(self.waiting, self._retry_seconds(self.waiting))
-        self._waiting.setdefault(key, {})[place] = None
+        self._waiting.setdefault(key, {})[ticket] = None
         self.waiting += 1
-        return place
+        return ticket
 
     def admit_waiting(self) -> None:
         """Let through as many as may run now."""
         while self.waiting and self.running < self._capacity():
             key = min(self._waiting, key=lambda key: self._running[key])
-            place = next(iter(self._waiting[key]))
-            self._remove(place)
+            ticket = next(iter(self._waiting[key]))
+            self._remove(ticket)
             if key in self._waiting:
                 # It had its turn: behind its equals.
                 self._waiting[key] = self._waiting.pop(key)
-            self._run(place)
+            self._run(ticket)
 
     def close(self) -> None:
         """Refuse those who wait and those who come; those who run are left alone."""
         self._closed = True
-        for place in [place for places in self._waiting.values() for place in places]:
-            self._remove(place)
-            place.end_wait()
+        for ticket in [ticket for tickets in self._waiting.values() for ticket in tickets]:
+            self._remove(ticket)
+            ticket.end_wait()
 
-    async def wait(self, place: Place) -> None:
-        """Wait until ``place`` runs. Raises as ``Place.turn``."""
+    async def wait(self, ticket: QueueTicket) -> None:
+        """Wait until ``ticket`` runs. Raises as ``QueueTicket.turn``."""
         try:
             async with asyncio.timeout(self._bounds.seconds):
-                await place.waited
+                await ticket.waited
         except TimeoutError:
             raise QueueTimeout(self._bounds.seconds, self._retry_seconds(self.waiting)) from None
-        if not place.runs:
+        if not ticket.runs:
             raise Draining
 
-    def leave(self, place: Place) -> None:
-        """Give up ``place``, whether it waits or runs."""
-        if place.runs:
+    def leave(self, ticket: QueueTicket) -> None:
+        """Give up ``ticket``, whether it waits or runs."""
+        if ticket.runs:
             self.running -= 1
-            self._running[place.key] -= 1
-            if not self._running[place.key]:
-                del self._running[place.key]
+            self._running[ticket.key] -= 1
+            if not self._running[ticket.key]:
+                del self._running[ticket.key]
             self._ends.append(self._clock())
             self.admit_waiting()
-        elif place in self._waiting.get(place.key, ()):
-            self._remove(place)
+        elif ticket in self._waiting.get(ticket.key, ()):
+            self._remove(ticket)
 
-    def _run(self, place: Place) -> None:
+    def _run(self, ticket: QueueTicket) -> None:
         self.running += 1
-        self._running[place.key] += 1
-        self._waited(self._clock() - place.joined)
-        place.run()
+        self._running[ticket.key] += 1
+        self._waited(self._clock() - ticket.joined)
+        ticket.run()
 
-    def _remove(self, place: Place) -> None:
-        places = self._waiting[place.key]
-        del places[place]
-        if not places:
-            del self._waiting[place.key]
+    def _remove(self, ticket: QueueTicket) -> None:
+        tickets = self._waiting[ticket.key]
+        del tickets[ticket]
+        if not tickets:
+            del self._waiting[ticket.key]
         self.waiting -= 1
 
     def _retry_seconds(self, before: int) -> float:
@@ -147,8 +147,8 @@ class AdmissionQueue:
         return self._clock
 
 
-class Place:
-    """A request's place: it waits, then it runs, then it is left.
+class QueueTicket:
+    """A request's ticket: it waits, then it runs, then it is left.
 
     Attributes:
         joined: when it was taken, by the queue's clock.

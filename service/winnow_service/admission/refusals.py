@@ -1,4 +1,4 @@
-"""What a request is told that is not let through."""
+"""The errors of requests that are not let through."""
 
 from __future__ import annotations
 

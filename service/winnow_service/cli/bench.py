@@ -25,19 +25,19 @@ def bench() -> None:
 @app.command(context_settings=_PASSED_ON, add_help_option=False)
 def attention(context: typer.Context) -> None:
     """Time a layer with each policy beside dense decode: run (the default), merge; each has its --help."""
-    _start("gpu_layer", context.args)
+    _start("kernels.layer", context.args)
 
 
 @app.command(context_settings=_PASSED_ON, add_help_option=False)
 def serve(context: typer.Context) -> None:
     """Serve a model with random weights and time it with each policy: run (the default), merge; each has its --help."""
-    _start("gpu_serve", context.args)
+    _start("serving.serve", context.args)
 
 
 @app.command(context_settings=_PASSED_ON, add_help_option=False)
 def plots(context: typer.Context) -> None:
     """Draw what attention and serve have recorded."""
-    _start("gpu_plots", context.args, subcommands=False)
+    _start("speedup_plots", context.args, subcommands=False)
 
 
 def checkout() -> Path:
@@ -47,7 +47,7 @@ def checkout() -> Path:
         typer.BadParameter: neither is one.
     """
     for folder in (Path.cwd(), _OWN_CHECKOUT):
-        if (folder / "benchmarks" / "gpu_layer.py").is_file():
+        if (folder / "benchmarks" / "kernels" / "layer.py").is_file():
             return folder
     raise typer.BadParameter("the benchmarks are not installed with the package: run this in a checkout of Winnow")
 

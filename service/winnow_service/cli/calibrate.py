@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
+from winnow_evaluation.options import OptionError, parse_tasks
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.tasks.generation import SampleKey, prepare
 from winnow_service.cli.models import ConsoleProgress
-from winnow_service.evaluation.generation import SampleKey, prepare
-from winnow_service.evaluation.options import OptionError, parse_tasks
-from winnow_service.evaluation.tasks import TASKS
 from winnow_service.models import getting
 from winnow_service.models.errors import ModelError
 

@@ -7,30 +7,34 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from winnow_evaluation.text import TextError, text_folder
-from winnow_evaluation.text.documents import collection
-from winnow_service.evaluation.client import Api, OpenAIClient, RequestError, ServedModel, ServerFacts
-from winnow_service.evaluation.environment import checkout_commit, installed_versions
-from winnow_service.evaluation.generation import Catalogue, SampleGenerator, builtin_tasks
-from winnow_service.evaluation.options import (
+from winnow_evaluation.environment import checkout_commit, installed_versions
+from winnow_evaluation.options import (
     OptionError,
     check_output,
     parse_lengths,
     parse_tasks,
     task_groups,
 )
-from winnow_service.evaluation.policies import parse_policies
-from winnow_service.evaluation.progress import ConsoleProgress
-from winnow_service.evaluation.report import CellRow, Header, Report, SampleRecord, print_results
-from winnow_service.evaluation.runner import Plan, run_plan
-from winnow_service.evaluation.sample import Task
-from winnow_service.evaluation.scoring import PAIRED_INTERVAL
-from winnow_service.evaluation.wording import Wording, reading_text, ruler_catalogue
+from winnow_evaluation.over_http.answers import RequestError
+from winnow_evaluation.over_http.policies import parse_policies
+from winnow_evaluation.over_http.progress import ConsoleProgress
+from winnow_evaluation.over_http.report import CellRow, Header, Report, SampleRecord, print_results
+from winnow_evaluation.over_http.requests import Api
+from winnow_evaluation.over_http.runner import Plan, run_plan
+from winnow_evaluation.tasks.generation import Catalogue, SampleGenerator, builtin_tasks
+from winnow_evaluation.tasks.sample import Task
+from winnow_evaluation.tasks.scoring import PAIRED_INTERVAL
+from winnow_evaluation.tasks.wording import Wording, reading_text, ruler_catalogue
+from winnow_evaluation.text import TextError, text_folder
+from winnow_evaluation.text.documents import collection
+
+if TYPE_CHECKING:
+    from winnow_evaluation.over_http.client import OpenAIClient, ServedModel, ServerFacts
 
 # Wide enough for the table with all its columns, where there is no terminal to fit it to.
 _PLAIN_WIDTH = 400
@@ -132,6 +136,9 @@ def evaluate(
         "timeout": timeout,
     }
     evaluation = _Evaluation(plan, options, hardware, output)
+    # Imports the OpenAI SDK, which takes half a second: no other command is to wait for it.
+    from winnow_evaluation.over_http.client import OpenAIClient  # noqa: PLC0415
+
     client = OpenAIClient(
         url,
         model=model,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from winnow_service.evaluation.tasks import TASKS
+from winnow_evaluation.tasks import TASKS
 
 _ANSWER_TOKENS = 256
 

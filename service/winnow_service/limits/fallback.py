@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from winnow_service.errors import StoreUnavailable
-from winnow_service.limits.limiter import Limiter, Ticket
+from winnow_service.limits.limiter import Limiter, Reservation
 from winnow_service.limits.limits import Limits
 from winnow_service.store.mirror import Mirror
 
@@ -21,26 +21,26 @@ class FallbackLimiter(Limiter):
         self._mirror = mirror
         self._own_leases: set[str] = set()
 
-    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Ticket:
+    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Reservation:
         # No request waits for a store that is known to be away.
         if self._mirror.health.healthy:
             try:
                 return await self._shared.admit(key_id, limits, tokens)
             except StoreUnavailable as error:
                 logger.warning("The limits of the key %s hold in this replica alone: %s", key_id, error.detail)
-        ticket = await self._own.admit(key_id, limits, tokens)
-        self._own_leases.add(ticket.lease)
-        return ticket
+        reservation = await self._own.admit(key_id, limits, tokens)
+        self._own_leases.add(reservation.lease)
+        return reservation
 
-    async def settle(self, ticket: Ticket, tokens: int) -> None:
-        if ticket.lease in self._own_leases:
-            self._own_leases.discard(ticket.lease)
-            await self._own.settle(ticket, tokens)
+    async def settle(self, reservation: Reservation, tokens: int) -> None:
+        if reservation.lease in self._own_leases:
+            self._own_leases.discard(reservation.lease)
+            await self._own.settle(reservation, tokens)
             return
         try:
-            await self._shared.settle(ticket, tokens)
+            await self._shared.settle(reservation, tokens)
         except StoreUnavailable as error:
-            logger.warning("What a request of the key %s used is not known: %s", ticket.key_id, error.detail)
+            logger.warning("What a request of the key %s used is not known: %s", reservation.key_id, error.detail)
 
     async def run(self) -> None:
         await self._shared.run()

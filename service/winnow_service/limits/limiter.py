@@ -33,8 +33,8 @@ _CONCURRENT_RETRY_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a key stands with one of its limits.
+class QuotaStatus:
+    """How much of one of its quotas a key has used.
 
     Attributes:
         needed: what the request asks of it.
@@ -55,8 +55,8 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """What an admitted request holds.
+class Reservation:
+    """What an admitted request has reserved.
 
     Attributes:
         bucket: where its tokens were counted.
@@ -75,7 +75,7 @@ class Limiter(ABC):
     """Counts what keys use."""
 
     @abstractmethod
-    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Ticket:
+    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Reservation:
         """Count a request that may use ``tokens``, which ``settle`` must end.
 
         Raises:
@@ -83,7 +83,7 @@ class Limiter(ABC):
         """
 
     @abstractmethod
-    async def settle(self, ticket: Ticket, tokens: int) -> None:
+    async def settle(self, reservation: Reservation, tokens: int) -> None:
         """End an admitted request that has used ``tokens``."""
 
     async def run(self) -> None:
@@ -101,42 +101,42 @@ def quotas(limits: Limits, tokens: int) -> list[tuple[str, int, int]]:
     return [(limit, quota, needed) for limit, quota, needed in asked if quota is not None]
 
 
-def judge(standings: Sequence[Standing]) -> None:
+def judge(statuses: Sequence[QuotaStatus]) -> None:
     """Refuse a request that a limit does not allow.
 
     Raises:
         RateLimited: for the limit that takes longest.
     """
-    refusing = [standing for standing in standings if not standing.allows]
+    refusing = [status for status in statuses if not status.allows]
     if not refusing:
         return
     longest = max(refusing, key=_wait)
     seconds = max(1, math.ceil(_wait(longest)))
     message = f"The key's limit of {longest.quota} {_IN_WORDS[longest.limit]} is used up. Try again in {seconds} s."
-    headers = {"retry-after": str(seconds), **rate_limit_headers(standings)}
-    raise RateLimited([standing.limit for standing in refusing], message, headers)
+    headers = {"retry-after": str(seconds), **rate_limit_headers(statuses)}
+    raise RateLimited([status.limit for status in refusing], message, headers)
 
 
-def rate_limit_headers(standings: Sequence[Standing], *, admitted: bool = False) -> dict[str, str]:
+def rate_limit_headers(statuses: Sequence[QuotaStatus], *, admitted: bool = False) -> dict[str, str]:
     """Return the fields of draft-ietf-httpapi-ratelimit-headers.
 
     Args:
         admitted: whether what the request needs is used now.
     """
-    if not standings:
+    if not statuses:
         return {}
     policies, left = [], []
-    for standing in standings:
-        is_window = standing.limit != CONCURRENT
+    for status in statuses:
+        is_window = status.limit != CONCURRENT
         policies.append(
-            f'"{standing.limit}";q={standing.quota}'
+            f'"{status.limit}";q={status.quota}'
             + (f";w={WINDOW_SECONDS}" if is_window else ';qu="concurrent-requests"')
         )
-        remaining = max(0, standing.quota - standing.used - (standing.needed if admitted else 0))
-        reset = WINDOW_SECONDS if admitted else math.ceil(standing.reset_seconds)
-        left.append(f'"{standing.limit}";r={remaining}' + (f";t={reset}" if is_window else ""))
+        remaining = max(0, status.quota - status.used - (status.needed if admitted else 0))
+        reset = WINDOW_SECONDS if admitted else math.ceil(status.reset_seconds)
+        left.append(f'"{status.limit}";r={remaining}' + (f";t={reset}" if is_window else ""))
     return {"ratelimit-policy": ", ".join(policies), "ratelimit": ", ".join(left)}
 
 
-def _wait(standing: Standing) -> float:
-    return _CONCURRENT_RETRY_SECONDS if standing.limit == CONCURRENT else standing.wait_seconds
+def _wait(status: QuotaStatus) -> float:
+    return _CONCURRENT_RETRY_SECONDS if status.limit == CONCURRENT else status.wait_seconds

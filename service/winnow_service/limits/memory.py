@@ -15,8 +15,8 @@ from winnow_service.limits.limiter import (
     REQUESTS,
     TOKENS,
     Limiter,
-    Standing,
-    Ticket,
+    QuotaStatus,
+    Reservation,
     judge,
     quotas,
     rate_limit_headers,
@@ -65,35 +65,35 @@ class MemoryLimiter(Limiter):
         self._clock = clock
         self._uses: defaultdict[str, _Use] = defaultdict(_Use)
 
-    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Ticket:
+    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Reservation:
         now = self._clock()
         use = self._uses[key_id]
-        standings = [_standing(use, limit, quota, needed, now) for limit, quota, needed in quotas(limits, tokens)]
-        judge(standings)
+        statuses = [_status(use, limit, quota, needed, now) for limit, quota, needed in quotas(limits, tokens)]
+        judge(statuses)
         bucket = int(now / BUCKET_SECONDS)
         use.windows[REQUESTS].add(bucket, 1)
         use.windows[TOKENS].add(bucket, tokens)
         lease = uuid4().hex
         use.leases.add(lease)
-        return Ticket(key_id, lease, bucket, tokens, rate_limit_headers(standings, admitted=True))
+        return Reservation(key_id, lease, bucket, tokens, rate_limit_headers(statuses, admitted=True))
 
-    async def settle(self, ticket: Ticket, tokens: int) -> None:
-        use = self._uses[ticket.key_id]
-        use.leases.discard(ticket.lease)
-        window, more = use.windows[TOKENS], tokens - ticket.tokens
+    async def settle(self, reservation: Reservation, tokens: int) -> None:
+        use = self._uses[reservation.key_id]
+        use.leases.discard(reservation.lease)
+        window, more = use.windows[TOKENS], tokens - reservation.tokens
         window.used(self._clock())
-        if ticket.bucket in window.buckets:
-            window.add(ticket.bucket, more)
+        if reservation.bucket in window.buckets:
+            window.add(reservation.bucket, more)
         elif more > 0:
             window.add(int(self._clock() / BUCKET_SECONDS), more)
 
 
-def _standing(use: _Use, limit: str, quota: int, needed: int, now: float) -> Standing:
+def _status(use: _Use, limit: str, quota: int, needed: int, now: float) -> QuotaStatus:
     if limit == CONCURRENT:
-        return Standing(limit, quota, len(use.leases), needed)
+        return QuotaStatus(limit, quota, len(use.leases), needed)
     window = use.windows[limit]
     used = window.used(now)
-    return Standing(
+    return QuotaStatus(
         limit,
         quota,
         used,

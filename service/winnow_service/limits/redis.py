@@ -18,8 +18,8 @@ from winnow_service.limits.limiter import (
     REQUESTS,
     TOKENS,
     Limiter,
-    Standing,
-    Ticket,
+    QuotaStatus,
+    Reservation,
     judge,
     quotas,
     rate_limit_headers,
@@ -123,7 +123,7 @@ class RedisLimiter(Limiter):
         # What requests being answered hold of limits on requests at once.
         self._held: dict[str, set[str]] = {}
 
-    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Ticket:
+    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Reservation:
         asked = quotas(limits, tokens)
         by_limit = {limit: quota for limit, quota, _ in asked}
         amounts = [by_limit.get(limit, 0) for limit in (REQUESTS, TOKENS, CONCURRENT)]
@@ -131,21 +131,21 @@ class RedisLimiter(Limiter):
         keys = [self._key(limit, key_id) for limit in (REQUESTS, TOKENS, CONCURRENT)]
         answer = await self._run(_ADMIT, keys, lease, _LEASE_MILLISECONDS, *amounts, tokens)
         bucket, *numbers = map(int, answer)
-        standings = [_standing(limit, quota, needed, numbers) for limit, quota, needed in asked]
-        judge(standings)
+        statuses = [_status(limit, quota, needed, numbers) for limit, quota, needed in asked]
+        judge(statuses)
         if limits.concurrent_requests is not None:
             self._held.setdefault(key_id, set()).add(lease)
-        return Ticket(key_id, lease, bucket, tokens, rate_limit_headers(standings, admitted=True))
+        return Reservation(key_id, lease, bucket, tokens, rate_limit_headers(statuses, admitted=True))
 
-    async def settle(self, ticket: Ticket, tokens: int) -> None:
-        leases = self._held.get(ticket.key_id, set())
-        if ticket.lease not in leases and tokens == ticket.tokens:
+    async def settle(self, reservation: Reservation, tokens: int) -> None:
+        leases = self._held.get(reservation.key_id, set())
+        if reservation.lease not in leases and tokens == reservation.tokens:
             return
-        leases.discard(ticket.lease)
+        leases.discard(reservation.lease)
         if not leases:
-            self._held.pop(ticket.key_id, None)
-        keys = [self._key(limit, ticket.key_id) for limit in (TOKENS, CONCURRENT)]
-        await self._run(_SETTLE, keys, ticket.lease, ticket.bucket, tokens - ticket.tokens)
+            self._held.pop(reservation.key_id, None)
+        keys = [self._key(limit, reservation.key_id) for limit in (TOKENS, CONCURRENT)]
+        await self._run(_SETTLE, keys, reservation.lease, reservation.bucket, tokens - reservation.tokens)
 
     async def run(self) -> None:
         """Renew what requests hold as long as they are being answered."""
@@ -170,8 +170,8 @@ class RedisLimiter(Limiter):
                 return await client.eval(script, len(keys), *given)
 
 
-def _standing(limit: str, quota: int, needed: int, numbers: list[int]) -> Standing:
+def _status(limit: str, quota: int, needed: int, numbers: list[int]) -> QuotaStatus:
     if limit == CONCURRENT:
-        return Standing(limit, quota, numbers[6], needed)
+        return QuotaStatus(limit, quota, numbers[6], needed)
     used, reset, wait = numbers[:3] if limit == REQUESTS else numbers[3:6]
-    return Standing(limit, quota, used, needed, reset / 1000, wait / 1000)
+    return QuotaStatus(limit, quota, used, needed, reset / 1000, wait / 1000)

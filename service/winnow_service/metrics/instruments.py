@@ -131,13 +131,13 @@ class Metrics:
             *_GENERATION,
         )
         self.prompt_tokens = self._counter(
-            "winnow_prompt_tokens_total", "Tokens of prompts, as answers tell them.", *_GENERATION
+            "winnow_prompt_tokens_total", "Tokens of prompts, as answers report them.", *_GENERATION
         )
         self.cached_prompt_tokens = self._counter(
             "winnow_cached_prompt_tokens_total", "Of them, those that the runtime had cached.", *_GENERATION
         )
         self.output_tokens = self._counter(
-            "winnow_output_tokens_total", "Tokens of answers, as they tell them.", *_GENERATION
+            "winnow_output_tokens_total", "Tokens of answers, as they report them.", *_GENERATION
         )
 
     def _add_attention(self) -> None:
@@ -162,12 +162,12 @@ class Metrics:
             "winnow_attended_tokens_total", "Of the tokens in context, those attended to.", *_COST
         )
         self.kv_read_tokens = self._counter(
-            "winnow_kv_read_tokens_total", "As many tokens in context as have the bytes that were read.", *_COST
+            "winnow_kv_read_tokens_total", "Bytes read of KV cache and index, divided by the bytes of a token.", *_COST
         )
         self.decode_steps = self._counter(
             "winnow_decode_steps_total",
-            "Decode steps. Mode: sparse, or dense because the context was too short for the policy to gain, or dense "
-            "is what it is.",
+            "Decode steps. Mode: sparse or dense. A step is dense if its policy is, or if the context is too short for "
+            "the policy to gain.",
             *_DECODE,
             "mode",
         )
@@ -216,7 +216,7 @@ class Metrics:
             "How long generation requests that were let through had waited; 0 for most, or there is too much load.",
             _SECONDS,
         )
-        self.draining = self._gauge("winnow_draining", "1 from when the service was told to end.")
+        self.draining = self._gauge("winnow_draining", "1 while the service drains, else 0.")
 
     def _add_store(self) -> None:
         self.store_writes = self._counter(

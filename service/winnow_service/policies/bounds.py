@@ -9,15 +9,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from sglang_winnow.policy import (
-    DECODE_POLICIES,
-    MAX_TOKENS,
-    PAGE_TOKENS,
-    PREFILL_POLICIES,
-    AttentionPolicy,
-    PolicyError,
-    parse_policy,
-)
+from winnow_kernels.contract.fields import MAX_TOKENS, PAGE_TOKENS, PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.errors import PolicyForbidden
 
 
@@ -91,7 +85,7 @@ class Bounds(BaseModel):
         """
         self._check_kinds(policy)
         asked = policy.model_dump(mode="json", exclude_none=True)
-        violations = list(self._violations(asked))
+        violations = list(self._violations(policy, asked))
         if violations and self.on_violation is OnViolation.REFUSE:
             raise PolicyForbidden(violations[0].field_path, violations[0].problem)
         if not violations:
@@ -99,7 +93,7 @@ class Bounds(BaseModel):
         for violation in violations:
             violation.correct()
         try:
-            return parse_policy(asked), [violation.told for violation in violations]
+            return parse_policy(asked), [violation.warning for violation in violations]
         except PolicyError as error:
             cause = "" if self.max_budget is None else f" (max_budget of this key is {self.max_budget})"
             raise PolicyForbidden(error.path, error.problem + cause) from None
@@ -114,23 +108,22 @@ class Bounds(BaseModel):
                     f"attention.{phase}.policy", f"must be one of {', '.join(allowed)}; it is {asked}"
                 )
 
-    def _violations(self, asked: dict[str, Any]) -> Iterator[_Violation]:
-        for phase in ("decode", "prefill"):
-            part = asked[phase]
-            yield from self._of_numbers(part, f"attention.{phase}")
+    def _violations(self, policy: AttentionPolicy, asked: dict[str, Any]) -> Iterator[_Violation]:
+        yield from self._of_numbers(asked["decode"], "attention.decode", policy.decode.reserved)
+        yield from self._of_numbers(asked["prefill"], "attention.prefill", policy.prefill.reserved)
         if not self.early_termination and "early_termination" in asked:
             yield _Violation(asked, "attention", "early_termination", "must be absent", None)
 
-    def _of_numbers(self, part: dict[str, Any], path: str) -> Iterator[_Violation]:
+    def _of_numbers(self, part: dict[str, Any], path: str, reserved: int) -> Iterator[_Violation]:
         yield from _out_of_range(part, path, "p", self.min_p, None)
         yield from _out_of_range(part, path, "budget", self.min_budget, self.max_budget)
         if "budget_ratio" in part:
-            yield from self._of_ratio(part, path)
+            yield from self._of_ratio(part, path, reserved)
         if part["policy"] == "tactic":
             if self.max_budget is not None and "max_tokens" not in part:
                 yield _Violation(part, path, "max_tokens", f"must be given, at most {self.max_budget}", self.max_budget)
             yield from _out_of_range(part, path, "max_tokens", self.min_budget, self.max_budget)
-        most_sinks = self._most_sinks(part)
+        most_sinks = self._most_sinks(part, reserved)
         if part["policy"] == "streaming_llm":
             sinks = min(part["sinks"], most_sinks)
             lowest, highest = (None if bound is None else bound - sinks for bound in (self.min_budget, self.max_budget))
@@ -139,11 +132,11 @@ class Bounds(BaseModel):
             rule = f"must be at most {most_sinks}, for max_budget ({self.max_budget}) holds them and what is recent"
             yield _Violation(part, path, "sinks", rule, most_sinks)
 
-    def _most_sinks(self, part: dict[str, Any]) -> int:
+    def _most_sinks(self, part: dict[str, Any], reserved: int) -> int:
         """Return how many sinks a budget within the bounds has room for."""
         if self.max_budget is None or ("budget_ratio" in part and not self._needs_tokens):
             return MAX_TOKENS
-        return max(0, self.max_budget - _least_beside_sinks(part))
+        return max(0, self.max_budget - reserved)
 
     @property
     def _needs_tokens(self) -> bool:
@@ -152,9 +145,9 @@ class Bounds(BaseModel):
             self.min_budget is not None and self.min_budget_ratio is None
         )
 
-    def _of_ratio(self, part: dict[str, Any], path: str) -> Iterator[_Violation]:
+    def _of_ratio(self, part: dict[str, Any], path: str, reserved: int) -> Iterator[_Violation]:
         if self._needs_tokens:
-            budget = self.max_budget or max(self.min_budget or 0, part["sinks"] + _least_beside_sinks(part))
+            budget = self.max_budget or max(self.min_budget or 0, part["sinks"] + reserved)
             yield _Violation(part, path, "budget_ratio", "must be a budget in tokens", None)
             yield _Violation(part, path, "budget", "must be given", budget)
         else:
@@ -180,7 +173,7 @@ class _Violation:
         return f"{self.rule}; it is {self.part[self.field]}" if self._is_scalar else self.rule
 
     @property
-    def told(self) -> str:
+    def warning(self) -> str:
         became = "left out" if self.value is None else f"set to {self.value}"
         return f"{self.field_path} was {became}: it {self.rule} (bounds of this key)"
 
@@ -193,17 +186,6 @@ class _Violation:
     @property
     def _is_scalar(self) -> bool:
         return isinstance(self.part.get(self.field), int | float)
-
-
-def _least_beside_sinks(part: dict[str, Any]) -> int:
-    """Return how many tokens a policy's budget must have beside its sinks."""
-    match part["policy"]:
-        case "snapkv" | "pyramidkv":
-            return max(PAGE_TOKENS, int(part["observation_window"]) + 1)
-        case "delta":
-            return int(part["recency"])
-        case _:
-            return PAGE_TOKENS
 
 
 def _out_of_range(

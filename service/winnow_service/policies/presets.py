@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from sglang_winnow.policy import AttentionPolicy, EarlyTermination, Quest, QuokaPrefill, Tactic
+from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.tactic.parameters import Tactic
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
         ),
         "long-prompt": Preset(
             AttentionPolicy(decode=Tactic(), prefill=QuokaPrefill()),
-            "Sparse prefill too: less time to the first token.",
+            "Sparse prefill too: less time to the first token. The longer a prompt, the more it misses.",
         ),
         "reasoning": Preset(
             AttentionPolicy(decode=Tactic(), early_termination=EarlyTermination()),

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang_winnow.policy import DECODE_POLICIES, AttentionPolicy, PolicyError, parse_policy
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
+from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.errors import InvalidPolicy
 from winnow_service.policies.names import ANY_MODEL, POLICY_NAME_IN_WORDS, is_policy_name
 from winnow_service.policies.presets import PRESETS
@@ -38,7 +40,7 @@ class NamedPolicy:
 
 
 class PolicyRegistry:
-    """Reads policies from the last known state of the store. A request asks once, and keeps what it was told."""
+    """Reads policies from the last known state of the store. A request asks once, and keeps what it got."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror

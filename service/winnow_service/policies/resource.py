@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, from_json
 
-from sglang_winnow.policy import AttentionPolicy
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.policies.names import POLICY_NAME
 from winnow_service.policies.registry import NamedPolicy
 from winnow_service.store.documents import Document

@@ -11,15 +11,15 @@ from pydantic import BaseModel
 from winnow_service.errors import AlreadyExists, NotFound
 from winnow_service.keys.administration import KeyAdministration, readable_keys, resource
 from winnow_service.keys.records import KEYS, CreatedKey, KeyResource, KeySettings
+from winnow_service.openapi import json_body, problems
+from winnow_service.proxy.authorization import Administers
 from winnow_service.routers.conditional import IfMatch, IfNoneMatch, answer, expected_by_match
 from winnow_service.routers.dependencies import (
-    Administers,
     KeyringDependency,
     MirrorDependency,
     RegistryDependency,
     read_resource,
 )
-from winnow_service.routers.documentation import json_body, problems
 from winnow_service.store.documents import Document
 from winnow_service.store.mirror import Mirror
 

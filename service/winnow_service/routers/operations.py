@@ -10,8 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
 from winnow_service.admission.drain import Drain
-from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency, Scrapes
-from winnow_service.routers.documentation import problems
+from winnow_service.openapi import problems
+from winnow_service.proxy.authorization import Scrapes
+from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency
 from winnow_service.runtime.runtime import RuntimeState
 
 router = APIRouter(tags=["operations"])

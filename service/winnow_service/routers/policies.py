@@ -8,8 +8,7 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
-from sglang_winnow.policy import AttentionPolicy, json_schema
-from winnow_service.attention.request import read_policy
+from winnow_kernels.policies.attention_policy import AttentionPolicy, json_schema
 from winnow_service.errors import (
     AlreadyExists,
     InUse,
@@ -20,8 +19,10 @@ from winnow_service.errors import (
     RuntimeRefused,
 )
 from winnow_service.keys.records import KEYS
+from winnow_service.openapi import json_body, problems
 from winnow_service.policies.names import MODEL_NAME, POLICY_NAME, POLICY_NAME_IN_WORDS
 from winnow_service.policies.presets import PRESETS
+from winnow_service.policies.reading import read_policy
 from winnow_service.policies.registry import DEFAULTS, POLICIES, read_stored
 from winnow_service.policies.resource import (
     DefaultList,
@@ -35,6 +36,7 @@ from winnow_service.policies.resource import (
     PolicyRevisions,
     PolicySettings,
 )
+from winnow_service.proxy.authorization import Administers, Reads
 from winnow_service.routers.conditional import (
     IfMatch,
     IfNoneMatch,
@@ -45,14 +47,11 @@ from winnow_service.routers.conditional import (
     without_condition,
 )
 from winnow_service.routers.dependencies import (
-    Administers,
     ForwarderDependency,
     MirrorDependency,
-    Reads,
     RegistryDependency,
     read_resource,
 )
-from winnow_service.routers.documentation import json_body, problems
 from winnow_service.runtime.served_model import not_served
 from winnow_service.store.documents import Conflict, Document
 from winnow_service.store.mirror import Mirror

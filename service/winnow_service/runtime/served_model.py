@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from sglang_winnow.policy import AttentionPolicy, PolicyError, check_against_model
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model
 from winnow_service.errors import InvalidPolicy, RuntimeFailure, RuntimeRefused, RuntimeUnusable
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.monitor import RuntimeMonitor

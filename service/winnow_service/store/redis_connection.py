@@ -1,7 +1,7 @@
 """Reaching Redis: from the address that an operator gives to the client of the server that takes writes.
 
-redis-py reads addresses of one server. What it lacks is here: sentinels have no address there, a cluster has one host, a
-database that is no number or an option that does not exist is passed over until the first connection fails, if at all.
+redis-py reads addresses of one server. What it lacks is here: sentinels have no address there, a cluster has one host,
+and a database that is no number, or an option that does not exist, is passed over until the first connection fails.
 
 All of Winnow's keys share one hash tag, so a cluster keeps them in one slot, and its primary serves all of them.
 """

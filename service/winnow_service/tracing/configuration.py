@@ -8,7 +8,7 @@ Used so::
 
     tracing = tracing_from_environment(os.environ)
     if tracing is not None:
-        tracing.install(app)  # after install_request_log
+        tracing.install(app)  # after EntranceMiddleware
     # where the runtime's client is made:
     send = pool.handle_async_request if tracing is None else tracing.sending(pool.handle_async_request)
     # when the application ends:

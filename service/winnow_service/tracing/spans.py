@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from winnow_service.request_log import PROBES, RequestFacts, request_facts
+from winnow_service.proxy.request_facts import PROBES, RequestFacts, request_facts
 from winnow_service.runtime.client import IncomingResponse, OutgoingRequest, Stream
 from winnow_service.runtime.client import Send as SendToRuntime
 
@@ -57,7 +57,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer(_SERVICE)
 
     def install(self, app: FastAPI) -> None:
-        """Trace every request of ``app``, whose request log must have been installed."""
+        """Trace every request of ``app``, whose entrance must have been installed."""
         app.add_middleware(_TracingMiddleware, tracer=self._tracer)
 
     def sending(self, send: SendToRuntime) -> SendToRuntime:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from winnow_kernels.delta_calibration import layer_coverage, token_scores
+from winnow_kernels.policies.delta.calibration import layer_coverage, token_scores
 
 ATTENTION: Final = "winnow_calibration"
 """The attention implementation to load a model with."""

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_winnow.calibration.attention_maps import ATTENTION, decode_coverage
 from sglang_winnow.calibration.prompt_lengths import context_length, prompt_tokens
 from sglang_winnow.delta_profiles import DeltaProfile, config_hash
-from winnow_kernels.delta_calibration import MeanCoverage, choose_delta_layers, covered
+from winnow_kernels.policies.delta.calibration import MeanCoverage, choose_delta_layers, covered
 
 
 def calibrate(

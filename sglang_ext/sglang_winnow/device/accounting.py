@@ -7,17 +7,17 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from sglang_winnow.device.step import Step
-from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.batch import COUNTS, Count
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.batch import COUNTS, Count
-from winnow_kernels.gpu.row_parameters import Parameter, ParameterTable
+from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
+from winnow_kernels.decode.gpu_step import Step
+from winnow_kernels.decode.statistics import Field, Statistics
 
 _STEPS: Final = tl.constexpr(int(Field.STEPS))
 _DENSE_STEPS: Final = tl.constexpr(int(Field.DENSE_STEPS))
 _CONTEXT_TOKENS: Final = tl.constexpr(int(Field.CONTEXT))
 _FIRST: Final = tl.constexpr(int(Field.DECODE_CONTEXT))
-_FAMILY: Final = tl.constexpr(int(Parameter.FAMILY))
+_KIND: Final = tl.constexpr(int(Parameter.KIND))
 _CONTEXT: Final = tl.constexpr(int(Count.CONTEXT))
 _ATTENDED: Final = tl.constexpr(int(Count.ATTENDED))
 _CONTEXT_BYTES: Final = tl.constexpr(int(Count.CONTEXT_BYTES))
@@ -40,7 +40,7 @@ def count_step(step: Step, table: ParameterTable, statistics: Statistics, everyt
         step.request_slots,
         step.batch.lengths,
         step.batch.counts,
-        step.parameters[Parameter.FAMILY],
+        step.parameters.kinds,
         statistics.rows.stride(0),
         table.values.stride(0),
         0 if everything is None else layers * everything.kv_heads,
@@ -58,7 +58,7 @@ def _count_kernel(
     request_slots_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    families_ptr: tl.tensor,
+    kinds_ptr: tl.tensor,
     statistics_stride: tl.tensor,
     table_stride: tl.tensor,
     heads: tl.tensor,
@@ -82,5 +82,5 @@ def _count_kernel(
     tl.store(sums_ptr, tl.load(sums_ptr) + amounts.to(tl.float64))
     tl.store(own_ptr + _STEPS, tl.load(own_ptr + _STEPS) + 1.0)
     tl.store(own_ptr + _CONTEXT_TOKENS, length.to(tl.float64))
-    ran_dense = (tl.load(table_ptr + slot * table_stride + _FAMILY) > 0) & (tl.load(families_ptr + row) == 0)
+    ran_dense = (tl.load(table_ptr + slot * table_stride + _KIND) > 0) & (tl.load(kinds_ptr + row) == 0)
     tl.store(own_ptr + _DENSE_STEPS, tl.load(own_ptr + _DENSE_STEPS) + ran_dense.to(tl.float64))

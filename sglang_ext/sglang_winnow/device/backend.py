@@ -10,18 +10,18 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from sglang_winnow.device.construction import build_decode, dense_backend, enabled_families, profiled_layers
+from sglang_winnow.device.construction import build_decode, dense_backend, enabled_kinds, profiled_layers
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
-from sglang_winnow.indexes import Indexes
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
-from sglang_winnow.statistics import Statistics
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -56,9 +56,9 @@ class WinnowDeviceBackend(AttentionBackend):
         ranks = attention_ranks()
         self.statistics = Statistics(table.shape[0], self.device, ranks)
         self.requests = RequestTable(self.statistics)
-        families = enabled_families()
-        self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, families, ranks)
-        self.variants = variants_of(families, len(layers), profiled_layers(runner))
+        kinds = enabled_kinds()
+        self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, kinds, ranks)
+        self.variants = variants_of(kinds, len(layers), profiled_layers(runner))
         self.label = DENSE
         self.capturing: str | None = None
         self._states: list[RequestState] = []

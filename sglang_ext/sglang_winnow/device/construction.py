@@ -1,35 +1,26 @@
-"""What a CUDA server is made of: which dense backend, which families, how large their memory."""
+"""What a CUDA server is made of: which dense backend, which kinds of policies, how large their memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sglang_winnow.attention_registration import NAME
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.decode import DeviceDecode
-from sglang_winnow.device.parameters import FAMILIES
-from sglang_winnow.device.selectors import (
-    DeltaSelector,
-    QuestSelector,
-    QuokaSelector,
-    Selector,
-    StoredSelector,
-    StreamingLLMSelector,
-    TacticSelector,
-)
-from sglang_winnow.device.step import Step, StepBuffers
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.ranks import ALONE, Ranks
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model
-from sglang_winnow.statistics import Statistics
+from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.row_parameters import Family
-from winnow_kernels.gpu.tactic import selection_width
+from winnow_kernels.decode.gpu_selector import Server
+from winnow_kernels.decode.gpu_step import StepBuffers
+from winnow_kernels.decode.ranks import Ranks
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.declarations import LAYOUT, kinds_of, selectors_of
+from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -38,9 +29,9 @@ if TYPE_CHECKING:
 DENSE_ENVIRONMENT: Final = "WINNOW_DENSE_BACKEND"
 
 
-def enabled_families() -> frozenset[Family]:
-    """Return the families of the decode policies that the server serves (``served_policies``), besides dense."""
-    return frozenset(FAMILIES[name] for name in served_policies()) - {Family.DENSE}
+def enabled_kinds() -> frozenset[str]:
+    """Return the kinds of the decode policies that the server serves (``served_policies``), besides dense."""
+    return kinds_of(served_policies())
 
 
 def dense_backend(runner: ModelRunner) -> str:
@@ -63,16 +54,17 @@ def build_decode(
     layer: RadixAttention,
     indexes: Indexes,
     statistics: Statistics,
-    families: Collection[Family],
+    kinds: Collection[str],
     ranks: Ranks,
 ) -> DeviceDecode:
-    """Return the decode steps of a server, or of one rank of it, with the selectors of ``families``."""
+    """Return the decode steps of a server, or of one rank of it, with the selectors of ``kinds``."""
     table = runner.req_to_token_pool.req_to_token
     requests, longest = table.shape[0], runner.model_config.context_len
     page_size = runner.page_size
     longest = -(-longest // page_size) * page_size
     scale, query_heads = layer.scaling, layer.tp_q_head_num
     buffers = StepBuffers(
+        LAYOUT,
         requests,
         longest,
         page_size,
@@ -82,34 +74,5 @@ def build_decode(
         torch.device(runner.device),
     )
     attend_buffers = AttendBuffers.empty(requests, query_heads, caches[0])
-    selectors = selectors_of(
-        families, caches, scale, query_heads, indexes, attend_buffers, requests, buffers.largest, ranks
-    )
-    return DeviceDecode(caches, scale, table, buffers, attend_buffers, selectors, statistics)
-
-
-def selectors_of(
-    families: Collection[Family],
-    caches: Sequence[LayerCache],
-    scale: float,
-    query_heads: int,
-    indexes: Indexes,
-    attend_buffers: AttendBuffers,
-    requests: int,
-    step: Step,
-    ranks: Ranks = ALONE,
-) -> dict[Family, Selector]:
-    """Return the selectors of ``families``, for ``requests`` request slots and batches of up to ``step``'s rows.
-
-    ``caches`` and ``query_heads`` are those of this one of the ``ranks``.
-    """
-    layers = len(caches)
-    makers: dict[Family, Callable[[], Selector]] = {
-        Family.STREAMING_LLM: StreamingLLMSelector,
-        Family.QUEST: lambda: QuestSelector(indexes.page_bounds, step),
-        Family.STORED: lambda: StoredSelector(caches, scale, requests, step),
-        Family.DELTA: lambda: DeltaSelector(layers, scale, query_heads, attend_buffers, requests, step, ranks),
-        Family.TACTIC: lambda: TacticSelector(indexes.clusters, scale, query_heads, requests, step, ranks),
-        Family.QUOKA: lambda: QuokaSelector(indexes.key_norms, step),
-    }
-    return {family: makers[family]() for family in sorted(families)}
+    server = Server(caches, scale, query_heads, indexes, attend_buffers, requests, buffers.largest, ranks)
+    return DeviceDecode(caches, scale, table, buffers, attend_buffers, selectors_of(kinds, server), statistics)

@@ -13,19 +13,18 @@ from torch import Tensor
 
 from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
-from sglang_winnow.device.parameters import FAMILIES, parameters_of
-from sglang_winnow.device.selectors import DeltaSelector, Selector, TacticSelector
-from sglang_winnow.device.step import StepBuffers
-from sglang_winnow.device.stored_positions import OutOfPositionsError
-from sglang_winnow.families import dense_until, effective_budget
-from sglang_winnow.policy import DecodePolicy, Delta, Tactic
+from sglang_winnow.device.parameters import parameters_of
+from sglang_winnow.request_policy import dense_until, effective_budget
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Field, Statistics
+from winnow_kernels.attend.gpu import AttendBuffers, attend
+from winnow_kernels.batch import WHOLE, ToldShares
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers, attend
-from winnow_kernels.gpu.batch import WHOLE, ToldShares
-from winnow_kernels.gpu.page_table import copy_page_table
-from winnow_kernels.gpu.row_parameters import Family, Parameter, ParameterTable
+from winnow_kernels.decode.gpu_page_table import copy_page_table
+from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
+from winnow_kernels.decode.gpu_selector import NoRoomError, Selector
+from winnow_kernels.decode.gpu_step import StepBuffers
+from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.policies.declarations import DENSE_KIND, LAYOUT, declaration_of, in_order
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +34,18 @@ class Variant:
     """What a step launches: a CUDA graph of its own.
 
     Attributes:
-        families: whose selectors run; none at all where SGLang's own dense backend serves the batch.
+        kinds: of policies whose selectors run; none at all where SGLang's own dense backend serves the batch.
         ordered: whether the order of selections matters: a row may stop early, or has a cap that cuts.
-        delta_layers: at which layers DELTA's rows can have their Δ-layers.
+        own_layers: at which layers rows may attend by themselves, as DELTA's at Δ-layers.
     """
 
-    families: frozenset[Family]
+    kinds: frozenset[str]
     ordered: bool = False
-    delta_layers: frozenset[int] = frozenset()
+    own_layers: frozenset[int] = frozenset()
 
     @property
     def is_dense(self) -> bool:
-        return not self.families and not self.ordered
+        return not self.kinds and not self.ordered
 
 
 class DeviceDecode:
@@ -65,7 +64,7 @@ class DeviceDecode:
         table: Tensor,
         buffers: StepBuffers,
         attend_buffers: AttendBuffers,
-        selectors: Mapping[Family, Selector],
+        selectors: Mapping[str, Selector],
         statistics: Statistics,
     ) -> None:
         """
@@ -75,7 +74,7 @@ class DeviceDecode:
             table: int32 [request slots, positions]; the KV slot of each token of a request.
             buffers: of steps.
             attend_buffers: of attention.
-            selectors: of the families that are served.
+            selectors: of the kinds of policies that are served.
             statistics: what requests cost.
         """
         self._caches = caches
@@ -85,25 +84,25 @@ class DeviceDecode:
         self._attend_buffers = attend_buffers
         self._selectors = selectors
         self._statistics = statistics
-        self._parameters = ParameterTable(len(table), table.device)
+        self._parameters = ParameterTable(LAYOUT, len(table), table.device)
         self._owners: dict[int, weakref.ref[RequestState]] = {}
         self.variant = Variant(frozenset())
         self._step = buffers.largest
 
     def needed(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> Variant:
         """Return what a batch needs: the policies that act at the rows' lengths."""
-        families: set[Family] = set()
+        kinds: set[str] = set()
         layers: set[int] = set()
         ordered = False
         for state, length in zip(states, lengths, strict=True):
             if state is None or not self._acts(state, length):
                 continue
-            policy = state.policy
-            ordered |= _can_cut(policy.decode, length) or policy.early_termination is not None
-            families.add(FAMILIES[policy.decode.policy])
-            if isinstance(policy.decode, Delta):
-                layers.update(policy.decode.delta_layers or ())
-        return Variant(frozenset(families - {Family.DENSE}), ordered, frozenset(layers))
+            declared = declaration_of(state.decode)
+            stops = state.policy.early_termination is not None
+            ordered |= stops or declared.order_matters(state.decode, length)
+            kinds.add(declared.kind)
+            layers.update(declared.own_layers(state.decode))
+        return Variant(frozenset(kinds - {DENSE_KIND}), ordered, frozenset(layers))
 
     def prepare(
         self,
@@ -144,14 +143,14 @@ class DeviceDecode:
             return
         step.counts.fill_(WHOLE)
         # First what writes the counts of one layer, and copies them to the others.
-        for family in sorted(variant.families):
-            self._selectors[family].begin(step, ordered=variant.ordered)
+        for kind in in_order(variant.kinds):
+            self._selectors[kind].begin(step, ordered=variant.ordered)
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         """Attend in a layer; ``queries`` and ``output`` are [rows, query heads, head dim]."""
         step, variant, cache = self._step, self.variant, self._caches[layer]
-        for family in sorted(variant.families):
-            self._selectors[family].select(layer, queries, cache, step)
+        for kind in in_order(variant.kinds):
+            self._selectors[kind].select(layer, queries, cache, step)
         thresholds = step.parameters.thresholds if variant.ordered else None
         attend(
             queries,
@@ -164,25 +163,21 @@ class DeviceDecode:
             output,
             self._told,
         )
-        if layer in variant.delta_layers:
-            selector = self._selectors[Family.DELTA]
-            assert isinstance(selector, DeltaSelector)
-            selector.attend_at(layer, queries, cache, step, output)
+        if layer in variant.own_layers:
+            for kind in in_order(variant.kinds):
+                self._selectors[kind].attend_at(layer, queries, cache, step, output)
 
     @property
     def _told(self) -> ToldShares | None:
-        if Family.TACTIC not in self.variant.families:
-            return None
-        selector = self._selectors[Family.TACTIC]
-        assert isinstance(selector, TacticSelector)
-        return selector.told(self._step)
+        of_kinds = (self._selectors[kind].shares(self._step) for kind in in_order(self.variant.kinds))
+        return next((shares for shares in of_kinds if shares is not None), None)
 
     def finish(self) -> None:
         """Add what was read to the statistics, after the last layer."""
         step = self._step
         count_step(step, self._parameters, self._statistics, self._caches[0] if self.variant.is_dense else None)
-        for family in sorted(self.variant.families):
-            self._selectors[family].finish(step, self._statistics)
+        for kind in in_order(self.variant.kinds):
+            self._selectors[kind].finish(step, self._statistics)
 
     def compile(self, variants: Collection[Variant], rows: int, query_heads: int) -> None:
         """Compile what steps of ``rows`` rows launch, of which no one is under way."""
@@ -193,8 +188,8 @@ class DeviceDecode:
             for variant in variants:
                 self.prepare(variant, (), (), (), step.request_slots, step.batch.lengths)
                 self.begin()
-                # Layers differ only in whether they can be Δ-layers.
-                for layer in {0, *sorted(variant.delta_layers)[:1]} if not variant.is_dense else ():
+                # Layers differ only in whether rows may attend by themselves.
+                for layer in {0, *sorted(variant.own_layers)[:1]} if not variant.is_dense else ():
                     self.attend(layer, queries, torch.empty_like(queries))
                 self.finish()
 
@@ -219,10 +214,10 @@ class DeviceDecode:
 
     def _enter(self, state: RequestState, slot: int, length: int) -> None:
         """Prepare a request for its first sparse step in ``slot``, or for another stage."""
-        family = FAMILIES[state.policy.decode.policy]
-        if family == Family.DENSE:
+        kind = declaration_of(state.decode).kind
+        if kind == DENSE_KIND:
             return
-        selector = self._selectors[family]
+        selector = self._selectors[kind]
         stage = selector.stage(state, length)
         if stage == state.stage:
             return
@@ -232,18 +227,13 @@ class DeviceDecode:
         context = Context(own, torch.full((1,), length, device=own.device))
         try:
             entry = selector.enter(state, slot, context)
-        except OutOfPositionsError as error:
+        except NoRoomError as error:
             logger.warning("A request runs dense: %s.", error)
             self._parameters.write(slot, parameters_of(state, self._step.batch.page_size) | _NEVER_SPARSE)
             return
         index = torch.full((1,), slot, device=own.device)
         self._statistics.add(index, Field.INDEX_BUILT_TOKENS, float(entry.built_tokens))
         self._statistics.add(index, Field.DECODE_READ_BYTES, entry.read_bytes)
-
-
-def _can_cut(policy: DecodePolicy, length: int) -> bool:
-    """Return whether a cap may leave out tokens that a policy has selected from a context of ``length`` tokens."""
-    return isinstance(policy, Tactic) and policy.max_tokens is not None and policy.max_tokens < length
 
 
 _NEVER_SPARSE = {Parameter.SPARSE_FROM: sys.maxsize}

@@ -9,47 +9,36 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.attention_registration import NAME
-from sglang_winnow.device.construction import enabled_families
-from sglang_winnow.device.selectors import SCRATCH_BYTES
-from sglang_winnow.device.step import StepBuffers
-from sglang_winnow.device.stored_positions import CAPACITY
+from sglang_winnow.backend_name import NAME
+from sglang_winnow.device.construction import enabled_kinds
 from sglang_winnow.hooks import Hook
+from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
-from winnow_kernels.gpu.row_parameters import Family
-from winnow_kernels.gpu.tactic import selection_width
-from winnow_kernels.indexes.clusters import ClusterIndex
-from winnow_kernels.indexes.key_norms import KeyNorms
-from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT, in_order
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
+from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-_WITH_SCRATCH: Final = frozenset({Family.QUEST, Family.DELTA, Family.TACTIC, Family.QUOKA})
-
 logger = logging.getLogger(__name__)
 
 
-def index_bytes_of_slot(families: Collection[Family], shape: PoolShape, page_size: int) -> float:
-    """Return what the indexes of ``families`` add to each slot of the KV cache."""
-    indexes: dict[Family, type[PageBounds | KeyNorms | ClusterIndex]] = {
-        Family.QUEST: PageBounds,
-        Family.QUOKA: KeyNorms,
-        Family.TACTIC: ClusterIndex,
-    }
-    return sum(index.bytes_per_slot(shape, page_size) for family, index in indexes.items() if family in families)
+def index_bytes_of_slot(kinds: Collection[str], shape: PoolShape, page_size: int) -> float:
+    """Return what the indexes of ``kinds`` of policies add to each slot of the KV cache."""
+    indexes = {index for kind in kinds if (index := DECLARATIONS[kind].index) is not None}
+    return sum(index.bytes_per_slot(shape, page_size) for index in indexes)
 
 
 def fixed_bytes(
-    families: Collection[Family], shape: PoolShape, query_heads: int, rows: int, longest: int, page_size: int
+    kinds: Collection[str], shape: PoolShape, query_heads: int, rows: int, longest: int, page_size: int
 ) -> int:
     """Return what buffers take at most, however large the KV cache is.
 
     Args:
-        families: that the server serves.
+        kinds: of the policies that the server serves.
         shape: of the KV cache.
         query_heads: of a layer.
         rows: of the largest batch.
@@ -58,13 +47,12 @@ def fixed_bytes(
     """
     nowhere = torch.device("meta")
     width = selection_width(longest)
-    steps = StepBuffers(rows, longest, page_size, shape.layers, shape.kv_heads, width, nowhere)
+    steps = StepBuffers(LAYOUT, rows, longest, page_size, shape.layers, shape.kv_heads, width, nowhere)
     layer = LayerCache(*torch.empty(2, 1, shape.kv_heads, shape.head_dim, device=nowhere))
     attention = AttendBuffers.empty(rows, query_heads, layer)
-    scratch = SCRATCH_BYTES * len(_WITH_SCRATCH.intersection(families))
-    positions = torch.int32.itemsize * CAPACITY if Family.STORED in families else 0
+    own = sum(DECLARATIONS[kind].buffer_bytes for kind in kinds)
     prefill = QuokaPrefillWorkspace.empty(shape.kv_heads, longest, nowhere)
-    return steps.bytes + attention.bytes + scratch + positions + prefill.scores.nbytes
+    return steps.bytes + attention.bytes + own + prefill.scores.nbytes
 
 
 def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, *arguments: Any, **named: Any) -> int:
@@ -72,7 +60,7 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     if configurator.server_args.attention_backend != NAME:
         return available
     model, tp_size = configurator.model_config, configurator.ps.attn_tp_size
-    families = enabled_families()
+    kinds = enabled_kinds()
     shape = PoolShape(
         model.num_hidden_layers,
         model.get_num_kv_heads(tp_size),
@@ -81,12 +69,12 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     )
     rows = configurator.server_args.max_running_requests
     query_heads = model.num_attention_heads // tp_size
-    fixed = fixed_bytes(families, shape, query_heads, rows, model.context_len, configurator.page_size)
-    index = index_bytes_of_slot(families, shape, configurator.page_size)
+    fixed = fixed_bytes(kinds, shape, query_heads, rows, model.context_len, configurator.page_size)
+    index = index_bytes_of_slot(kinds, shape, configurator.page_size)
     left = int((available - fixed) * shape.slot_bytes / (shape.slot_bytes + index))
     logger.info(
         "Winnow serves %s. Of %.2f GB its buffers take %.2f and its indexes %.2f, %.1f %% of the KV cache.",
-        ", ".join(family.name.lower() for family in sorted(families)) or "dense attention alone",
+        ", ".join(in_order(kinds)) or "dense attention alone",
         available / 2**30,
         fixed / 2**30,
         (available - fixed - left) / 2**30,

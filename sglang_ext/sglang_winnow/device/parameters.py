@@ -2,84 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from sglang_winnow.families import dense_until
-from sglang_winnow.policy import Delta, Dense, PyramidKV, Quest, QuokaDecode, SnapKV, StreamingLLM, Tactic
+from sglang_winnow.request_policy import dense_until
 from sglang_winnow.request_state import RequestState
-from winnow_kernels.gpu.delta import FULL, REFRESH, REUSE
-from winnow_kernels.gpu.row_parameters import Family, Parameter, double_bits, float_bits
-from winnow_kernels.page_selection import pages_kept, pages_of
-
-FAMILIES = {
-    "dense": Family.DENSE,
-    "streaming_llm": Family.STREAMING_LLM,
-    "quest": Family.QUEST,
-    "snapkv": Family.STORED,
-    "pyramidkv": Family.STORED,
-    "delta": Family.DELTA,
-    "tactic": Family.TACTIC,
-    "quoka": Family.QUOKA,
-}
+from winnow_kernels.contract.fields import Sparse
+from winnow_kernels.decode.gpu_rows import Parameter, float_bits
+from winnow_kernels.policies.declarations import LAYOUT, declaration_of
 
 
-def parameters_of(state: RequestState, page_size: int) -> dict[Parameter, int]:
-    """Return what the table of parameters says of a request before its first decode step."""
-    policy = state.policy
-    parameters = {
-        Parameter.FAMILY: int(FAMILIES[policy.decode.policy]),
-        Parameter.SPARSE_FROM: dense_until(state, page_size),
-    }
-    if not isinstance(policy.decode, Dense):
-        parameters[Parameter.SINKS] = policy.decode.sinks
-    if (stop := policy.early_termination) is not None:
+def parameters_of(state: RequestState, page_size: int) -> dict[int, int]:
+    """Return what the table of parameters says of a request before its first decode step, by column."""
+    declared = declaration_of(state.decode)
+    own = declared.own_parameters(state.decode, state.prompt_length, page_size)
+    parameters = LAYOUT.columns_of(declared.kind, own)
+    parameters[Parameter.SPARSE_FROM] = dense_until(state, page_size)
+    if isinstance(state.decode, Sparse):
+        parameters[Parameter.SINKS] = state.decode.sinks
+    if (stop := state.policy.early_termination) is not None:
         parameters[Parameter.BY_SCORE] = 1
         parameters[Parameter.SCALE] = float_bits(stop.scale)
         parameters[Parameter.DIRECTION] = float_bits(stop.direction)
         parameters[Parameter.PATIENCE] = float_bits(stop.patience)
-    return parameters | _of_family(state, page_size)
-
-
-def roles_of(policy: Delta, layers: int) -> list[int]:
-    """Return what each layer is to a request of DELTA."""
-    refreshing: Sequence[int] = policy.delta_layers or ()
-    first = min(refreshing)
-    return [REFRESH if i in refreshing else FULL if i < first else REUSE for i in range(layers)]
-
-
-def kept_positions(kept: Sequence[Tensor]) -> Tensor:
-    """Return what a request keeps in each layer, [KV heads, kept], one layer after another: int32 [numbers]."""
-    return torch.cat([of_layer.flatten() for of_layer in kept]).int()
-
-
-def _of_family(state: RequestState, page_size: int) -> dict[Parameter, int]:
-    parameters: dict[Parameter, int] = {}
-    match policy := state.policy.decode:
-        case StreamingLLM():
-            parameters = {Parameter.WINDOW: policy.window}
-        case Quest():
-            parameters = {
-                Parameter.QUEST_PAGES: pages_kept(policy.budget, 1, policy.sinks, page_size),
-                Parameter.QUEST_FULL_LAYERS: policy.full_layers,
-            }
-        case SnapKV() | PyramidKV():
-            parameters = {Parameter.PROMPT_LENGTH: state.prompt_length}
-        case Delta():
-            parameters = {
-                Parameter.DELTA_PAGES: pages_kept(policy.budget, policy.recency, policy.sinks, page_size),
-                Parameter.DELTA_RECENT: pages_of(policy.recency, page_size),
-            }
-        case Tactic():
-            parameters = {
-                Parameter.TACTIC_P: double_bits(policy.p),
-                Parameter.TACTIC_CAP: policy.max_tokens or 0,
-                Parameter.TACTIC_FULL_LAYERS: policy.full_layers,
-            }
-        case QuokaDecode(budget=int(budget)):
-            parameters = {Parameter.QUOKA_BUDGET: budget}
-        case QuokaDecode(budget_ratio=float(ratio)):
-            parameters = {Parameter.QUOKA_RATIO: double_bits(ratio)}
     return parameters

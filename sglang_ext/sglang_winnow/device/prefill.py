@@ -13,13 +13,14 @@ from torch import Tensor
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.prefill_plan import Chunk, PrefillPlan
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.prefill_blocks import Block, PrefillBlocks, aligned
-from winnow_kernels.gpu.prefill_blocks_cut import blocks_of
-from winnow_kernels.gpu.prefill_blocks_reads import reads_of
-from winnow_kernels.gpu.quoka_prefill_attention import attend_blocks
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
-from winnow_kernels.gpu.quoka_prefill_speakers import QUERIES_AT_ONCE
-from winnow_kernels.quoka import QuokaPrefillParameters
+from winnow_kernels.contract.fields import PAGE_TOKENS
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.prefill.attention import attend_blocks
+from winnow_kernels.policies.quoka.prefill.cut import blocks_of
+from winnow_kernels.policies.quoka.prefill.reads import reads_of
+from winnow_kernels.policies.quoka.prefill.representatives import QUERIES_AT_ONCE
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
+from winnow_kernels.prefill.blocks import Block, PrefillBlocks, aligned
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -113,7 +114,8 @@ def compile_defaults(cache: LayerCache, query_heads: int, page_size: int, worksp
         page_size: slots in a page.
         workspace: of the passes.
     """
-    parameters = QuokaPrefillParameters(budget=1)
+    # Less than a block: the second one is sparse.
+    parameters = QuokaPrefill(budget=PAGE_TOKENS, sinks=0)
     block, device = parameters.block, cache.keys.device
     pages = torch.zeros(1, aligned(2 * block // page_size), dtype=torch.int32, device=device)
     queries = torch.empty(block, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=device)

@@ -9,7 +9,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.device.decode import Variant
 from sglang_winnow.hooks import Hook
-from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.policies.declarations import DECLARATIONS, in_order
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -18,20 +18,20 @@ DENSE: Final = "dense"
 ANY: Final = "any"
 
 
-def variants_of(families: Collection[Family], layers: int, delta_layers: Collection[int]) -> dict[str, Variant]:
+def variants_of(kinds: Collection[str], layers: int, delta_layers: Collection[int]) -> dict[str, Variant]:
     """Return the variants of a server by their labels, each after those that launch less.
 
     Args:
-        families: what the server serves, besides dense.
+        kinds: of the policies that the server serves, besides dense.
         layers: how many the model has.
         delta_layers: of the model's profile; a request with others is served by the last variant.
     """
     variants = {DENSE: Variant(frozenset())}
-    for family in sorted(families):
-        of_delta = frozenset(delta_layers) if family == Family.DELTA else frozenset()
-        variants[family.name.lower()] = Variant(frozenset({family}), delta_layers=of_delta)
-    anywhere = frozenset(range(layers) if Family.DELTA in families else ())
-    variants[ANY] = Variant(frozenset(families), ordered=True, delta_layers=anywhere)
+    for kind in in_order(kinds):
+        own_layers = delta_layers if DECLARATIONS[kind].has_own_layers else ()
+        variants[kind] = Variant(frozenset({kind}), own_layers=frozenset(own_layers))
+    anywhere = range(layers) if any(DECLARATIONS[kind].has_own_layers for kind in kinds) else ()
+    variants[ANY] = Variant(frozenset(kinds), ordered=True, own_layers=frozenset(anywhere))
     return variants
 
 
@@ -39,9 +39,9 @@ def variant_for(needed: Variant, variants: Mapping[str, Variant]) -> str:
     """Return the label of the first variant that launches all that is needed."""
     for label, variant in variants.items():
         if (
-            needed.families <= variant.families
+            needed.kinds <= variant.kinds
             and needed.ordered <= variant.ordered
-            and needed.delta_layers <= variant.delta_layers
+            and needed.own_layers <= variant.own_layers
         ):
             return label
     raise AssertionError("the last variant launches everything")

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_winnow.policy import AttentionPolicy, parse_policy
 from tests.models import ModelShape, write_model, write_weights
+from tests.policy_rows import ROWS
 from winnow_evaluation.fidelity.forcing import Forcing
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
 # No multiples of the page, and continuations that fill the page which the prompt has begun.
 PROMPTS, TOKENS = (203, 150), 24
 SPAN, WINDOW, MEMORY = 64, 16, 2**20
 
-SPARSE: dict[str, dict[str, Any]] = {
+SPARSE: dict[str, dict[str, Any]] = {name: row.small for name, row in ROWS.items() if row.small} | {
     "streaming_llm": {"sinks": 2, "window": 48},
     "quest": {"budget": 48, "full_layers": 0},
     "snapkv": {"budget": 48, "observation_window": WINDOW},
@@ -29,6 +30,8 @@ SPARSE: dict[str, dict[str, Any]] = {
     "quoka": {"budget": 48},
 }
 COVERING: dict[str, dict[str, Any]] = {
+    name: parameters | {"budget": 4096} for name, parameters in SPARSE.items() if "budget" in parameters
+} | {
     "streaming_llm": {"window": 4096},
     "quest": {"budget": 4096},
     "snapkv": {"budget": 4096, "observation_window": WINDOW},

@@ -15,8 +15,8 @@ from tests.evaluation.fidelity.test_record import ASKED_KEYS
 from winnow_evaluation.fidelity.__main__ import app, parse_contexts
 from winnow_evaluation.fidelity.measure import _Batch
 from winnow_evaluation.fidelity.record import KEYS, FidelityRecord
+from winnow_evaluation.options import OptionError
 from winnow_service.cli.main import app as program
-from winnow_service.evaluation.options import OptionError
 
 QUEST = '{"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}'
 TACTIC = '{"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0}}'

@@ -17,6 +17,8 @@ from winnow_evaluation.fidelity.passes import PolicyPass
 from winnow_evaluation.fidelity.prefilled import PAGE_SIZE, PrefilledBatch
 from winnow_evaluation.fidelity.results import Distances, Result
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_kernels.indexes.page_bounds import PageBounds
+from winnow_kernels.policies.snapkv.reference import SnapKVState
 
 STOPS = {"scale": 0.5, "direction": 0.5, "patience": 1}
 
@@ -203,7 +205,7 @@ def test_indexes_are_of_the_continuation_that_is_being_forced(batch: PrefilledBa
         forcing = Forcing(batch, following[:, :-1], MEMORY)
         for budget in (48, 128):
             forcing.policy(decode_policy("quest", {"budget": budget, "full_layers": 0}))
-            bounds = batch.indexes.page_bounds.bounds[1][page].clone()
+            bounds = batch.indexes[PageBounds].bounds[1][page].clone()
             keys = batch.caches[1].keys[slots]
             assert torch.equal(bounds, torch.cat((keys.amax(0), keys.amin(0)), dim=-1))
             built.append(bounds)
@@ -224,7 +226,7 @@ def test_a_prompt_prefilled_in_chunks_keeps_the_same_queries(model: OfflineModel
         for chunk in (None, 90):
             batch = PrefilledBatch(model, prompts, 1, scored=100, window=WINDOW, chunk=chunk)
             state = batch.state(0, policy)
-            assert state.kept is not None
+            assert isinstance(state.kept, SnapKVState)
             kept.append((batch.last, state.kept.observation._queries[1]))
     for whole, in_chunks in zip(*kept, strict=True):
         torch.testing.assert_close(whole, in_chunks, atol=1e-4, rtol=1e-4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_winnow.policy import DECODE_POLICIES, PolicyError
 from winnow_evaluation.fidelity.policies import (
     Measured,
     asked_for,
@@ -14,6 +13,8 @@ from winnow_evaluation.fidelity.policies import (
     presets,
     sweep,
 )
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.policies.presets import PRESETS
 
 

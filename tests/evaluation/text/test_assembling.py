@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from winnow_evaluation.text import assembling
-from winnow_evaluation.text.assembling import MOST_CHARACTERS, documents_of
+from winnow_evaluation.text.assembling import MAX_CHARACTERS, documents_of
 from winnow_evaluation.text.documents import Document
 from winnow_evaluation.text.packages import Form, Package
 
@@ -80,16 +80,16 @@ def test_long_books_are_cut_between_paragraphs() -> None:
     files = {f"{number}.html": prose(str(number), 1500).encode() for number in range(8)}
     documents = made(files)
     assert len(documents) > 2
-    assert all(len(document.text) <= MOST_CHARACTERS for document in documents)
+    assert all(len(document.text) <= MAX_CHARACTERS for document in documents)
     assert [page for document in documents for page in order_of(document)] == [str(number) for number in range(8)]
     assert len({document.name for document in documents}) == len(documents)
     text = "\n\n".join(document.text for document in documents)
     assert text.count("has to say.") == 8 * 1500
-    assert len(made(files, characters=MOST_CHARACTERS)) == 2
+    assert len(made(files, characters=MAX_CHARACTERS)) == 2
 
 
 def test_one_long_page_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembling, "MOST_CHARACTERS", 3000)
+    monkeypatch.setattr(assembling, "MAX_CHARACTERS", 3000)
     documents = made({"all.html": prose("all", 100).encode()})
     assert [document.name for document in documents] == ["all.html", "all.html#1", "all.html#2"][: len(documents)]
     assert all(2000 <= len(document.text) <= 3000 for document in documents)

@@ -3,7 +3,7 @@
 The compiler does not work in a process whose kernels are interpreted (TRITON_INTERPRET=1), so variants are compiled in
 a process of their own, all of one call in the same one:
 
-    [compiled] = compile_for_hopper([Variant("winnow_kernels.gpu.attend:_kernel", {"keys": "*bf16", …}, {"TILE": 64})])
+    [compiled] = compile_for_hopper([Variant("winnow_kernels.attend.gpu:_kernel", {"keys": "*bf16", …}, {"TILE": 64})])
     assert compiled.local_bytes == 0
 
 Compiled kernels stay in Triton's cache, so a second call with the same sources takes no time.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.gpu.conftest import INTERPRETED
+from winnow_kernels.batch import WHOLE, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.batch import WHOLE, DecodeBatch, DeviceSelection
-from winnow_kernels.selection import Selection
+from winnow_kernels.selection.tokens import Selection
 
 PAGE_SIZE = 16
 UNTOUCHED = -7

@@ -18,20 +18,22 @@ from tests.kernels.attention_float64 import attend_head_until_settled
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
 from tests.kernels.gpu.conftest import INTERPRETED
-from winnow_kernels.attend import attend as reference_attend
+from tests.kernels.parameters import termination_at
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers, Launch, attend
+from winnow_kernels.attend.gpu_merge import MOST_SPLITS
+from winnow_kernels.attend.reference import attend as reference_attend
+from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.attend import AttendBuffers, Launch, attend
-from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection
-from winnow_kernels.gpu.merge import MOST_SPLITS
-from winnow_kernels.selection import Selection
+from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.selection.tokens import Selection
 
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 # The interpreter takes 5 ms for a tile.
 LONGEST, EXAMPLES = (1500, 5) if INTERPRETED else (20_000, 200)
-SETTLING = EarlyTermination(0.05, 0.01, 2)
+SETTLING = termination_at(0.05, 0.01, 2)
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def test_long_contexts_have_longer_splits(device: torch.device) -> None:
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=3),
     left_out=st.lists(st.none() | st.integers(0, 50), min_size=3, max_size=3),
     thresholds=st.builds(
-        EarlyTermination, st.sampled_from([0.003, 0.03]), st.sampled_from([0.0003, 0.003]), st.integers(1, 4)
+        termination_at, st.sampled_from([0.003, 0.03]), st.sampled_from([0.0003, 0.003]), st.integers(1, 4)
     ),
     plain=st.integers(0, 3),
     seed=st.integers(0, 1000),
@@ -213,7 +215,7 @@ def test_early_termination_reads_what_the_reference_reads(
 
 def test_early_termination_in_several_splits(device: torch.device) -> None:
     layer = Layer.random([3000, 2100], [[WHOLE], [2075]], group=5, head_dim=96)
-    thresholds = [SETTLING, replace(SETTLING, patience=6)]
+    thresholds = [SETTLING, SETTLING.model_copy(update={"patience": 6})]
 
     result = actual(layer, 0.1, thresholds, device)
 
@@ -328,10 +330,10 @@ def _variant(head_dim: int, group: int, *, termination: bool) -> Variant:
     constants["padded_group"] = 8 if group <= 8 else 16
     programs = launch.programs_with_termination if termination else launch.programs
     if termination:
-        kernel = "winnow_kernels.gpu.early_termination:terminating_attend_kernel"
+        kernel = "winnow_kernels.attend.gpu_early_termination:terminating_attend_kernel"
         types |= {"thresholds_ptr": "*fp32", "tiles_read_ptr": "*i32"}
     else:
-        kernel = "winnow_kernels.gpu.attend:attend_kernel"
+        kernel = "winnow_kernels.attend.gpu:attend_kernel"
         constants |= {"programs": 132 * programs}
     registers = launch.registers(programs)
     return Variant(kernel, types, constants, divisible=strides, num_warps=launch.warps, maxnreg=registers)
@@ -342,7 +344,7 @@ def _merge_variant(head_dim: int) -> Variant:
     integers = ["tiles_read_ptr", "lengths_ptr", "selected_ptr"]
     sizes = ["output_row_stride", "output_head_stride", "token_bytes"]
     return Variant(
-        "winnow_kernels.gpu.merge:merge_kernel",
+        "winnow_kernels.attend.gpu_merge:merge_kernel",
         {
             **dict.fromkeys(floats, "*fp32"),
             **dict.fromkeys(integers, "*i32"),

@@ -19,13 +19,14 @@ from tests.kernels.gpu.selectors import (
     on_device,
     untouched,
 )
-from winnow_kernels.attend import group as grouped
+from tests.kernels.parameters import delta_parameters
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers, attend
+from winnow_kernels.attend.reference import group as grouped
+from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.delta import DeltaParameters, DeltaStep
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import delta
-from winnow_kernels.gpu.attend import AttendBuffers, attend
-from winnow_kernels.gpu.batch import COUNTS, ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
+from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.reference import DeltaStep
 
 SLOTS = 4096
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def _rows(parameters: list[Row | None], layers: int, device: torch.device) -> de
 
 
 def _reference(context: Context, row: int, own: Row, scale: float) -> DeltaStep:
-    parameters = DeltaParameters(own.budget * PAGE_SIZE, own.recent * PAGE_SIZE, 0, own.delta_layers)
+    parameters = delta_parameters(own.budget * PAGE_SIZE, own.recent * PAGE_SIZE, 0, own.delta_layers)
     return DeltaStep(context.rows([row]), scale, None, [parameters], PAGE_SIZE)
 
 

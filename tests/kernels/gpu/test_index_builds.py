@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.kernels.caches import random_cache
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.batch import DecodeBatch
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
@@ -146,7 +146,7 @@ def _variant(kernel: str, head_dim: int, kv_heads: int, page_size: int) -> Varia
     else:
         constants |= {"keys": 64, "block_dim": 128 if head_dim == 96 else head_dim}
     return Variant(
-        f"winnow_kernels.gpu.index_builds:{kernel}",
+        f"winnow_kernels.indexes.gpu_builds:{kernel}",
         types,
         constants,
         divisible=("layer_stride", "slot_stride", "head_stride"),

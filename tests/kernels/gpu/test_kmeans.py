@@ -12,10 +12,10 @@ from tests.kernels.caches import random_cache
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
 from tests.kernels.gpu.conftest import INTERPRETED
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.key_pools import KeyPools
-from winnow_kernels.gpu.kmeans import cluster_spans, fits
 from winnow_kernels.indexes.cluster_tables import ClusterTables
-from winnow_kernels.kmeans import ITERATIONS, drawn_behind, kmeans
+from winnow_kernels.indexes.gpu_key_pools import KeyPools
+from winnow_kernels.indexes.gpu_kmeans import cluster_spans, fits
+from winnow_kernels.indexes.kmeans import ITERATIONS, drawn_behind, kmeans
 
 PAGE, SLOTS, CAPACITY = 16, 1024, 11
 # The interpreter cannot multiply matrices of bfloat16, and takes seconds for a problem of full size.
@@ -227,7 +227,7 @@ def _lloyd(head_dim: int, clusters: int = 64, keys: str = "bf16", warps: int = 4
     constants = {"span": 16 * clusters, "clusters": clusters, "head_dim": head_dim, "page_size": PAGE, "tile": 64}
     constants |= {"block_clusters": clusters, "block_dim": 128 if head_dim == 96 else head_dim}
     return Variant(
-        "winnow_kernels.gpu.kmeans:_lloyd_kernel",
+        "winnow_kernels.indexes.gpu_kmeans:_lloyd_kernel",
         pointers | numbers,
         constants,
         divisible=("slot_stride", "head_stride"),
@@ -244,7 +244,7 @@ def test_kernels_fit_a_multiprocessor() -> None:
         _lloyd(128, clusters=128, warps=8),
     ]
     order = Variant(
-        "winnow_kernels.gpu.kmeans:_order_kernel",
+        "winnow_kernels.indexes.gpu_kmeans:_order_kernel",
         {"entries_ptr": "*i64", "left_out_ptr": "*i64", "offsets_ptr": "*i16", "kv_heads": "i32", "capacity": "i32"},
         {"span": 1024, "clusters": 64, "block_span": 1024},
     )

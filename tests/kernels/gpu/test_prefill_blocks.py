@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.prefill_blocks_cut import DENSE_BLOCK, blocks_of, dense_blocks_of
-from winnow_kernels.gpu.prefill_blocks_reads import reads_of
-from winnow_kernels.quoka import PrefillReads, QuokaPrefillParameters, quoka_prefill, select_for_blocks
+from tests.kernels.parameters import quoka_prefill_parameters
+from winnow_kernels.policies.quoka.prefill.cut import DENSE_BLOCK, blocks_of, dense_blocks_of
+from winnow_kernels.policies.quoka.prefill.reads import reads_of
+from winnow_kernels.policies.quoka.reference import PrefillReads, quoka_prefill, select_for_blocks
+from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 
 CHUNKS = st.tuples(st.integers(0, 600), st.integers(1, 400))
 
@@ -39,7 +40,7 @@ def test_blocks_and_reads_are_the_references(
 ) -> None:
     prefix_length, new_tokens = chunk
     length = prefix_length + new_tokens
-    parameters = QuokaPrefillParameters(
+    parameters = quoka_prefill_parameters(
         block=block, queries=4, dense_prefix=dense_prefix, sinks=sinks, recency_ratio=recency_ratio, **budget
     )
     cache, queries = random_cache(1024, 2, 16), random_queries(new_tokens, 4, 16)
@@ -80,13 +81,13 @@ def assert_cover(blocks: list[Block], row: int, first_query: int, prefix_length:
 
 
 def test_no_new_tokens_are_no_blocks() -> None:
-    parameters = QuokaPrefillParameters(budget=64)
+    parameters = quoka_prefill_parameters(budget=64)
     assert blocks_of(0, 0, 100, 100, parameters) == dense_blocks_of(0, 0, 100, 100) == []
     assert reads_of([], random_cache(16, 1, 16)) == PrefillReads()
 
 
 def test_fields_on_the_device_are_the_blocks_attributes(device: torch.device) -> None:
-    blocks = blocks_of(2, 7, 100, 300, QuokaPrefillParameters(budget=64, queries=16, sinks=8, recency_ratio=0.5))
+    blocks = blocks_of(2, 7, 100, 300, quoka_prefill_parameters(budget=64, queries=16, sinks=8, recency_ratio=0.5))
     table = torch.zeros(3, 32, dtype=torch.int32, device=device)
     fields = PrefillBlocks.of(blocks, table, 16).fields
     assert fields.dtype == torch.int32

@@ -17,14 +17,15 @@ from tests.kernels.gpu.selectors import (
     on_device,
     untouched,
 )
+from tests.kernels.parameters import quest_parameters
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.batch import WHOLE_TO_THE_END, Count, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import quest
-from winnow_kernels.gpu.batch import WHOLE_TO_THE_END, Count, DeviceSelection
-from winnow_kernels.gpu.pages import MOST_PAGES, PageBuffers
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.quest import QuestParameters, QuestStep
+from winnow_kernels.policies.quest import gpu as quest
+from winnow_kernels.policies.quest.reference import QuestStep
+from winnow_kernels.selection.gpu_pages import MOST_PAGES, PageBuffers
 
 SLOTS = 4096
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def _bounds(cache: LayerCache) -> PageBounds:
 
 
 def _reference(row: int, context: Context, bounds: PageBounds, budget: int) -> QuestStep:
-    return QuestStep(context.rows([row]), 1.0, None, [QuestParameters(budget * PAGE_SIZE, 0)], bounds)
+    return QuestStep(context.rows([row]), 1.0, None, [quest_parameters(budget * PAGE_SIZE, 0)], bounds)
 
 
 def _select(

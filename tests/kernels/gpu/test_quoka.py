@@ -19,13 +19,15 @@ from tests.kernels.gpu.selectors import (
     on_device,
     untouched,
 )
+from tests.kernels.parameters import quoka_decode_parameters
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.batch import Count, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import quoka
-from winnow_kernels.gpu.batch import Count, DeviceSelection
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.quoka import gpu as quoka
+from winnow_kernels.policies.quoka.reference import QuokaStep
+from winnow_kernels.selection.gpu_top import MAX_CANDIDATES, TopBuffers, TopRows
 
 SLOTS = 6144
 CPU = torch.device("cpu")
@@ -57,12 +59,12 @@ def _select(
     width: int,
 ) -> Selected:
     batch = on_device(context, device)
-    rows = quoka.QuokaRows.empty(batch.rows, device)
+    rows = TopRows.empty(batch.rows, device)
     for row, own in enumerate(parameters):
         if own is not None:
             rows.budgets[row], rows.by_score[row] = own
     selection = untouched(batch, cache.kv_heads, width)
-    buffers = quoka.QuokaBuffers.empty(batch, selection)
+    buffers = TopBuffers.empty(batch, selection)
     quoka.select(
         queries.to(device),
         cache_on(device, cache),
@@ -112,7 +114,7 @@ def test_rows_are_the_references_and_other_families_stay_untouched(
             continue
         budget, is_ordered = own
         meter = Meter(1, CPU)
-        step = QuokaStep(context.rows([row]), 1.0, None, [QuokaDecodeParameters(budget=budget)], norms)
+        step = QuokaStep(context.rows([row]), 1.0, None, [quoka_decode_parameters(budget=budget)], norms)
         expected = step.select(0, queries[[row]], cache, meter)
         ordered = slice(_in_newest(context, row), None) if is_ordered else slice(0)
         check_equal(selected.selection, row, expected, ordered=ordered)
@@ -166,7 +168,7 @@ def test_scores_too_close_for_a_histogram_are_told_apart(spread: float, device: 
     budget = wanted + _in_newest(context, 0)
     selected = _select([(budget, False)], context, queries, cache, norms, device, width=320)
     scored = context.slots[0, : length - _in_newest(context, 0)]
-    assert len(scored) > quoka.MOST_CANDIDATES
+    assert len(scored) > MAX_CANDIDATES
     # The mean query is an axis, so that there is one product to round.
     promise = keys[scored, 0, 0] * norms.reciprocals[0][scored, 0]
     assert promise.unique().numel() > 100 * bool(spread)

@@ -19,12 +19,13 @@ from torch import Tensor
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
 from tests.kernels.gpu.conftest import INTERPRETED
+from tests.kernels.parameters import quoka_prefill_parameters
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.prefill_blocks_cut import blocks_of, dense_blocks_of
-from winnow_kernels.gpu.quoka_prefill_attention import Launch, attend_blocks
-from winnow_kernels.gpu.quoka_prefill_selection import BlockSelection
-from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill, select_for_blocks
+from winnow_kernels.policies.quoka.prefill.attention import Launch, attend_blocks
+from winnow_kernels.policies.quoka.prefill.cut import blocks_of, dense_blocks_of
+from winnow_kernels.policies.quoka.prefill.selection import BlockSelection
+from winnow_kernels.policies.quoka.reference import quoka_prefill, select_for_blocks
+from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -173,7 +174,7 @@ def test_requests_in_one_pass_are_as_the_reference_has_each(
     for row, ((prefix_length, new_tokens), budget) in enumerate(zip(chunks, budgets, strict=False)):
         length = prefix_length + new_tokens
         name = "budget" if isinstance(budget, int) else "budget_ratio"
-        parameters = QuokaPrefillParameters(block=block, queries=4, **{name: budget or 1.0})  # type: ignore[arg-type]
+        parameters = quoka_prefill_parameters(block=block, queries=4, **{name: budget or 1.0})  # type: ignore[arg-type]
         if budget is None:
             blocks += dense_blocks_of(row, first, prefix_length, length)
         else:
@@ -237,7 +238,7 @@ def _variant(head_dim: int, group: int) -> Variant:
     strides.append("output_head_stride")
     sizes = dict.fromkeys([*strides, "page_table_stride", "selection_width"], "i32")
     return Variant(
-        "winnow_kernels.gpu.quoka_prefill_attention:attend_blocks_kernel",
+        "winnow_kernels.policies.quoka.prefill.attention:attend_blocks_kernel",
         {**half, **integers, **sizes, "scale_log2": "fp32"},
         {
             "group": group,

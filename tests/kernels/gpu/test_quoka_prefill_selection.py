@@ -16,14 +16,16 @@ from triton import next_power_of_2
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Constant, Variant, compile_for_hopper
 from tests.kernels.gpu.selectors import HALF, UNTOUCHED, cache_on
+from tests.kernels.parameters import quoka_prefill_parameters
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu import quoka_prefill_scores as scoring
-from winnow_kernels.gpu import quoka_prefill_speakers as speaking
-from winnow_kernels.gpu import quoka_prefill_top as top
-from winnow_kernels.gpu.prefill_blocks import WHOLE, Block, PrefillBlocks
-from winnow_kernels.gpu.prefill_blocks_cut import blocks_of, dense_blocks_of
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
-from winnow_kernels.quoka import QuokaPrefillParameters, select_for_blocks, speaking_queries
+from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.quoka.prefill import representatives as speaking
+from winnow_kernels.policies.quoka.prefill import scores as scoring
+from winnow_kernels.policies.quoka.prefill import top
+from winnow_kernels.policies.quoka.prefill.cut import blocks_of, dense_blocks_of
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
+from winnow_kernels.policies.quoka.reference import select_for_blocks, speaking_queries
+from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 
 # Scores are cosines; float32 sums of some hundred products are this exact.
 ROUNDING: Final = 3e-6
@@ -87,7 +89,7 @@ class Pass:
 
 
 def random_pass(
-    requests: Sequence[tuple[int, int, QuokaPrefillParameters | None]],
+    requests: Sequence[tuple[int, int, QuokaPrefill | None]],
     kv_heads: int,
     group: int,
     head_dim: int,
@@ -154,15 +156,15 @@ def test_blocks_select_what_scores_most(
     kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device
 ) -> None:
     requests = [
-        (0, 300, QuokaPrefillParameters(budget=40, block=64)),
+        (0, 300, quoka_prefill_parameters(budget=40, block=64)),
         # Cut at both ends; a block has fewer queries than may speak.
-        (250, 389, QuokaPrefillParameters(budget_ratio=0.2, block=128, queries=16)),
+        (250, 389, quoka_prefill_parameters(budget_ratio=0.2, block=128, queries=16)),
         (70, 200, None),
-        (190, 333, QuokaPrefillParameters(budget=100, block=64, queries=3, dense_prefix=220)),
-        (64, 160, QuokaPrefillParameters(budget=1, block=32, queries=100)),
-        (100, 260, QuokaPrefillParameters(budget=40, block=64, sinks=5, recency_ratio=0.5)),
+        (190, 333, quoka_prefill_parameters(budget=100, block=64, queries=3, dense_prefix=220)),
+        (64, 160, quoka_prefill_parameters(budget=1, block=32, queries=100)),
+        (100, 260, quoka_prefill_parameters(budget=40, block=64, sinks=5, recency_ratio=0.5)),
         # Nothing is left to choose.
-        (130, 192, QuokaPrefillParameters(budget_ratio=0.2, block=64, sinks=7, recency_ratio=1.0)),
+        (130, 192, quoka_prefill_parameters(budget_ratio=0.2, block=64, sinks=7, recency_ratio=1.0)),
     ]
     own = random_pass(requests, kv_heads, group, head_dim, dtype, page_size)
     assert check_selected(own, own.launch(device)) == 17
@@ -171,7 +173,7 @@ def test_blocks_select_what_scores_most(
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("always", [{}, {"sinks": 16}, {"sinks": 3, "recency_ratio": 0.6}])
 def test_the_sets_are_the_references(always: dict[str, Any], device: torch.device) -> None:
-    parameters = QuokaPrefillParameters(budget=50, block=64, queries=8, **always)
+    parameters = quoka_prefill_parameters(budget=50, block=64, queries=8, **always)
     own = random_pass([(130, 500, parameters)], 2, 4, 64)
     selected = own.select(device)
     expected = dict(select_for_blocks(own.queries, own.context.slots[0], own.cache, parameters))
@@ -183,14 +185,14 @@ def test_the_sets_are_the_references(always: dict[str, Any], device: torch.devic
 
 @pytest.mark.usefixtures("small_blocks")
 def test_more_speakers_than_one_product_takes(device: torch.device) -> None:
-    own = random_pass([(0, 500, QuokaPrefillParameters(budget=60, block=320, queries=300))], 1, 2, 64)
+    own = random_pass([(0, 500, quoka_prefill_parameters(budget=60, block=320, queries=300))], 1, 2, 64)
     assert check_selected(own, own.launch(device)) == 1
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_neighbours_batches_and_ends_of_chunks_change_nothing(device: torch.device) -> None:
-    parameters = QuokaPrefillParameters(budget=70, block=64)
-    others = [(40, 140, QuokaPrefillParameters(budget=30, block=64, queries=5)), (0, 90, None)]
+    parameters = quoka_prefill_parameters(budget=70, block=64)
+    others = [(40, 140, quoka_prefill_parameters(budget=30, block=64, queries=5)), (0, 90, None)]
     together = random_pass([(0, 600, parameters), *others], 1, 2, 64, HALF)
     expected = together.select(device)
     # One block, or a few, at a time.
@@ -210,7 +212,7 @@ def test_neighbours_batches_and_ends_of_chunks_change_nothing(device: torch.devi
 @pytest.mark.usefixtures("small_blocks")
 def test_how_a_pass_is_cut_compiles_nothing_anew(device: torch.device) -> None:
     """Triton tells pointers and numbers that are multiples of 16 from others."""
-    own = random_pass([(0, 600, QuokaPrefillParameters(budget=70, block=64))], 1, 2, 64, HALF).launch(device, 8_000)
+    own = random_pass([(0, 600, quoka_prefill_parameters(budget=70, block=64))], 1, 2, 64, HALF).launch(device, 8_000)
     [run] = own.plan.runs
     assert len(run.batches) > 1
     for batch in run.batches:
@@ -220,7 +222,7 @@ def test_how_a_pass_is_cut_compiles_nothing_anew(device: torch.device) -> None:
 
 
 def test_a_pass_without_sparse_blocks_launches_nothing(device: torch.device) -> None:
-    own = random_pass([(0, 200, None), (10, 100, QuokaPrefillParameters(budget=100, block=64))], 1, 2, 64)
+    own = random_pass([(0, 200, None), (10, 100, quoka_prefill_parameters(budget=100, block=64))], 1, 2, 64)
     assert own.select(device).shape == (len(own.blocks), 1, 0)
 
 
@@ -284,7 +286,7 @@ def test_long_contexts(tokens: int, device: torch.device) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_what_is_not_finite_stays_in_its_block(device: torch.device) -> None:
-    own = random_pass([(0, 500, QuokaPrefillParameters(budget=40, block=64, queries=8))], 1, 2, 64)
+    own = random_pass([(0, 500, quoka_prefill_parameters(budget=40, block=64, queries=8))], 1, 2, 64)
     expected = own.select(device)
     broken = 3
     own.queries[own.blocks[broken].first_query + 5] = torch.nan
@@ -306,7 +308,7 @@ def _type(name: str) -> str:
 
 def _variant(kernel: str, constants: Mapping[str, Constant], warps: int = 4) -> Variant:
     module, name = kernel.split(".")
-    module = f"winnow_kernels.gpu.quoka_prefill_{module}"
+    module = f"winnow_kernels.policies.quoka.prefill.{module}"
     types = {each: _type(each) for each in getattr(import_module(module), name).arg_names if each not in constants}
     divisible = [each for each in types if each.endswith("stride") and each != "marks_stride"]
     return Variant(f"{module}:{name}", types, constants, divisible, num_warps=warps)
@@ -325,7 +327,7 @@ def _scoring(head_dim: int, speakers: int) -> Variant:
 def _ranking(head_dim: int, speakers: int, queries: int) -> Variant:
     rows = speaking.QUERIES_AT_ONCE
     constants = {"speakers": speakers, "rows": rows, "tiles": queries // rows}
-    return _variant("speakers.rank_kernel", constants | _of_heads(head_dim), speaking.RANK_WARPS)
+    return _variant("representatives.rank_kernel", constants | _of_heads(head_dim), speaking.RANK_WARPS)
 
 
 def test_kernels_fit_a_multiprocessor_as_often_as_they_should() -> None:
@@ -341,7 +343,7 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_should() -> None:
         (_ranking(128, 16, 128), 4),
         (_ranking(128, 64, 512), 4),
         (_ranking(256, 16, 128), 2),
-        (_variant("speakers.average_kernel", averaging | _of_heads(128)), 8),
+        (_variant("representatives.average_kernel", averaging | _of_heads(128)), 8),
         (_variant("bracket.bracket_kernel", listed, top.ROW_WARPS), 4),
         (_variant("threshold.threshold_kernel", listed, top.ROW_WARPS), 4),
         (_variant("threshold.narrow_kernel", listed | piece, top.NARROW_WARPS), 1),

@@ -11,18 +11,26 @@ from hypothesis import strategies as st
 
 from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
-from winnow_kernels.gpu.batch import DecodeBatch
-from winnow_kernels.gpu.page_table import copy_page_table
-from winnow_kernels.gpu.row_parameters import (
-    OF_ROWS,
-    Family,
+from winnow_kernels.batch import DecodeBatch
+from winnow_kernels.decode.gpu_page_table import copy_page_table
+from winnow_kernels.decode.gpu_rows import (
+    Columns,
+    Layout,
+    OwnParameters,
     Parameter,
     ParameterTable,
     RowParameters,
-    double_bits,
     float_bits,
 )
 
+LAYOUT = Layout(
+    {
+        "dense": Columns(),
+        "by page": Columns(("pages", "full_layers")),
+        "by share": Columns(("cap",)),
+        "by token": Columns(("width", "budget"), of_ratio="budget"),
+    }
+)
 TERMINATION = {
     Parameter.BY_SCORE: 1,
     Parameter.SCALE: float_bits(0.25),
@@ -31,24 +39,22 @@ TERMINATION = {
 }
 
 
-def test_rows_get_their_own_familys_parameters_once_they_are_long_enough(device: torch.device) -> None:
-    table = ParameterTable(6, device)
-    quest = {Parameter.FAMILY: Family.QUEST, Parameter.QUEST_PAGES: 7, Parameter.SPARSE_FROM: 100}
-    tactic = {Parameter.FAMILY: Family.TACTIC, Parameter.TACTIC_P: double_bits(0.9), Parameter.TACTIC_CAP: 5}
-    table.write(1, quest | TERMINATION)
-    table.write(2, tactic)
-    table.write(3, quest)
+def test_rows_get_their_own_kinds_parameters_once_they_are_long_enough(device: torch.device) -> None:
+    table = ParameterTable(LAYOUT, 6, device)
+    by_page = LAYOUT.columns_of("by page", OwnParameters({"pages": 7})) | {Parameter.SPARSE_FROM: 100}
+    table.write(1, by_page | TERMINATION)
+    table.write(2, LAYOUT.columns_of("by share", OwnParameters({"cap": 5}, share=0.9)))
+    table.write(3, by_page)
     table.write(3, {})
     batch = DecodeBatch.empty(6, 256, 16, device)
     batch.lengths.copy_(torch.tensor([101, 100, 8, 200, 1, 1]))
-    rows = RowParameters.empty(6, device)
+    rows = RowParameters.empty(LAYOUT, 6, device)
     table.gather(torch.tensor([1, 1, 2, 3, 0, 0], device=device), batch, rows)
 
-    expected = torch.zeros(OF_ROWS, 6, dtype=torch.int32)
-    expected[[Parameter.FAMILY, Parameter.BY_SCORE, Parameter.QUEST_PAGES], 0] = torch.tensor(
-        [Family.QUEST, 1, 7], dtype=torch.int32
-    )
-    expected[[Parameter.FAMILY, Parameter.TACTIC_CAP], 2] = torch.tensor([Family.TACTIC, 5], dtype=torch.int32)
+    expected = torch.zeros(LAYOUT.of_rows, 6, dtype=torch.int32)
+    own = RowParameters(LAYOUT, expected, rows.shares, rows.thresholds)
+    own.kinds[0], own.by_score[0], own.own("by page", "pages")[0] = 1, 1, 7
+    own.kinds[2], own.own("by share", "cap")[2] = 2, 5
     assert torch.equal(rows.values.cpu(), expected)
     assert rows.shares.tolist() == [0, 0, 0.9, 0, 0, 0]
     never = [0, 0, math.inf]
@@ -60,14 +66,15 @@ def test_rows_get_their_own_familys_parameters_once_they_are_long_enough(device:
 def test_a_share_of_the_tokens_is_what_python_makes_of_it(
     device: torch.device, ratio: float, length: int, sinks: int
 ) -> None:
-    table = ParameterTable(2, device)
-    own = {Parameter.FAMILY: Family.QUOKA, Parameter.QUOKA_RATIO: double_bits(ratio), Parameter.SINKS: sinks}
-    table.write(1, own)
+    table = ParameterTable(LAYOUT, 2, device)
+    own = OwnParameters({"width": 3}, ratio=ratio)
+    table.write(1, LAYOUT.columns_of("by token", own) | {Parameter.SINKS: sinks})
     batch = DecodeBatch.empty(1, 16, 16, device)
     batch.lengths.fill_(length)
-    rows = RowParameters.empty(1, device)
+    rows = RowParameters.empty(LAYOUT, 1, device)
     table.gather(torch.ones(1, dtype=torch.int64, device=device), batch, rows)
-    assert int(rows[Parameter.QUOKA_BUDGET][0]) == max(math.ceil(ratio * (length - 1)), sinks) + 1
+    assert int(rows.own("by token", "width")[0]) == 3
+    assert int(rows.own("by token", "budget")[0]) == max(math.ceil(ratio * (length - 1)), sinks) + 1
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
@@ -90,7 +97,7 @@ def test_a_page_table_is_that_of_the_slots(page_size: int, device: torch.device)
 def test_they_compile_for_hopper() -> None:
     gather = {
         **dict.fromkeys(("table_ptr", "request_slots_ptr"), "*i64"),
-        **dict.fromkeys(("families_ptr", "lengths_ptr", "values_ptr"), "*i32"),
+        **dict.fromkeys(("rules_ptr", "lengths_ptr", "values_ptr"), "*i32"),
         "shares_ptr": "*fp64",
         "thresholds_ptr": "*fp32",
         **dict.fromkeys(("rows", "table_stride"), "i32"),
@@ -102,12 +109,14 @@ def test_they_compile_for_hopper() -> None:
     }
     variants = [
         Variant(
-            "winnow_kernels.gpu.row_parameters:_gather_kernel",
+            "winnow_kernels.decode.gpu_rows:_gather_kernel",
             gather,
-            {"columns": OF_ROWS, "column_block": 16},
+            {"columns": LAYOUT.of_rows, "column_block": 16},
             num_warps=1,
         ),
-        Variant("winnow_kernels.gpu.page_table:_copy_kernel", copy, {"columns": 8, "page_size": 16, "block": 1024}),
+        Variant(
+            "winnow_kernels.decode.gpu_page_table:_copy_kernel", copy, {"columns": 8, "page_size": 16, "block": 1024}
+        ),
     ]
     for compiled in compile_for_hopper(variants):
         assert compiled.local_bytes == 0

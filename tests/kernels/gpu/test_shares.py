@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from winnow_kernels.gpu.shares import own_share, owner_of
+from winnow_kernels.selection.gpu_partition import own_share, owner_of
 
 OWNERS = 8
 

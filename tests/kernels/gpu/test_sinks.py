@@ -7,19 +7,23 @@ import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import cache_on, check_equal, on_device, untouched
+from tests.kernels.parameters import delta_parameters, quest_parameters, quoka_decode_parameters
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.batch import DeviceSelection
 from winnow_kernels.cache import Context
-from winnow_kernels.delta import DeltaParameters, DeltaStep
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import delta, quest, quoka
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.batch import DeviceSelection
-from winnow_kernels.gpu.pages import PageBuffers
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.page_selection import pages_kept, pages_of
-from winnow_kernels.quest import QuestParameters, QuestStep
-from winnow_kernels.quoka import QuokaDecodeParameters, QuokaStep
+from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.reference import DeltaStep
+from winnow_kernels.policies.quest import gpu as quest
+from winnow_kernels.policies.quest.reference import QuestStep
+from winnow_kernels.policies.quoka import gpu as quoka
+from winnow_kernels.policies.quoka.reference import QuokaStep
+from winnow_kernels.selection.gpu_pages import PageBuffers
+from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
+from winnow_kernels.selection.pages import pages_kept, pages_of
 
 SLOTS, KV_HEADS, GROUP, HEAD_DIM, WIDTH = 4096, 2, 2, 64, 512
 CPU = torch.device("cpu")
@@ -66,7 +70,7 @@ def test_quest(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     selection = untouched(batch, KV_HEADS, WIDTH)
     buffers = PageBuffers.empty(batch.rows, KV_HEADS, batch.page_table.shape[1], device)
     quest.select(0, QUERIES.to(device), bounds.bounds[0].to(device), batch, rows, selection, buffers)
-    parameters = [QuestParameters(budget, 0, sinks) for budget in BUDGETS]
+    parameters = [quest_parameters(budget, 0, sinks) for budget in BUDGETS]
     expected = QuestStep(context, 1.0, None, parameters, bounds).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
     for row, length in enumerate(LENGTHS):
         newest = _newest(length, page_size)
@@ -94,7 +98,7 @@ def test_delta(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     delta.attend_and_score(0, queries, cache, batch, rows, 0.125, attend_buffers, buffers, output)
     delta.score_tokens(0, batch, rows, attend_buffers, buffers)
     delta.select(0, batch, rows, selection.slots, buffers)
-    parameters = [DeltaParameters(max(budget, recent), recent, 0, (0,), sinks) for budget in BUDGETS]
+    parameters = [delta_parameters(max(budget, recent), recent, 0, (0,), sinks) for budget in BUDGETS]
     step = DeltaStep(context, 0.125, None, parameters, page_size)
     step.attend(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
     expected = step.select(1, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
@@ -110,13 +114,13 @@ def test_quoka(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     norms = KeyNorms([CACHE], PageGenerations(SLOTS, page_size, CPU))
     norms.ensure(torch.arange(SLOTS // page_size))
     batch = on_device(context, device, page_size=page_size)
-    parameters = [QuokaDecodeParameters(budget=budget, sinks=sinks) for budget in BUDGETS]
-    rows = quoka.QuokaRows.empty(batch.rows, device)
+    parameters = [quoka_decode_parameters(budget=budget, sinks=sinks) for budget in BUDGETS]
+    rows = TopRows.empty(batch.rows, device)
     rows.budgets.copy_(torch.tensor([own.tokens(length - 1) for own, length in zip(parameters, LENGTHS, strict=True)]))
     rows.sinks.fill_(sinks)
     rows.by_score.fill_(is_ordered)
     selection = untouched(batch, KV_HEADS, WIDTH)
-    buffers = quoka.QuokaBuffers.empty(batch, selection)
+    buffers = TopBuffers.empty(batch, selection)
     quoka.select(
         QUERIES.to(device),
         cache_on(device, CACHE),

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, on_device, untouched
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.stored_selection import StoredRows, select
-from winnow_kernels.observation import ObservationBuffer
-from winnow_kernels.snapkv import SnapKVParameters, SnapKVState, SnapKVStep
+from tests.kernels.parameters import snapkv_parameters
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.snapkv.gpu import StoredRows, select
+from winnow_kernels.policies.snapkv.observation import ObservationBuffer
+from winnow_kernels.policies.snapkv.reference import SnapKVState, SnapKVStep
 
 SLOTS, KV_HEADS, LAYERS = 4096, 2, 3
 
 
-def _state(prompt_length: int, kept: int, seed: int) -> SnapKVState:
+class _Ragged(SnapKVState):
+    """Every KV head keeps a token less than the one before."""
+
+    def counts(self, layer: int) -> Tensor:
+        return super().counts(layer) - torch.arange(KV_HEADS)
+
+
+def _state(prompt_length: int, kept: int, seed: int, state_of: type[SnapKVState] = SnapKVState) -> SnapKVState:
     """A request that keeps ``kept`` tokens of its prompt in the first layer, one less in each after."""
-    state = SnapKVState(SnapKVParameters(kept, 5), ObservationBuffer(8, prompt_length))
+    state = state_of(snapkv_parameters(kept, 5, 8), ObservationBuffer(8, prompt_length))
     generator = torch.Generator().manual_seed(seed)
     for layer in range(LAYERS):
         orders = [torch.randperm(prompt_length, generator=generator) for _ in range(KV_HEADS)]
@@ -25,21 +34,23 @@ def _state(prompt_length: int, kept: int, seed: int) -> SnapKVState:
 
 
 def _rows(states: list[SnapKVState | None], device: torch.device) -> StoredRows:
-    rows = StoredRows.empty(len(states), LAYERS, 10_000, device)
+    rows = StoredRows.empty(len(states), LAYERS, KV_HEADS, 10_000, device)
     used = 7
     for row, state in enumerate(states):
         if state is not None:
             rows.prompt_lengths[row] = state.prompt_length
             for layer, kept in state.kept.items():
-                rows.offsets[row, layer], rows.kept[row, layer] = used, kept.shape[1]
-                rows.positions[used : used + kept.numel()] = kept.flatten().to(device, torch.int32)
-                used += kept.numel()
+                for head, (own, count) in enumerate(zip(kept, state.counts(layer).tolist(), strict=True)):
+                    rows.offsets[row, layer, head], rows.kept[row, layer, head] = used, count
+                    rows.positions[used : used + count] = own[:count].to(device, torch.int32)
+                    used += count
     return rows
 
 
 def test_rows_are_the_references_and_other_families_stay_untouched(device: torch.device) -> None:
-    context = scattered_context([1500, 60, 101, 300, 20, 170], SLOTS)
+    context = scattered_context([1500, 60, 101, 300, 20, 170, 400], SLOTS)
     states = [_state(300, 40, 0), None, _state(100, 50, 1), _state(170, 9, 2), _state(19, 19, 3), _state(105, 30, 4)]
+    states.append(_state(200, 90, 5, _Ragged))
     batch = on_device(context, device)
     rows = _rows(states, device)
     cache, queries = random_cache(SLOTS, KV_HEADS, 8), random_queries(1, KV_HEADS, 8)

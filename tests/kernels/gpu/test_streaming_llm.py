@@ -7,9 +7,10 @@ import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, on_device, untouched
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu.streaming_llm import StreamingLLMRows, select
-from winnow_kernels.streaming_llm import StreamingLLMParameters, StreamingLLMStep
+from tests.kernels.parameters import streaming_llm_parameters
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.policies.streaming_llm.gpu import StreamingLLMRows, select
+from winnow_kernels.policies.streaming_llm.reference import StreamingLLMStep
 
 SLOTS = 4096
 
@@ -36,7 +37,7 @@ def test_rows_are_the_references_and_other_families_stay_untouched(kv_heads: int
         if own is None:
             check_untouched(selection, row)
             continue
-        step = StreamingLLMStep(context.rows([row]), 1.0, None, [StreamingLLMParameters(*own)])
+        step = StreamingLLMStep(context.rows([row]), 1.0, None, [streaming_llm_parameters(*own)])
         check_equal(selection, row, step.select(0, queries, cache, Meter(1, torch.device("cpu"))))
     assert (batch.counts == 0).all()
 

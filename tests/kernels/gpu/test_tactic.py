@@ -12,22 +12,33 @@ from torch import Tensor
 
 from tests.kernels.caches import scattered_context
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
-from winnow_kernels.attend import attend
+from tests.kernels.parameters import tactic_parameters, termination_at
+from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.attend.gpu import attend as attend_on_device
+from winnow_kernels.attend.reference import attend
+from winnow_kernels.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.early_termination import EarlyTermination, Termination
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import tactic, tactic_fit, tactic_ranks
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.attend import attend as attend_on_device
-from winnow_kernels.gpu.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
-from winnow_kernels.gpu.tactic import TacticBatch, TacticStatistics, select, selection_width, warps_of, widths_of
-from winnow_kernels.gpu.tactic_scores import OF_PROGRAM
-from winnow_kernels.gpu.tactic_state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
 from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.selection import Selection
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.tactic.gpu import fit as tactic_fit
+from winnow_kernels.policies.tactic.gpu import ranks as tactic_ranks
+from winnow_kernels.policies.tactic.gpu import selection as tactic
+from winnow_kernels.policies.tactic.gpu.scores import OF_PROGRAM
+from winnow_kernels.policies.tactic.gpu.selection import (
+    TacticBatch,
+    TacticStatistics,
+    select,
+    selection_width,
+    warps_of,
+    widths_of,
+)
+from winnow_kernels.policies.tactic.gpu.state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
+from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.policies.tactic.reference import TacticStep
+from winnow_kernels.selection.tokens import Selection
 
 SLOTS, DIM, SPAN, PAGE = 4096, 16, 64, 16
 SCALE = DIM**-0.5
@@ -42,7 +53,7 @@ class Case:
     context: Context
     index: ClusterIndex
     clustered: Tensor
-    parameters: list[TacticParameters | None]
+    parameters: list[Tactic | None]
 
     @property
     def rows(self) -> list[int]:
@@ -72,7 +83,7 @@ def keys_of(kind: str, kv_heads: int, seed: int) -> Tensor:
 
 
 def case(
-    parameters: list[TacticParameters | None],
+    parameters: list[Tactic | None],
     lengths: list[int],
     clustered: list[int],
     device: torch.device,
@@ -123,7 +134,7 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     workspace = TacticWorkspace.empty(count, heads, kv_heads, longest // SPAN, SPAN, device)
     statistics = TacticStatistics.empty(count, heads, device)
 
-    order = Termination.of([EarlyTermination(0.0, 0.0, 1)] * len(rows), device) if in_order else None
+    order = Termination.of([termination_at(0.0, 0.0, 1)] * len(rows), device) if in_order else None
     step = TacticStep(context.rows(rows), SCALE, order, a_case.index, family, a_case.clustered[rows])
     buffers = AttendBuffers.empty(count, heads, a_case.cache)
     meter = Meter(len(rows), device)
@@ -175,8 +186,14 @@ def check(a_case: Case, selected: Selected, in_order: bool = True) -> None:
 
 
 def test_rows_of_all_kinds(device: torch.device) -> None:
-    parameters = [TacticParameters(0.5), None, TacticParameters(0.8), TacticParameters(0.6, 150), TacticParameters(1.0)]
-    parameters += [TacticParameters(0.4, 30), TacticParameters(0.05), TacticParameters(0.7)]
+    parameters = [
+        tactic_parameters(0.5),
+        None,
+        tactic_parameters(0.8),
+        tactic_parameters(0.6, 150),
+        tactic_parameters(1.0),
+    ]
+    parameters += [tactic_parameters(0.4, 30), tactic_parameters(0.05), tactic_parameters(0.7)]
     lengths, clustered = [460, 90, 333, 400, 200, 100, 250, 180], [384, 64, 256, 320, 128, 0, 192, 0]
     a_case = case(parameters, lengths, clustered, device)
     selected = run(a_case, queries_of(a_case, 2, 2.0))
@@ -190,7 +207,7 @@ def test_rows_of_all_kinds(device: torch.device) -> None:
     ("group", "kv_heads", "dtype", "sharpness"), [(1, 3, torch.float16, 3.0), (5, 1, torch.float32, 1.0)]
 )
 def test_groups(group: int, kv_heads: int, dtype: torch.dtype, sharpness: float, device: torch.device) -> None:
-    parameters: list[TacticParameters | None] = [TacticParameters(0.5), TacticParameters(0.9), None]
+    parameters: list[Tactic | None] = [tactic_parameters(0.5), tactic_parameters(0.9), None]
     a_case = case(parameters, [600, 250, 20], [512, 192, 0], device, "clustered", kv_heads, dtype, seed=1)
     check(a_case, run(a_case, queries_of(a_case, group, sharpness, seed=1), in_order=False), in_order=False)
 
@@ -198,7 +215,7 @@ def test_groups(group: int, kv_heads: int, dtype: torch.dtype, sharpness: float,
 @pytest.mark.parametrize("in_order", [True, False])
 def test_more_clusters_than_one_slice_holds(in_order: bool, device: torch.device) -> None:
     cap = 300 if in_order else None
-    parameters: list[TacticParameters | None] = [TacticParameters(0.6), TacticParameters(0.5, cap)]
+    parameters: list[Tactic | None] = [tactic_parameters(0.6), tactic_parameters(0.5, cap)]
     a_case = case(parameters, [2400, 1200], [2304, 1088], device, "clustered", seed=2)
     assert int(a_case.clustered[0]) > SLICE * CLUSTER_SIZE
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0, seed=2), in_order), in_order)
@@ -207,7 +224,7 @@ def test_more_clusters_than_one_slice_holds(in_order: bool, device: torch.device
 def test_rows_of_all_widths(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tactic, "_NARROWEST", 128)
     assert widths_of(256) == [(-1, 128), (128, 256)]
-    parameters: list[TacticParameters | None] = [TacticParameters(p) for p in (0.6, 0.5, 0.7, 0.4)]
+    parameters: list[Tactic | None] = [tactic_parameters(p) for p in (0.6, 0.5, 0.7, 0.4)]
     a_case = case(parameters, [2250, 460, 1000, 100], [2176, 384, 896, 0], device, "clustered", seed=3)
     assert [-(-int(tokens) // CLUSTER_SIZE) for tokens in a_case.clustered] == [136, 24, 56, 0]
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0, seed=3)))
@@ -218,10 +235,10 @@ def test_sinks(in_order: bool, device: torch.device) -> None:
     """Of none, a page, less and more than a span, exactly two spans, more than is clustered, and than there is."""
     sinks = [0, 16, 40, 70, 128, 300, 1000, 1]
     cap = 220 if in_order else None
-    parameters: list[TacticParameters | None] = [TacticParameters(0.6, sinks=first) for first in sinks]
-    parameters[1] = TacticParameters(0.7, cap, sinks=16)
-    parameters[3] = TacticParameters(0.5, cap, sinks=70)
-    parameters[4] = TacticParameters(0.4, 140 if in_order else None, sinks=128)
+    parameters: list[Tactic | None] = [tactic_parameters(0.6, sinks=first) for first in sinks]
+    parameters[1] = tactic_parameters(0.7, cap, sinks=16)
+    parameters[3] = tactic_parameters(0.5, cap, sinks=70)
+    parameters[4] = tactic_parameters(0.4, 140 if in_order else None, sinks=128)
     lengths, clustered = [460, 460, 600, 700, 600, 400, 90, 250], [384, 384, 512, 576, 512, 256, 0, 192]
     a_case = case(parameters, lengths, clustered, device, "clustered", seed=4)
     selected = run(a_case, queries_of(a_case, 2, 3.0, seed=4), in_order)
@@ -238,23 +255,23 @@ def test_sinks(in_order: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize("sinks", [16, 40])
 def test_sinks_in_front_of_more_than_one_slice(sinks: int, device: torch.device) -> None:
-    parameters: list[TacticParameters | None] = [TacticParameters(0.5, 400, sinks=sinks)]
+    parameters: list[Tactic | None] = [tactic_parameters(0.5, 400, sinks=sinks)]
     a_case = case(parameters, [2400], [2304], device, "clustered", 2, torch.float16, seed=2)
     check(a_case, run(a_case, queries_of(a_case, 3, 2.0, seed=2)))
 
 
 def test_two_layers_add_up(device: torch.device) -> None:
-    a_case = case([TacticParameters(0.6, 120)], [400], [320], device, "clustered")
+    a_case = case([tactic_parameters(0.6, 120)], [400], [320], device, "clustered")
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0), layers=2))
 
 
 def test_equal_scores(device: torch.device) -> None:
-    a_case = case([TacticParameters(0.5), TacticParameters(0.4, 100)], [330, 330], [256, 256], device)
+    a_case = case([tactic_parameters(0.5), tactic_parameters(0.4, 100)], [330, 330], [256, 256], device)
     check(a_case, run(a_case, torch.zeros(2, 2, DIM, device=device)))
 
 
 def test_what_a_row_gets_does_not_depend_on_its_neighbours(device: torch.device) -> None:
-    parameters: list[TacticParameters | None] = [TacticParameters(0.7), TacticParameters(0.3)]
+    parameters: list[Tactic | None] = [tactic_parameters(0.7), tactic_parameters(0.3)]
     a_case = case(parameters, [300, 420], [256, 320], device, "clustered")
     queries = queries_of(a_case, 2, 2.0)
     together = run(a_case, queries)
@@ -269,7 +286,7 @@ def test_what_a_row_gets_does_not_depend_on_its_neighbours(device: torch.device)
 
 
 def test_refusals(device: torch.device) -> None:
-    a_case = case([TacticParameters(0.5)], [200], [128], device)
+    a_case = case([tactic_parameters(0.5)], [200], [128], device)
     queries = queries_of(a_case, 2, 1.0)
     batch, rows = DecodeBatch.empty(1, 256, PAGE, device), TacticBatch.empty(1, 4, device)
     workspace = TacticWorkspace.empty(1, 2, 1, 4, SPAN, device)
@@ -313,7 +330,7 @@ DIVISIBLE = {"query_stride", "slot_stride", "head_stride", "entries_stride", "cl
 def variant(kernel: str, clusters: int) -> Variant:
     """A kernel as launched for contexts of 16 × ``clusters`` tokens of Llama-3.1-8B's shape, in bf16."""
     module, name = kernel.split(":")
-    path = f"winnow_kernels.gpu.tactic_{module}"
+    path = f"winnow_kernels.policies.tactic.gpu.{module}"
     values = {"kv_heads": 8, "group": 4, "head_dim": 128, "dim_block": 128, "page_size": 16, "span": 1024}
     values |= {"of_span": 64, "block": clusters, "clusters": clusters, "fewest": -1}
     values |= {"known_block": known_block_of(clusters), "known_clusters": known_block_of(clusters)}

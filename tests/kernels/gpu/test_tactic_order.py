@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.gpu.tactic_order import PLACE_PROGRAMS, SPLITS, STEP_PROGRAMS, place_kernel, step_kernel
-from winnow_kernels.gpu.tactic_order_capped import _LISTED, _before_first_lost
-from winnow_kernels.gpu.tactic_state import KEPT_BLOCK, RUN, SLICE, Cut, Fit, Rank, TacticWorkspace
-from winnow_kernels.kmeans import CLUSTER_SIZE
-from winnow_kernels.tactic import IGNORED_BITS, SHARE_STEPS
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
+from winnow_kernels.policies.tactic.gpu.order import PLACE_PROGRAMS, SPLITS, STEP_PROGRAMS, place_kernel, step_kernel
+from winnow_kernels.policies.tactic.gpu.order_capped import _LISTED, _before_first_lost
+from winnow_kernels.policies.tactic.gpu.state import KEPT_BLOCK, RUN, SLICE, Cut, Fit, Rank, TacticWorkspace
+from winnow_kernels.policies.tactic.reference import IGNORED_BITS, SHARE_STEPS
 
 SPAN, OF_SPAN, SPANS, GROUP = 1024, 64, 32, 3
 SCALE = 0.125

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.gpu.batch import COUNTS, Count
-from winnow_kernels.gpu.tactic_fit import _place_on_curve, cut
-from winnow_kernels.gpu.tactic_ranks import rank_kernel
-from winnow_kernels.gpu.tactic_search import number_of, score_key_of, unique_keys
-from winnow_kernels.gpu.tactic_state import HISTOGRAM, WINDOWS, Rank, known_block_of
-from winnow_kernels.gpu.threshold import LOWEST, counted, packed_of
+from winnow_kernels.batch import COUNTS, Count
+from winnow_kernels.policies.tactic.gpu.fit import _place_on_curve, cut
+from winnow_kernels.policies.tactic.gpu.ranks import rank_kernel
+from winnow_kernels.policies.tactic.gpu.search import number_of, score_key_of, unique_keys
+from winnow_kernels.policies.tactic.gpu.state import HISTOGRAM, WINDOWS, Rank, known_block_of
+from winnow_kernels.selection.gpu_threshold import LOWEST, counted, packed_of
 
 BLOCK, SPAN, OF_SPAN = 2048, 1024, 64
 KINDS = ["normal", "few steps", "equal", "wide", "two modes", "one far above", "large in front", "gap near", "gap far"]

@@ -9,24 +9,25 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from torch import Tensor
 
-from benchmarks.gpu_requests import Contexts, Heads, Requests
-from benchmarks.tactic_trace.given_fit import GivenFit, given_fit_kernel
-from benchmarks.tactic_trace.lengths import LengthTrace, Recorded, ServedLengths
-from benchmarks.tactic_trace.serving import hooks_of
+from benchmarks.kernels.decode_requests import Contexts, Heads, Requests
+from benchmarks.kernels.tactic_trace.given_fit import GivenFit, given_fit_kernel
+from benchmarks.kernels.tactic_trace.lengths import LengthTrace, Recorded, ServedLengths
+from benchmarks.kernels.tactic_trace.serving import hooks_of
 from sglang_winnow import crossover
-from sglang_winnow.device.selectors import TacticSelector
-from sglang_winnow.policy import parse_policy
 from tests.kernels.gpu.compiling import compile_for_hopper
 from tests.kernels.gpu.test_tactic import SCALE, UNTOUCHED, Case, case, check, queries_of, run, variant
-from winnow_kernels.gather import Meter
-from winnow_kernels.gpu import tactic
-from winnow_kernels.gpu.batch import WHOLE_TO_THE_END
-from winnow_kernels.gpu.tactic_fit import fit_kernel
+from tests.kernels.parameters import tactic_parameters
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.indexes.clusters import SPAN
-from winnow_kernels.tactic import TacticParameters, TacticStep
+from winnow_kernels.policies.attention_policy import parse_policy
+from winnow_kernels.policies.tactic.gpu import selection as tactic
+from winnow_kernels.policies.tactic.gpu.fit import fit_kernel
+from winnow_kernels.policies.tactic.reference import TacticStep
+from winnow_kernels.policies.tactic.selector import TacticSelector
 
 LENGTHS, CLUSTERED = [460, 90, 400, 333], [384, 64, 320, 256]
-PARAMETERS = [TacticParameters(0.5), None, TacticParameters(0.75), TacticParameters(0.75, 80)]
+PARAMETERS = [tactic_parameters(0.5), None, tactic_parameters(0.75), tactic_parameters(0.75, 80)]
 UNCAPPED = [0, 2]
 GROUP, KV_HEADS = 3, 2
 HEADS = GROUP * KV_HEADS
@@ -64,7 +65,7 @@ def expected_slots(the_case: Case, queries: Tensor, row: int, taken: Tensor) -> 
     """The slots of each KV head's union, when query heads take ``taken`` off their lists, and all in no cluster."""
     context = the_case.context.rows([row])
     # Takes everything, so that the lists are whole.
-    step = TacticStep(context, SCALE, None, the_case.index, [TacticParameters(1.0)], the_case.clustered[[row]])
+    step = TacticStep(context, SCALE, None, the_case.index, [tactic_parameters(1.0)], the_case.clustered[[row]])
     ranking = step.estimate(0, queries[[row]], the_case.cache, Meter(1, queries.device)).ranking
     found = []
     for kv_head in range(KV_HEADS):
@@ -157,7 +158,7 @@ def test_a_server_with_the_plugin(device: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setattr(HookRegistry, "_patched", set())
     HookRegistry._hooks.clear()
     for hook in hooks_of(trace):
-        if hook.target.startswith("sglang_winnow."):
+        if hook.target.startswith("winnow_kernels."):
             HookRegistry.register(hook.target, hook.function, hook.kind)
     HookRegistry.apply_hooks()
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
-from winnow_kernels.gpu.threshold import (
+from winnow_kernels.selection.gpu_threshold import (
     LOWEST,
     counted,
     counted_threshold,

@@ -9,7 +9,7 @@ def test_it_compiles_for_hopper() -> None:
     types = {
         "statistics_ptr": "*fp64",
         **dict.fromkeys(("table_ptr", "request_slots_ptr", "counts_ptr"), "*i64"),
-        **dict.fromkeys(("lengths_ptr", "families_ptr"), "*i32"),
+        **dict.fromkeys(("lengths_ptr", "kinds_ptr"), "*i32"),
         **dict.fromkeys(("statistics_stride", "table_stride", "heads", "token_bytes"), "i32"),
     }
     kernel = "sglang_winnow.device.accounting:_count_kernel"

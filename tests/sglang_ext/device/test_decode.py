@@ -12,45 +12,41 @@ from torch import Tensor
 
 from sglang_winnow import crossover
 from sglang_winnow.decode_plan import DecodePlan
-from sglang_winnow.device.construction import selectors_of
 from sglang_winnow.device.decode import DeviceDecode, Variant
-from sglang_winnow.device.step import StepBuffers
 from sglang_winnow.device.variants import variant_for, variants_of
-from sglang_winnow.families import kept_by
-from sglang_winnow.indexes import Indexes
-from sglang_winnow.policy import AttentionPolicy
-from sglang_winnow.ranks import ALONE, Ranks
+from sglang_winnow.request_policy import kept_by
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.statistics import Field, Statistics
 from tests.kernels.caches import random_cache
+from tests.policy_rows import small_policies
+from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.gpu.attend import AttendBuffers
-from winnow_kernels.gpu.row_parameters import Family
+from winnow_kernels.decode.gpu_selector import Server as SelectorServer
+from winnow_kernels.decode.gpu_step import StepBuffers
+from winnow_kernels.decode.ranks import ALONE, Ranks
+from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.declarations import KINDS, LAYOUT, selectors_of
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 32, 16
 SCALE = HEAD_DIM**-0.5
 LONGEST = 256
 SPAN = 64
-REQUEST_SLOTS = 14
 STEPS = 2
 
 TERMINATION = {"scale": 0.3, "direction": 0.3, "patience": 1}
-POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "dense": {},
+POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "dense, terminated": {"early_termination": TERMINATION},
-    "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 64}},
-    "quest": {"decode": {"policy": "quest", "budget": 64, "full_layers": 1}},
-    "snapkv": {"decode": {"policy": "snapkv", "budget": 48, "observation_window": 16}},
-    "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 64, "observation_window": 32}},
-    "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [1], "full_layers": 1}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 1}},
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80, "full_layers": 0}},
     "tactic, no sinks": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0, "sinks": 0}},
     "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
-    "quoka": {"decode": {"policy": "quoka", "budget": 48}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
 }
+
+
+# One for each policy, and that of padding.
+REQUEST_SLOTS = len(POLICIES) + 1
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +91,7 @@ class Server:
         self.table[self.request_slots] = of_pages.flatten(1).int().to(device)
         self.statistics = Statistics(REQUEST_SLOTS, device, self.share.ranks)
         self.indexes = Indexes(self.caches, PAGE_SIZE, device)
-        self.indexes.__dict__["clusters"] = ClusterIndex(
+        self.indexes.made[ClusterIndex] = ClusterIndex(
             self.caches, self.indexes.generations, SPAN, capacity=slots // SPAN
         )
         self.states = [self._state(name, length) for name, length in zip(names, lengths, strict=True)]
@@ -108,7 +104,7 @@ class Server:
             for layer in range(LAYERS):
                 generator = torch.Generator().manual_seed(layer)
                 queries = self.own(torch.randn((length - 1, KV_HEADS * GROUP, HEAD_DIM), generator=generator))
-                state.kept.observation.record(layer, queries, 0)
+                state.kept.record(layer, queries, 0)
         return state
 
     def own(self, queries: Tensor) -> Tensor:
@@ -137,10 +133,9 @@ def device_decode(server: Server) -> DeviceDecode:
     device = server.device
     heads = server.share.query_heads
     query_heads = heads.stop - heads.start
-    buffers = StepBuffers(REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, server.caches[0].kv_heads, LONGEST, device)
+    buffers = StepBuffers(LAYOUT, REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, server.caches[0].kv_heads, LONGEST, device)
     attend_buffers = AttendBuffers.empty(REQUEST_SLOTS, query_heads, server.caches[0])
-    selectors = selectors_of(
-        ALL,
+    own = SelectorServer(
         server.caches,
         SCALE,
         query_heads,
@@ -150,11 +145,11 @@ def device_decode(server: Server) -> DeviceDecode:
         buffers.largest,
         server.share.ranks,
     )
+    selectors = selectors_of(KINDS, own)
     return DeviceDecode(server.caches, SCALE, server.table, buffers, attend_buffers, selectors, server.statistics)
 
 
-ALL = frozenset(Family) - {Family.DENSE}
-VARIANTS = variants_of(ALL, LAYERS, delta_layers=(1,))
+VARIANTS = variants_of(KINDS, LAYERS, delta_layers=(1,))
 
 
 def queries_of(server: Server, step: int, layer: int) -> Tensor:
@@ -247,5 +242,5 @@ def test_a_request_retracted_after_one_step_reads_its_new_pages(name: str, devic
 def test_a_cap_that_cuts_nothing_asks_for_no_order(device: torch.device) -> None:
     server = Server(["tactic, capped"], [80], device)
     decode = device_decode(server)
-    assert decode.needed(server.states, [80]) == Variant(frozenset({Family.TACTIC}))
-    assert decode.needed(server.states, [81]) == Variant(frozenset({Family.TACTIC}), ordered=True)
+    assert decode.needed(server.states, [80]) == Variant(frozenset({"tactic"}))
+    assert decode.needed(server.states, [81]) == Variant(frozenset({"tactic"}), ordered=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from sglang_winnow.policy import parse_policy
 from tests.models import ModelShape, write_model, write_weights
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_kernels.policies.attention_policy import parse_policy
 
 POLICY = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "queries": 32}}
 

@@ -10,13 +10,14 @@ import torch
 from sglang_winnow.device.prefill import DevicePrefill
 from sglang_winnow.prefill_plan import Chunk
 from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.parameters import quoka_prefill_parameters
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.gpu.quoka_prefill_selection import QuokaPrefillWorkspace
-from winnow_kernels.quoka import QuokaPrefillParameters, quoka_prefill
+from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
+from winnow_kernels.policies.quoka.reference import quoka_prefill
 
 PAGE, SLOTS, KV_HEADS, GROUP, DIM = 16, 1024, 1, 2, 32
 SCALE = DIM**-0.5
-QUOKA = QuokaPrefillParameters(budget=70, block=64, queries=16, sinks=16, recency_ratio=0.5)
+QUOKA = quoka_prefill_parameters(budget=70, block=64, queries=16, sinks=16, recency_ratio=0.5)
 
 
 @pytest.mark.parametrize("longest", [256, 330])

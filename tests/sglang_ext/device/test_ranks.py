@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from sglang_winnow.ranks import Ranks
-from sglang_winnow.statistics import Field
 from tests.sglang_ext.device.test_decode import (
     EVERYTHING,
     GROUP,
@@ -25,6 +23,8 @@ from tests.sglang_ext.device.test_decode import (
     on_device,
     policies_act_at_every_length,
 )
+from winnow_kernels.decode.ranks import Ranks
+from winnow_kernels.decode.statistics import Field
 
 __all__ = ["policies_act_at_every_length"]
 
@@ -109,7 +109,8 @@ def assert_equal_outputs(of_ranks: Sequence[Outcome], expected: Outcome) -> None
     "names",
     [
         pytest.param(["delta", "tactic, capped"], id="what heads must agree on"),
-        pytest.param(list(POLICIES), id="all policies", marks=pytest.mark.full),
+        # KV heads of Ada-SnapKV share a budget with those of their rank.
+        pytest.param(sorted(POLICIES.keys() - {"ada_snapkv"}), id="all policies", marks=pytest.mark.full),
     ],
 )
 def test_two_ranks_attend_and_count_as_one(names: list[str], device: torch.device) -> None:

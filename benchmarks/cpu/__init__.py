@@ -1,0 +1,1 @@
+"""Attention and whole servers on a CPU."""

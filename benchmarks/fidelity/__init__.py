@@ -1,0 +1,1 @@
+"""What policies lose: records and tables of accuracy, and of the distance from dense attention."""

@@ -1,0 +1,154 @@
+"""The documentation's tables of fidelity: how far policies are from dense attention on real text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.markdown_tables import commit_of, markdown_table, percent
+from winnow_evaluation.fidelity.record import FidelityRecord
+from winnow_evaluation.fidelity.table import row_label
+
+_CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries", "delta_layers")
+_SUMMARY: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tactic": {"p": 0.9},
+    "quest": {"budget": 1024},
+    "snapkv": {"budget": 1024},
+    "pyramidkv": {"budget": 1024},
+    "delta": {"budget": 1024},
+    "quoka": {"budget": 1024},
+    "streaming_llm": {"window": 1020},
+    "oracle_top_p": {"p": 0.9},
+    "oracle_top_k": {"budget": 1024},
+}
+"""Of each policy the row that the README shows."""
+
+
+def fidelity_table(path: Path) -> str:
+    """Return all that was measured at each model's longest context, decode and then prefill."""
+    record = FidelityRecord.read(path)
+    rows = [
+        (
+            row["model"],
+            f"{row['context']:,}",
+            f"{row['phase']}: {row_label(row)}",
+            _with_interval(row),
+            f"{100 * row['top1']:.1f}",
+            f"{row['loss_change']:+.3f}",
+            percent(row["kv_read_ratio"]),
+            percent(row["attended_ratio"]),
+            *(_number(row[name]) for name in ("reported_share", "true_share")),
+            _signed(row["share_error"]),
+            _number(row["share_error_p95"]),
+            percent(row["success"]),
+            _worst(row),
+        )
+        for row in _longest(record.rows)
+    ]
+    headings = (
+        "model", "context", "policy", "KL, nats [95 %]", "top-1 equal %", "loss", "KV read %", "attended %",
+        "reported share", "true share", "error", "95th pct.", "reach p %", "worst layer",
+    )  # fmt: skip
+    return markdown_table(headings, rows) + _about(record)
+
+
+def changes_table(path: Path) -> str:
+    """Return policies with the parameters that tell them apart: what a change of a default changed."""
+    record = FidelityRecord.read(path)
+    rows = [
+        (
+            f"{row['phase']}: {row_label(row)}",
+            ", ".join(f"`{name}` {row['parameters'][name]}" for name in _CHANGED if name in row["parameters"]),
+            _with_interval(row),
+            f"{100 * row['top1']:.1f}",
+            percent(row["kv_read_ratio"]),
+            *(_number(row[name]) for name in ("reported_share", "true_share")),
+            percent(row["success"]),
+        )
+        for row in record.rows
+        if row["policy"] != "dense"
+    ]
+    headings = (
+        "policy", "parameters", "KL, nats [95 %]", "top-1 equal %", "KV read %", "reported share", "true share",
+        "reach p %",
+    )  # fmt: skip
+    return markdown_table(headings, rows) + _about(record)
+
+
+def contexts_table(path: Path) -> str:
+    """Return each policy's KL at each context of each model, and beside it what it reads."""
+    record = FidelityRecord.read(path)
+    cells = list(dict.fromkeys((row["model"], row["context"]) for row in record.rows))
+    labels = dict.fromkeys(f"{row['phase']}: {row_label(row)}" for row in record.rows)
+    by_place = {(row["model"], row["context"], f"{row['phase']}: {row_label(row)}"): row for row in record.rows}
+    rows = [(label, *(_kl_and_reads(by_place.get((*cell, label))) for cell in cells)) for label in labels]
+    headings = ("KL, nats (KV read %)", *(f"{model}, {context:,}" for model, context in cells))
+    return markdown_table(headings, rows) + _about(record)
+
+
+def summary_table(path: Path) -> str:
+    """Return one row of each policy, and the presets', at each model's longest context."""
+    record = FidelityRecord.read(path)
+    rows = [
+        (
+            row["model"],
+            f"{row['context']:,}",
+            row_label(row),
+            f"{row['kl']:.4f}",
+            f"{100 * row['top1']:.1f}",
+            percent(row["kv_read_ratio"]),
+            _number(row["true_share"]),
+        )
+        for row in _longest(record.rows)
+        if row["phase"] == "decode" and _is_summarised(row)
+    ]
+    headings = ("model", "context", "policy", "KL, nats", "top-1 equal %", "KV read %", "attention held")
+    return markdown_table(headings, rows)
+
+
+def _longest(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    longest: dict[str, int] = {}
+    for row in rows:
+        longest[row["model"]] = max(row["context"], longest.get(row["model"], 0))
+    yield from (row for row in rows if row["context"] == longest[row["model"]])
+
+
+def _is_summarised(row: Mapping[str, Any]) -> bool:
+    if row["preset"] is not None or row["policy"] == "dense":
+        return True
+    parameters, asked = row["parameters"], _SUMMARY.get(row["policy"])
+    if asked is None or {"early_termination", "prefill"} & parameters.keys():
+        return False
+    return all(parameters.get(name) == value for name, value in asked.items())
+
+
+def _with_interval(row: Mapping[str, Any]) -> str:
+    low, high = row["intervals"]["kl"]
+    return f"{row['kl']:.4f} [{low:.4f}, {high:.4f}]"
+
+
+def _kl_and_reads(row: Mapping[str, Any] | None) -> str:
+    return "" if row is None else f"{row['kl']:.4f} ({percent(row['kv_read_ratio'])})"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"
+
+
+def _worst(row: Mapping[str, Any]) -> str:
+    worst = row["worst_layer"]
+    return "" if worst is None else f"{worst['layer']} ({worst['true_share']:.3f})"
+
+
+def _about(record: FidelityRecord) -> str:
+    about = dict.fromkeys(
+        f"{run['model']}, {run['prompts']} prompts × {run['tokens_each']} tokens of {run['text']}, {run['device']},"
+        f" {run['dtype']}, {commit_of(run['commit'])}"
+        for run in record.runs
+    )
+    return f"\n{'; '.join(about)}.\n"

@@ -1,0 +1,244 @@
+"""Requests in the middle of decoding, as a CUDA server has them, without the server: for timing a layer by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.tactic_keys import make_keys
+from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.device.decode import DeviceDecode, Variant
+from sglang_winnow.request_policy import kept_by
+from sglang_winnow.request_state import RequestState
+from winnow_kernels.attend.gpu import AttendBuffers, attend
+from winnow_kernels.batch import Count
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.gpu_selector import Server
+from winnow_kernels.decode.gpu_step import Step, StepBuffers
+from winnow_kernels.decode.ranks import ALONE
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.indexes.clusters import SPAN
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.declarations import LAYOUT, kinds_of, selectors_of
+from winnow_kernels.policies.snapkv.reference import SnapKVState
+from winnow_kernels.policies.tactic.gpu.selection import selection_width
+
+PAGE_SIZE: Final = 16
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of a layer."""
+
+    query: int
+    kv: int
+    dim: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.dim**-0.5)
+
+
+class Contexts:
+    """A KV cache of some layers with contexts of one length in it, their pages in random order, and queries.
+
+    Keys and queries are those of ``tactic_keys``: one context's keys, which all rows and layers have in pages of their
+    own, and a query for each row. Values are random.
+
+    Attributes:
+        heads: of every layer.
+        length: tokens of each context, with the one that is being decoded.
+        caches: of each layer.
+        table: int32 [request slots, positions]; the KV slot of each token. Slot 0 is that of padding.
+        request_slots: int64 [rows].
+        queries: [rows, query heads, head dim].
+    """
+
+    def __init__(
+        self, heads: Heads, length: int, rows: int, layers: int, device: torch.device, dtype: torch.dtype, seed: int = 0
+    ) -> None:
+        self.heads = heads
+        self.length = length
+        generator = torch.Generator(device).manual_seed(seed)
+        pages = -(-length // PAGE_SIZE)
+        order = 1 + torch.randperm(rows * pages, generator=generator, device=device).view(rows, pages, 1)
+        slots = (order * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten(1)
+        self.table = torch.zeros(rows + 1, pages * PAGE_SIZE, dtype=torch.int32, device=device)
+        self.table[1:] = slots
+        self.request_slots = torch.arange(1, rows + 1, device=device)
+        made = make_keys(
+            length, rows, heads.kv, heads.query // heads.kv, heads.dim, seed=seed, device=device, dtype=dtype
+        )
+        self.queries = made.queries.contiguous()
+        self.caches = []
+        for _ in range(layers):
+            shape = ((rows * pages + 1) * PAGE_SIZE, heads.kv, heads.dim)
+            keys = torch.zeros(shape, dtype=dtype, device=device)
+            keys[slots[:, :length]] = made.keys
+            self.caches.append(LayerCache(keys, torch.randn(shape, dtype=dtype, generator=generator, device=device)))
+
+    @property
+    def rows(self) -> int:
+        return len(self.request_slots)
+
+    @property
+    def layers(self) -> int:
+        return len(self.caches)
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of K and V that dense attention reads in a layer."""
+        return 2 * self.rows * self.length * self.heads.kv * self.caches[0].vector_bytes
+
+    def lengths(self) -> Tensor:
+        """Return the contexts' lengths, int32 [rows]."""
+        return torch.full((self.rows,), self.length, dtype=torch.int32, device=self.device)
+
+    def states(self, policy: AttentionPolicy) -> list[RequestState]:
+        """Return a request of ``policy`` for each row, about to make the first step after its prompt.
+
+        What SnapKV keeps is drawn at random, the same in all layers: reading it takes as long.
+        """
+        states = [RequestState(policy, self.length - 1) for _ in range(self.rows)]
+        for row, state in enumerate(states):
+            state.kept = kept_by(state, self.layers)
+            if isinstance(state.kept, SnapKVState):
+                generator = torch.Generator(self.device).manual_seed(row)
+                shape = (self.heads.kv, state.kept.observation.first_position)
+                votes = torch.rand(shape, generator=generator, device=self.device)
+                for layer in range(self.layers):
+                    state.kept.keep(layer, votes)
+        return states
+
+
+class Requests:
+    """One request of a policy in each row, prepared for its first decode step, on the device.
+
+    Attributes:
+        contexts: of the requests.
+        decode: makes the steps.
+        step: the present one.
+        output: [rows, query heads, head dim]; of the layer that attended last.
+        attend_buffers: of attention.
+        statistics: of all request slots.
+    """
+
+    def __init__(self, contexts: Contexts, policy: AttentionPolicy, *, ordered: bool = False) -> None:
+        """With ``ordered`` the step launches what early termination needs, even if ``policy`` has none."""
+        device, heads = contexts.device, contexts.heads
+        self.contexts = contexts
+        self.output = torch.empty_like(contexts.queries)
+        self.statistics = Statistics(len(contexts.table), device)
+        self.attend_buffers = AttendBuffers.empty(contexts.rows, heads.query, contexts.caches[0])
+        # Dense rows run here together with sparse ones only: in a step for StreamingLLM that has no row of its own.
+        self._kinds = kinds_of([policy.decode.policy]) or kinds_of(["streaming_llm"])
+        self._ordered = ordered
+        longest = contexts.table.shape[1]
+        buffers = StepBuffers(
+            LAYOUT, contexts.rows, longest, PAGE_SIZE, contexts.layers, heads.kv, selection_width(longest), device
+        )
+        server = Server(
+            contexts.caches,
+            heads.scale,
+            heads.query,
+            Indexes(contexts.caches, PAGE_SIZE, device),
+            self.attend_buffers,
+            len(contexts.table),
+            buffers.largest,
+            ALONE,
+        )
+        selectors = selectors_of(self._kinds, server)
+        [self._selector] = selectors.values()
+        self.decode = DeviceDecode(
+            contexts.caches, heads.scale, contexts.table, buffers, self.attend_buffers, selectors, self.statistics
+        )
+        self.step: Step = buffers.largest
+        self.serve(policy)
+
+    def serve(self, policy: AttentionPolicy) -> None:
+        """Prepare requests of ``policy``, of the kind that there is a selector for."""
+        contexts = self.contexts
+        states = contexts.states(policy)
+        lengths = [contexts.length] * contexts.rows
+        needed = self.decode.needed(states, lengths)
+        variant: Variant = replace(needed, kinds=self._kinds, ordered=self._ordered or needed.ordered)
+        self.decode.prepare(
+            variant, states, contexts.request_slots.tolist(), lengths, contexts.request_slots, contexts.lengths()
+        )
+        # A request's slot is its own for as long as it lives.
+        self._states = states
+        self.decode.begin()
+
+    def attend(self, layer: int) -> None:
+        """Do all that a layer takes."""
+        self.decode.attend(layer, self.contexts.queries, self.output)
+
+    def select(self, layer: int) -> None:
+        """Do what comes before attention."""
+        self._selector.select(layer, self.contexts.queries, self.contexts.caches[layer], self.step)
+
+    def attend_alone(self, layer: int) -> None:
+        """Attend to what the last layer selected."""
+        contexts, step = self.contexts, self.step
+        attend(
+            contexts.queries,
+            contexts.caches[layer],
+            step.batch,
+            step.selection(layer),
+            contexts.heads.scale,
+            step.parameters.thresholds if self.decode.variant.ordered else None,
+            self.attend_buffers,
+            self.output,
+        )
+
+    def once_a_step(self) -> None:
+        """Do what a step does beside its layers."""
+        self.decode.begin()
+        self.decode.finish()
+
+    def counts(self, layers: Sequence[int]) -> dict[Count, float]:
+        """Run layers, and return what each of them read, on average; all rows together."""
+        counts = self.step.batch.counts
+        counts.zero_()
+        for layer in layers:
+            self.attend(layer)
+        sums = counts.sum(0).tolist()
+        return {count: sums[count] / len(layers) for count in Count}
+
+
+def reference(contexts: Contexts, policy: AttentionPolicy) -> tuple[list[Tensor], Statistics]:
+    """Return what torch computes for the same requests, layer by layer, and what it counts."""
+    statistics = Statistics(len(contexts.table), contexts.device)
+    indexes = Indexes(contexts.caches, PAGE_SIZE, contexts.device)
+    slots = contexts.table[1:, : contexts.length].long()
+    plan = DecodePlan(
+        Context.of(slots, contexts.lengths().long(), contexts.caches[0].slots),
+        [contexts.length] * contexts.rows,
+        contexts.request_slots,
+        contexts.states(policy),
+        contexts.heads.scale,
+        indexes,
+        statistics,
+    )
+    attend_in = partial(plan.attend, scale=contexts.heads.scale, window=None)
+    outputs = [attend_in(layer, contexts.queries, cache) for layer, cache in enumerate(contexts.caches)]
+    plan.finish()
+    return outputs, statistics
+
+
+def measured_length(context: int) -> int:
+    """Return how long a context of nominally ``context`` tokens is: as many as on average lie behind the last span.
+
+    At a whole number of spans Tactic would have clusters of all tokens but the newest, which is rare.
+    """
+    return context - SPAN // 2 if context > SPAN else context

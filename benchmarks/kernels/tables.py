@@ -1,0 +1,139 @@
+"""The documentation's tables of kernels and layers timed on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown_tables import in_thousands, markdown_table
+from benchmarks.records import Record, Row, case_of, devices_of
+
+
+def attention_table(path: Path) -> str:
+    """Return what a layer costs with each policy."""
+    return _layers_table(Record.read(path), lambda parameters: parameters.get("termination", "none") == "none")
+
+
+def summary_table(path: Path) -> str:
+    """Return how many times as fast as dense each policy's layer is."""
+    record = Record.read(path)
+    speedups: dict[str, dict[str, float]] = {}
+    for row in record.rows:
+        parameters = row.parameters
+        unusual = row.policy == "dense" or "role" in parameters or parameters.get("termination") != "none"
+        if parameters["stage"] != "layer" or row.speedup is None or unusual:
+            continue
+        size = (
+            f"union of {parameters['union_percent']} %"
+            if "union_percent" in parameters
+            else f"{_tokens_of(parameters):,} tokens"
+        )
+        of_policy = speedups.setdefault(f"`{row.policy}`, {size}", {})
+        of_policy[case_of(row)] = row.speedup
+    cases = list(dict.fromkeys(case for found in speedups.values() for case in found))
+    rows = [
+        (policy, *(f"{found[case]:.1f}" if case in found else "" for case in cases))
+        for policy, found in speedups.items()
+    ]
+    return markdown_table(("times as fast as dense", *cases), rows) + devices_of(record)
+
+
+def _tokens_of(parameters: Mapping[str, Any]) -> int:
+    return int(parameters.get("budget") or parameters["sinks"] + parameters["window"])
+
+
+def stopping_table(path: Path) -> str:
+    """Return what deciding about early termination costs a layer."""
+    return _layers_table(Record.read(path), lambda parameters: parameters.get("termination", "none") != "none")
+
+
+def _layers_table(record: Record, shown: Callable[[Mapping[str, Any]], bool]) -> str:
+    rows = [
+        (
+            case_of(row),
+            _policy_of(row),
+            f"{row.dense:.0f}",
+            f"{row.measured:.0f}",
+            f"{row.speedup:.2f}",
+            "" if row.floor_ratio is None else f"{100 * row.floor_ratio:.0f}",
+        )
+        for row in record.rows
+        if row.parameters["stage"] == "layer" and row.speedup is not None and shown(row.parameters)
+    ]
+    headings = ("context", "policy", "dense µs", "µs", "times as fast", "of its byte floor %")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
+def sinks_table(path: Path) -> str:
+    """Return what each policy's layer takes with sinks and without, measured in one run."""
+    record = Record.read(path)
+    layers = [row for row in record.rows if row.policy != "dense" and row.parameters["stage"] == "layer"]
+    without = {_beside_sinks(row): row.measured for row in layers if row.parameters["sinks"] == 0}
+    rows = [
+        (
+            *_beside_sinks(row),
+            str(row.parameters["sinks"]),
+            f"{without[_beside_sinks(row)]:.1f}",
+            f"{row.measured:.1f}",
+            f"{row.measured / without[_beside_sinks(row)]:.3f}",
+        )
+        for row in layers
+        if row.parameters["sinks"]
+    ]
+    headings = ("context", "policy", "early termination", "sinks", "µs with 0", "µs", "ratio")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
+def _beside_sinks(row: Row) -> tuple[str, str, str]:
+    return case_of(row), row.policy, row.parameters["termination"]
+
+
+def prefill_table(path: Path) -> str:
+    """Return what prefill attention costs with QUOKA."""
+    record = Record.read(path)
+    rows = [
+        (
+            in_thousands(row.context),
+            f"{row.policy}, {row.parameters['backend']}" if row.policy == "dense" else row.policy,
+            ", ".join(
+                f"{name} {value}"
+                for name, value in row.parameters.items()
+                if name in ("budget", "budget_ratio", "queries")
+            ),
+            row.parameters["stage"],
+            "" if row.dense is None else f"{row.dense / 1e3:.2f}",
+            f"{row.measured / 1e3:.2f}",
+            "" if row.speedup is None else f"{row.speedup:.2f}",
+        )
+        for row in record.rows
+    ]
+    headings = ("context", "policy", "budget", "stage", "dense ms", "ms", "times as fast")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
+def dram_table(path: Path) -> str:
+    """Return how many bytes attention counts, and how many DRAM delivers."""
+    record = Record.read(path)
+    rows = [
+        (
+            case_of(row),
+            f"{row.policy}, {row.parameters['share']:g} %",
+            f"{row.parameters['counted_bytes'] / 2**20:.1f}",
+            f"{row.measured / 2**20:.1f}",
+            f"{row.parameters['delivered_to_counted']:.3f}",
+        )
+        for row in record.rows
+    ]
+    headings = ("context", "attended", "MiB counted", "MiB delivered", "delivered ÷ counted")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
+def _policy_of(row: Row) -> str:
+    parameters = row.parameters
+    details = [parameters[name] for name in ("backend",) if row.policy == "dense"]
+    details += [f"union {parameters['read_percent']} %"] if "read_percent" in parameters else []
+    details += [f"budget {parameters['budget']}"] if "budget" in parameters else []
+    details += [parameters["role"]] if "role" in parameters else []
+    details += [parameters["termination"]] if parameters.get("termination", "none") != "none" else []
+    return ", ".join([row.policy, *details])

@@ -1,0 +1,105 @@
+"""The documentation's tables of whole servers timed on GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.markdown_tables import in_thousands, markdown_table, percent
+from benchmarks.records import Record, case_of, devices_of, headers_of
+from benchmarks.serving.ttft_growth import growths_of, name_of
+
+
+def serve_table(path: Path) -> str:
+    """Return what whole requests gain over HTTP."""
+    record = Record.read(path)
+    rows = []
+    for row in record.rows:
+        parameters = row.parameters
+        name = f"{row.policy}, {parameters['backend']}" if row.policy == "dense" else row.policy
+        ratios = ("" if row.speedup is None else f"{row.speedup:.2f}", percent(parameters["kv_read_ratio"]))
+        rows.append((row.model, case_of(row), name, parameters["figure"], f"{row.measured:.2f} {row.unit}", *ratios))
+    headings = ("model", "context", "policy", "figure", "measured", "times as fast as dense", "KV read %")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
+def served_table(path: Path) -> str:
+    """Return how many times as fast as dense tokens follow each other with each policy over HTTP."""
+    record = Record.read(path)
+    speedups: dict[str, dict[str, str]] = {}
+    for row in record.rows:
+        if row.parameters["figure"] == "tpot" and row.parameters["backend"] == "winnow" and row.speedup is not None:
+            read = row.parameters["kv_read_ratio"]
+            speedup = f"{row.speedup:.2f}" + ("" if read is None else f" (reads {percent(read)} %)")
+            speedups.setdefault(row.policy, {})[case_of(row)] = speedup
+    cases = list(dict.fromkeys(case for of_policy in speedups.values() for case in of_policy))
+    rows = [(policy, *(of_policy.get(case, "") for case in cases)) for policy, of_policy in speedups.items()]
+    return markdown_table(("time per token, times as fast as dense", *cases), rows) + devices_of(record)
+
+
+def ttft_table(path: Path) -> str:
+    """Return what the first token of a whole request gains over HTTP, and what attention for free would gain."""
+    record = Record.read(path)
+    rows = []
+    for row in sorted(record.rows, key=lambda row: (row.model, row.context, row.batch)):
+        parameters = row.parameters
+        if parameters["figure"] != "ttft":
+            continue
+        beyond = parameters.get("memory_beyond_dense_bytes")
+        rows.append(
+            (
+                row.model,
+                case_of(row),
+                name_of(row),
+                f"{row.measured / 1e3:.2f}",
+                str(parameters["batches"]),
+                "" if row.spread is None else percent(row.spread),
+                "" if row.speedup is None else f"{row.speedup:.2f}",
+                percent(parameters.get("part_of_bound")),
+                "" if beyond is None else f"{beyond / 2**30:+.2f}",
+            )
+        )
+    headings = ("model", "context", "policy", "TTFT s", "batches", "spread %", "times as fast as dense")
+    return markdown_table((*headings, "of the bound %", "GiB beyond dense"), rows) + devices_of(record)
+
+
+def growth_table(path: Path) -> str:
+    """Return how the time to first token grows with the prompt, in runs of enough lengths."""
+    record = Record.read(path)
+    growths = growths_of(record)
+    lengths = sorted({tokens for growth in growths for tokens in growth.seconds})
+    rows = [
+        (
+            growth.model,
+            growth.name,
+            *(f"{growth.seconds[tokens]:.2f}" if tokens in growth.seconds else "" for tokens in lengths),
+            f"{growth.fit.exponent:.2f}",
+            f"{in_thousands(growth.fit.first)} to {in_thousands(growth.fit.last)}",
+        )
+        for growth in growths
+    ]
+    headings = ("model", "policy", *(f"{in_thousands(tokens)}, s" for tokens in lengths), "exponent", "fitted to")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
+def ranks_table(path: Path) -> str:
+    """Return how two GPUs answer beside one."""
+    record = Record.read(path)
+    runs = headers_of(record)
+    rows = []
+    for row in record.rows:
+        parameters = row.parameters
+        dtype = runs[parameters.get("run", 0)].get("dtype")
+        rows.append(
+            (
+                f"{row.model}, {dtype}" if dtype else row.model,
+                case_of(row),
+                row.policy,
+                str(parameters["gpus"]),
+                f"{row.measured:.2f}",
+                f"{min(parameters['equal_tokens'])} of {parameters['output_tokens']}",
+                "yes" if parameters["numbers_equal"] else "no",
+                f"{parameters['largest_difference_of_ratios']:.4f}",
+            )
+        )
+    headings = ("model", "context", "policy", "GPUs", "ms a token", "equal tokens, fewest", "counts equal")
+    return markdown_table((*headings, "ratios differ by"), rows) + devices_of(record)

@@ -1,0 +1,226 @@
+"""Whether two GPUs answer as one does, and how fast: SGLang with tensor parallelism 1 and 2, every decode policy.
+
+    WINNOW_DENSE_BACKEND=fa3 python -m benchmarks.serving.tp_equality --output tp.json
+
+All servers start at once and share the GPUs, but are asked one after another. All policies are asked the same prompts
+twice: first for tokens and costs, while kernels compile; then for TPOT. Only the first policy computes whole prompts.
+
+Two GPUs add up in another order what one adds up, so that in bfloat16 two tokens that are about equally likely can
+change places, and everything behind them differs; less often in ``--dtype float16``. With the needle model, whose
+answers are certain, the first tokens must not; random weights are certain of nothing. Rows say for how many tokens all
+answers agree, and by how much the ratios in their ``attention`` differ at most; numbers in it that are no ratios must
+be equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import httpx
+import typer
+from rich.console import Console
+
+from benchmarks.command_line import numbers
+from benchmarks.folders import REPOSITORY, RESULTS
+from benchmarks.model_shapes import SHAPES, shape_named, write_model
+from benchmarks.records import Record, Row, header_from_outside
+from benchmarks.serving.batch_timing import BatchServer, timing_of
+from benchmarks.serving.serve import ROOM_FOR_CHUNKED, Prompts
+from sglang_winnow import crossover
+from tests.runtime import runtime_server
+
+BENCH: Final = "tensor parallelism"
+NEEDLE: Final = "needle"
+TOKENS: Final = 64
+POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "dense": {},
+    "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 1024}},
+    "quest": {"decode": {"policy": "quest", "budget": 1024}},
+    "snapkv": {"decode": {"policy": "snapkv", "budget": 1024}},
+    "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 1024}},
+    "delta": {"decode": {"policy": "delta", "budget": 1024}},
+    "tactic": {"decode": {"policy": "tactic", "p": 0.75}},
+    "tactic, capped": {"decode": {"policy": "tactic", "p": 0.75, "max_tokens": 1024}},
+    "quoka": {"decode": {"policy": "quoka", "budget": 1024}},
+}
+
+console = Console(width=150)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a server said to all prompts with one policy; ``tpot`` in seconds."""
+
+    tokens: Sequence[Sequence[int]]
+    costs: Sequence[Mapping[str, Any]]
+    tpot: float
+
+
+def main(
+    models: Annotated[
+        str, typer.Option(help="needle, and names in benchmarks/model_shapes.py.")
+    ] = "needle,Llama-3.1-8B",
+    sizes: Annotated[str, typer.Option(help="GPUs of the servers, the first to compare with.")] = "1,2",
+    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 8192,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Of an answer.")] = TOKENS,
+    dtype: Annotated[str, typer.Option(help="Of weights and KV cache; each model's own if empty.")] = "",
+    policies: Annotated[str, typer.Option(help="Names in this file, with semicolons between; all if empty.")] = "",
+    log_folder: Annotated[Path | None, typer.Option(help="Where the servers' logs are left.")] = None,
+    output: Annotated[Path, typer.Option(help="Where to write JSON.")] = RESULTS / "tp.json",
+) -> None:
+    """Compare, print, write JSON after each model."""
+    # Policies act at every length.
+    os.environ[crossover.ENVIRONMENT] = "0"
+    names = policies.split(";") if policies else list(POLICIES)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        about = header_from_outside() | {"dense_backend": os.environ.get("WINNOW_DENSE_BACKEND"), "dtype": dtype}
+        logs = log_folder or Path(temporary)
+        logs.mkdir(parents=True, exist_ok=True)
+        folders = {name: folder_of(name, Path(temporary), context + 2 * tokens) for name in models.split(",")}
+        with ThreadPoolExecutor(len(folders) * len(numbers(sizes))) as threads:
+            starting = {
+                (name, size): threads.submit(
+                    stack.enter_context,
+                    serving(folder, size, dtype, context + 2 * tokens, batch, logs / f"{name}-{size}.log"),
+                )
+                for name, folder in folders.items()
+                for size in numbers(sizes)
+            }
+            urls = {key: future.result() for key, future in starting.items()}
+        for model, folder in folders.items():
+            prompts = prompts_of(model, folder, context, batch)
+            expected: dict[str, Answers] = {}
+            for size in numbers(sizes):
+                with BatchServer(urls[model, size], batch) as server:
+                    for name in names:
+                        got = ask(urls[model, size], server, prompts, tokens, POLICIES[name])
+                        rows.append(row_of(model, name, size, context, got, expected.setdefault(name, got)))
+                        console.print(line_of(rows[-1]))
+                Record(about, rows).write(output)
+    if any(not row.parameters["numbers_equal"] for row in rows):
+        raise typer.Exit(1)
+
+
+def folder_of(model: str, folder: Path, longest: int) -> Path:
+    """Return the folder that a model is served from."""
+    if model == NEEDLE:
+        return REPOSITORY / "models" / "needle"
+    return write_model(folder, model, longest, shape_named(model).delta_layers)
+
+
+@contextmanager
+def serving(folder: Path, size: int, dtype: str, longest: int, batch: int, log: Path) -> Iterator[str]:
+    """Serve on ``size`` GPUs until the block ends; the server's address."""
+    weights = () if (folder / "model.safetensors.index.json").exists() else ("--load-format", "dummy")
+    arguments = [
+        *("--attention-backend", "winnow", "--tensor-parallel-size", str(size), *weights),
+        *(("--dtype", dtype) if dtype else ()),
+        *("--skip-tokenizer-init", "--incremental-streaming-output"),
+        *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+        *("--context-length", str(longest), "--max-running-requests", str(batch + ROOM_FOR_CHUNKED)),
+        *("--cuda-graph-bs-decode", str(batch)),
+        *("--max-total-tokens", str(2 * batch * longest)),
+    ]
+    # Servers that start side by side leave the GPUs unequal memory for a while.
+    with runtime_server(folder, *arguments, log=log, SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="false") as runtime:
+        yield runtime.url
+
+
+def prompts_of(model: str, folder: Path, context: int, batch: int) -> list[list[int]]:
+    """Return what is asked."""
+    if model in SHAPES:
+        return Prompts(shape_named(model).vocab_size, seed=0)(context, batch)
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    from benchmarks.needle_prompt import needle_prompt  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [needle_prompt(tokenizer, context, seed)[0] for seed in range(batch)]
+
+
+def ask(
+    url: str, server: BatchServer, prompts: Sequence[Sequence[int]], tokens: int, policy: Mapping[str, Any]
+) -> Answers:
+    """Ask all prompts twice, for what they say and for how fast.
+
+    Raises:
+        httpx.HTTPError: the server refuses.
+    """
+    parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {
+        "input_ids": [list(prompt) for prompt in prompts],
+        "sampling_params": parameters | {"custom_params": {"attention": json.dumps(policy)}},
+    }
+    answers = httpx.post(f"{url}/generate", json=body, timeout=120).raise_for_status().json()
+    timing = timing_of(server.ask(prompts, tokens, [policy] * len(prompts)))
+    return Answers(
+        [answer["output_ids"] for answer in answers],
+        [answer["meta_info"]["attention"] for answer in answers],
+        timing.tpot,
+    )
+
+
+def row_of(model: str, policy: str, size: int, context: int, got: Answers, expected: Answers) -> Row:
+    """Return TPOT in ms, and what differs from ``expected``."""
+    differences = [compare(*pair) for pair in zip(got.costs, expected.costs, strict=True)]
+    return Row(
+        bench=BENCH,
+        model=model,
+        policy=policy,
+        parameters={
+            "figure": "tpot",
+            "gpus": size,
+            "attention": POLICIES[policy],
+            "output_tokens": len(got.tokens[0]),
+            "equal_tokens": [equal_tokens(*pair) for pair in zip(got.tokens, expected.tokens, strict=True)],
+            "numbers_equal": all(alike for alike, _ in differences),
+            "largest_difference_of_ratios": max(ratio for _, ratio in differences),
+            "costs": list(got.costs),
+        },
+        context=context,
+        batch=len(got.tokens),
+        dense=expected.tpot * 1e3,
+        measured=got.tpot * 1e3,
+        unit="ms",
+        speedup=expected.tpot / got.tpot,
+        floor_ratio=None,
+    )
+
+
+def equal_tokens(own: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two answers have in common before they part."""
+    return next((i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), len(own))
+
+
+def compare(own: Any, other: Any) -> tuple[bool, float]:
+    """Return whether all but the ratios in two ``attention`` objects is equal, and how far ratios lie apart."""
+    if isinstance(own, Mapping) and isinstance(other, Mapping) and own.keys() == other.keys():
+        parts = [compare(own[key], other[key]) for key in own]
+        return all(alike for alike, _ in parts), max((ratio for _, ratio in parts), default=0.0)
+    if isinstance(own, float) and isinstance(other, float):
+        return True, abs(own - other)
+    return own == other, 0.0
+
+
+def line_of(row: Row) -> str:
+    """Return a line about a row."""
+    told = row.parameters
+    return (
+        f"{row.model}, {row.policy}, {told['gpus']} GPU: TPOT {row.measured:.2f} ms ({row.speedup:.2f}×), "
+        f"equal tokens {told['equal_tokens']} of {told['output_tokens']}, "
+        f"numbers equal: {told['numbers_equal']}, ratios within {told['largest_difference_of_ratios']:.1e}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,45 @@
+"""Plots for the documentation: SVG as wide as GitHub shows a page, with text that can be read at that width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH_PIXELS: Final = 900
+SMALLEST_FONT: Final = 9
+"""In points, when the plot is ``WIDTH_PIXELS`` wide."""
+COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's, to be told apart without colour vision."""
+_PIXELS_PER_INCH: Final = 96
+_FONTS: Final[dict[Any, Any]] = {
+    "font.size": SMALLEST_FONT,
+    "axes.labelsize": 10,
+    "axes.titlesize": 10,
+    "figure.titlesize": 11,
+    "xtick.labelsize": SMALLEST_FONT,
+    "ytick.labelsize": SMALLEST_FONT,
+    "legend.fontsize": SMALLEST_FONT,
+    "legend.title_fontsize": SMALLEST_FONT,
+}
+
+
+def save_plot(path: Path, height: float, draw: Callable[[Figure], None]) -> None:
+    """Write to ``path`` as SVG what ``draw`` puts on an empty figure of ``height`` inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError('a plot needs matplotlib: pip install "sglang-winnow[evaluation]"') from error
+    # The same figures, the same file: no date, no random names; and text stays text.
+    with mpl.rc_context(_FONTS | {"svg.hashsalt": path.name, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(WIDTH_PIXELS / _PIXELS_PER_INCH, height), layout="constrained")
+        draw(figure)
+        figure.savefig(path, metadata={"Date": None})

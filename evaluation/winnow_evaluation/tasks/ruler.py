@@ -1,0 +1,308 @@
+"""RULER's tasks in RULER's own wording, with the beginning of the answer given.
+
+The templates, the beginnings of the answers, the needle and the noise are those that RULER publishes
+(github.com/NVIDIA/RULER, ``scripts/data/synthetic``, Apache-2.0; Hsieh et al., 2024), character for character. What
+fills them differs from RULER in these points:
+
+- Keys and listed words are drawn from this project's word lists, not from wonderwords. Keys are distinct.
+- Essays are not Paul Graham's, which have no free licence: the caller brings the text. It starts at another place in
+  every sample, where RULER's always starts at the same one. A sentence ends at a full stop, question or exclamation
+  mark, where RULER asks NLTK.
+- The worked example of ``vt`` has a fixed number of lines. RULER fills 500 tokens of the model's.
+- The worked example of ``cwe`` stands in the user's message, as that of ``vt`` does. RULER gives it a turn of its own
+  where it applies a chat template.
+- RULER's two question answering tasks need datasets and are left out.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from winnow_evaluation.tasks.sample import Question, Sample, Task
+from winnow_evaluation.tasks.word_extraction import SHORT_LIST, common_words, frequent_words, numbered
+from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS
+
+Haystack = Callable[[random.Random, int], Sequence[str]]
+"""``haystack(rng, words)`` is running text of about ``words`` words, sentence by sentence; a space joins them."""
+
+Filler = Literal["noise", "essay", "needles"]
+Kind = Literal["numbers", "words", "uuids"]
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A task's message, around its context, and the beginning of the answer to it."""
+
+    before: str
+    question: str
+    given: str
+
+
+_NIAH_ONE = _Template(
+    before="A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n",
+    question="What is the special magic {kind} for {query} mentioned in the provided text?",
+    given=" The special magic {kind} for {query} mentioned in the provided text is",
+)
+_NIAH_SEVERAL = _Template(
+    before="Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n",
+    question="What are all the special magic {kind} for {query} mentioned in the provided text?",
+    given=" The special magic {kind} for {query} mentioned in the provided text are",
+)
+_VT = _Template(
+    before="Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
+    question="Question: Find all variables that are assigned the value {query} in the text above.",
+    given=" Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
+    "assigned the value {query}, they are: ",
+)
+_CWE = _Template(
+    before="Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n",
+    question="Question: What are the 10 most common words in the above list?",
+    given=" Answer: The top 10 words that appear most often in the list are:",
+)
+_FWE = _Template(
+    before="Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words. ",
+    question="Question: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text?",
+    given=" Answer: According to the coded text above, the three most frequently appeared words are:",
+)
+_SEPARATOR = "\n"
+"""What stands between a context and its question, in all of RULER's templates."""
+
+_NOISE_WORDS = NOISE.count(" ") + 1
+_NEEDLE_WORDS = NEEDLE.count(" ") + 1
+_DEPTHS = tuple(round(100 * step / 39) for step in range(40))
+"""Places of needles in an essay, in percent of its sentences."""
+
+_HOPS = 4
+_EXAMPLE_PARAGRAPHS = 14
+"""Lines of noise in the worked example of ``vt``: what fits 500 tokens of SmolLM2's tokenizer."""
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """What RULER's ``synthetic.yaml`` says of one of its needle tasks."""
+
+    filler: Filler
+    keys: Kind = "words"
+    values: Kind = "numbers"
+    key_count: int = 1
+    values_per_key: int = 1
+    keys_asked: int = 1
+
+
+NEEDLE_TASKS = {
+    "niah_single_1": NeedleTask("noise"),
+    "niah_single_2": NeedleTask("essay"),
+    "niah_single_3": NeedleTask("essay", values="uuids"),
+    "niah_multikey_1": NeedleTask("essay", key_count=4),
+    "niah_multikey_2": NeedleTask("needles"),
+    "niah_multikey_3": NeedleTask("needles", keys="uuids", values="uuids"),
+    "niah_multivalue": NeedleTask("essay", values_per_key=4),
+    "niah_multiquery": NeedleTask("essay", key_count=4, keys_asked=4),
+}
+
+
+def make_niah(rng: random.Random, size: int, haystack: Haystack, task: NeedleTask) -> Sample:
+    """Build a sample of about ``size`` words whose question asks for ``task.keys_asked`` of its keys."""
+    distractors = max(task.key_count * task.values_per_key, size // _NEEDLE_WORDS) if task.filler == "needles" else 0
+    keys = _distinct(rng, task.keys, task.key_count + distractors)
+    drawn = iter(_distinct(rng, task.values, task.key_count * task.values_per_key + distractors))
+    values = {key: [next(drawn) for _ in range(task.values_per_key)] for key in keys[: task.key_count]}
+    needles = [_needle(task, key, value) for key, owned in values.items() for value in owned]
+    rng.shuffle(needles)
+
+    if task.filler == "essay":
+        sentences = list(haystack(rng, max(1, size - _NEEDLE_WORDS * len(needles))))
+        depths = sorted(rng.sample(_DEPTHS, len(needles)))
+        places = [len(sentences) * depth // 100 for depth in depths]
+        text = " ".join(_inserted(sentences, places, needles))
+    else:
+        if task.filler == "noise":
+            lines = [NOISE] * max(len(needles), (size - _NEEDLE_WORDS * len(needles)) // _NOISE_WORDS)
+        else:
+            lines = [_needle(task, key, value) for key, value in zip(keys[task.key_count :], drawn, strict=True)]
+        places = sorted(rng.sample(range(len(lines)), len(needles)))
+        text = "\n".join(_inserted(lines, places, needles))
+
+    asked = rng.sample(list(values), task.keys_asked)
+    answers = [value for key in asked for value in values[key]]
+    one = len(answers) == 1
+    template = _NIAH_ONE if one else _NIAH_SEVERAL
+    kind = task.values[:-1] if one else task.values
+    query = asked[0] if len(asked) == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
+    return Sample(
+        context=template.before.format(kind=kind) + text,
+        questions=(
+            Question(
+                text=template.question.format(kind=kind, query=query),
+                given=template.given.format(kind=kind, query=query),
+                answer=f" {', '.join(answers)}.",
+                references=tuple(answers),
+            ),
+        ),
+        separator=_SEPARATOR,
+    )
+
+
+def make_vt(rng: random.Random, size: int) -> Sample:
+    """Build a sample of about ``size`` words: a worked example, then one chain of five variables in noise."""
+    example = _tracking(rng, _EXAMPLE_PARAGRAPHS, name_letters=3)
+    solved = example.questions[0]
+    worked = f"{example.prompt}{solved.given}{solved.answer}\n"
+    words = size - worked.count(" ") - 5 * (_HOPS + 1)
+    sample = _tracking(rng, max(_HOPS + 1, words // _NOISE_WORDS), name_letters=5)
+    return Sample(f"{worked}\n{sample.context}", sample.questions, _SEPARATOR)
+
+
+def _tracking(rng: random.Random, paragraphs: int, name_letters: int) -> Sample:
+    names: dict[str, None] = {}
+    while len(names) < _HOPS + 1:
+        names["".join(rng.choices(string.ascii_uppercase, k=name_letters))] = None
+    variables = tuple(names)
+    value = rng.randint(10_000, 99_998)
+    # RULER's lines that copy a variable end in a space.
+    chain = [f"VAR {variables[0]} = {value}", *(f"VAR {copy} = VAR {source} " for source, copy in pairwise(variables))]
+    places = sorted(rng.sample(range(paragraphs), len(chain)))
+    question = Question(
+        text=_VT.question.format(query=value),
+        given=_VT.given.format(query=value, count=len(variables)),
+        answer=" " + " ".join(variables),
+        references=variables,
+    )
+    text = "\n".join(_inserted([NOISE] * paragraphs, places, chain))
+    return Sample(_VT.before + text, (question,), _SEPARATOR)
+
+
+def make_cwe(rng: random.Random, size: int) -> Sample:
+    """Build a sample of about ``size`` listed words: a worked example, then the list that is asked about."""
+    short = size < SHORT_LIST
+    # 20 or 40 words, ten of which come 3 or 10 times.
+    example = _common(rng, 40 if short else 190, common_times=3 if short else 10, other_times=1 if short else 3)
+    solved = example.questions[0]
+    sample = _common(rng, size, common_times=6 if short else 30, other_times=1 if short else 3)
+    worked = f"{example.prompt}{solved.given}{solved.answer}"
+    return Sample(f"{worked}\n{sample.context}", sample.questions, _SEPARATOR)
+
+
+def _common(rng: random.Random, size: int, common_times: int, other_times: int) -> Sample:
+    listed, common = common_words(rng, size, common_times, other_times)
+    answer = " " + numbered(common)
+    question = Question(_CWE.question, answer, tuple(common), given=_CWE.given)
+    return Sample(_CWE.before + numbered(listed), (question,), _SEPARATOR)
+
+
+def make_fwe(rng: random.Random, size: int) -> Sample:
+    """Build a sample of about ``size`` coded words and dots."""
+    listed, answers = frequent_words(rng, size)
+    question = Question(_FWE.question, " " + ", ".join(answers), tuple(answers), given=_FWE.given)
+    return Sample(_FWE.before + " ".join(listed), (question,), _SEPARATOR)
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """One of RULER's tasks.
+
+    Attributes:
+        make: ``make(rng, size, haystack)`` builds a sample of about ``size`` words, or of the task's smallest size.
+        reads_text: whether the haystack is used at all.
+        answer_tokens: how many output tokens RULER allows.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[random.Random, int, Haystack], Sample]
+    reads_text: bool
+    answer_tokens: int
+
+
+def _needle_task(name: str, task: NeedleTask) -> RulerTask:
+    filler = {"noise": "noise", "essay": "real text", "needles": "other needles"}[task.filler]
+    keys = f"{task.key_count} keys" if task.key_count > 1 else "one key"
+    values = f"{task.values_per_key} {task.values} each" if task.values_per_key > 1 else task.values
+    return RulerTask(
+        name,
+        f"{keys} ({task.keys}), {values}, in {filler}; {task.keys_asked} asked for",
+        lambda rng, size, haystack: make_niah(rng, size, haystack, task),
+        reads_text=task.filler == "essay",
+        answer_tokens=128,
+    )
+
+
+RULER_TASKS: dict[str, RulerTask] = {
+    **{name: _needle_task(name, task) for name, task in NEEDLE_TASKS.items()},
+    "vt": RulerTask(
+        "vt",
+        "one chain of five variables in noise, after a worked example",
+        lambda rng, size, _haystack: make_vt(rng, size),
+        reads_text=False,
+        answer_tokens=30,
+    ),
+    "cwe": RulerTask(
+        "cwe",
+        "the 10 most common words of a numbered list, after a worked example",
+        lambda rng, size, _haystack: make_cwe(rng, size),
+        reads_text=False,
+        answer_tokens=120,
+    ),
+    "fwe": RulerTask(
+        "fwe",
+        "the 3 most frequent words of a coded text",
+        lambda rng, size, _haystack: make_fwe(rng, size),
+        reads_text=False,
+        answer_tokens=50,
+    ),
+}
+
+
+def ruler_tasks(haystack: Haystack) -> dict[str, Task]:
+    """RULER's tasks by name, their needles hidden in what ``haystack`` gives."""
+
+    def bound(task: RulerTask) -> Task:
+        return Task(
+            task.name,
+            task.summary,
+            lambda rng, size: task.make(rng, size, haystack),
+            answer_tokens=lambda _size: task.answer_tokens,
+        )
+
+    return {name: bound(task) for name, task in RULER_TASKS.items()}
+
+
+def _needle(task: NeedleTask, key: str, value: str) -> str:
+    return NEEDLE.format(kind=task.values, key=key, value=value)
+
+
+def _inserted(parts: Sequence[str], places: Sequence[int], inserts: Sequence[str]) -> list[str]:
+    """``parts`` with each of ``inserts`` before the part at its place; places ascend."""
+    result = list(parts)
+    for place, insert in reversed(list(zip(places, inserts, strict=True))):
+        result.insert(place, insert)
+    return result
+
+
+def _distinct(rng: random.Random, kind: Kind, count: int) -> list[str]:
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[_draw(rng, kind)] = None
+    return list(drawn)
+
+
+def _draw(rng: random.Random, kind: Kind) -> str:
+    if kind == "numbers":
+        return str(rng.randint(1_000_000, 9_999_999))
+    if kind == "words":
+        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

@@ -1,0 +1,1 @@
+"""Attention over selections, and over everything."""

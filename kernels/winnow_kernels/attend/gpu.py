@@ -1,0 +1,365 @@
+"""Attention over selections in decode, for every policy and for batches that mix them (``attend.reference``).
+
+A selection is read in tiles of 64 tokens, gathered slot by slot or, where it is the whole context, page by page. The
+query heads of a KV head's group, padded to 8 or 16, share one read of K and V, on tensor cores. What must be read is
+2 × head dim × element size bytes and a 4-byte slot for each token; beside that, each split writes a float32 output and
+a log-sum-exp per query head, which ``attend.gpu_merge`` reads: 1/16 of K and V in splits of two tiles with a
+group of 4 in bf16, less in longer ones. Two launches.
+
+The grid is persistent: programs deal the splits of all rows out among themselves in turn, so that a long context in a
+batch of short selections is spread over the device like everything else. Each finds its splits in the running sum of
+the numbers of splits of all rows and KV heads.
+
+Three loads wait for each other before the first tile has come: of counts, slots and keys. A program therefore goes
+through the tiles of all its splits in one loop and loads tiles, and slots before them, some ahead across the ends of
+splits: so it waits once. Early termination, where nobody knows in advance which tile is a split's last, has a kernel of
+its own (``attend.gpu_early_termination``) that batches without it do not pay for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from winnow_kernels.attend.early_termination import TILE
+from winnow_kernels.attend.gpu_early_termination import terminating_attend_kernel
+from winnow_kernels.attend.gpu_merge import INFINITY, MOST_SPLITS, merge_kernel, run_of, spare_of, splits_of
+from winnow_kernels.attend.gpu_tile import attend_tile
+from winnow_kernels.batch import DecodeBatch, DeviceSelection, ToldShares
+from winnow_kernels.cache import LayerCache
+
+LARGEST_GROUP: Final = 16
+"""Query heads of a KV head, at most: the rows of a tensor core's tile."""
+
+_TILE = tl.constexpr(TILE)
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_LOG2_E: Final = 1.4426950408889634
+# Half of a tensor core's tile takes half of the exponentials and of the shared memory for queries and outputs.
+_HALF_GROUP: Final = LARGEST_GROUP // 2
+_REGISTERS: Final = 64 << 10
+_MOST_REGISTERS: Final = 255
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel runs, which changes its speed; ``warps`` also the order of additions.
+
+    Attributes:
+        warps: of a program; the same with and without early termination, so that a row's result is too.
+        tiles_ahead: how many tiles are loaded while one is attended to.
+        programs: on each multiprocessor, of the persistent grid: as many as fit there.
+        programs_with_termination: the same, of the variant with early termination.
+    """
+
+    warps: int = 4
+    tiles_ahead: int = 2
+    programs: int = 3
+    programs_with_termination: int = 2
+
+    @classmethod
+    def of(cls, head_dim: int, element_size: int, group: int = 1) -> Launch:
+        """Return what fits the registers and shared memory of a Hopper multiprocessor.
+
+        Args:
+            head_dim: elements of a key.
+            element_size: bytes of one.
+            group: query heads of a KV head.
+        """
+        vector_bytes = triton.next_power_of_2(head_dim) * element_size
+        if vector_bytes <= 128:
+            return cls(tiles_ahead=3, programs=4)
+        if vector_bytes <= 256:
+            return cls(programs=3 if group <= _HALF_GROUP else 2)
+        if vector_bytes <= 512:
+            return cls(warps=8, programs=1, programs_with_termination=1)
+        return cls(warps=8, tiles_ahead=1, programs=1, programs_with_termination=1)
+
+    def registers(self, programs: int) -> int | None:
+        """Return how many registers a thread can have where several programs are to fit a multiprocessor."""
+        return min(_MOST_REGISTERS, _REGISTERS // (programs * self.warps * 32) // 8 * 8) if programs > 1 else None
+
+
+@dataclass(frozen=True, eq=False)
+class AttendBuffers:
+    """What ``attend`` needs beside its arguments; one for all layers and batches, of up to as many rows.
+
+    Attributes:
+        log_sum_exp: float32 [rows, query heads], of the last call; natural logarithm, of the scaled scores read.
+        partial_outputs: float32 [rows, query heads, splits, head dim].
+        partial_masses: float32 [rows, query heads, splits]; log-sum-exp to base 2.
+        tiles_read: int32 [rows, KV heads, splits]; of rows with early termination.
+        multiprocessors: of the device.
+        launch: how the kernel runs.
+    """
+
+    log_sum_exp: Tensor
+    partial_outputs: Tensor
+    partial_masses: Tensor
+    tiles_read: Tensor
+    multiprocessors: int
+    launch: Launch
+
+    @classmethod
+    def empty(cls, rows: int, query_heads: int, cache: LayerCache, launch: Launch | None = None) -> AttendBuffers:
+        """Return buffers for layers like ``cache``: 256 × rows × query heads × (head dim + 1) bytes and little.
+
+        That is 270 MB for 256 rows of 32 query heads of 128.
+        """
+        device = cache.keys.device
+        return cls(
+            torch.empty(rows, query_heads, dtype=torch.float32, device=device),
+            torch.empty(rows, query_heads, MOST_SPLITS, cache.head_dim, dtype=torch.float32, device=device),
+            torch.empty(rows, query_heads, MOST_SPLITS, dtype=torch.float32, device=device),
+            torch.empty(rows, cache.kv_heads, MOST_SPLITS, dtype=torch.int32, device=device),
+            _multiprocessors(device),
+            launch or Launch.of(cache.head_dim, cache.keys.element_size(), query_heads // cache.kv_heads),
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(t.nbytes for t in (self.log_sum_exp, self.partial_outputs, self.partial_masses, self.tiles_read))
+
+
+def attend(
+    queries: Tensor,
+    cache: LayerCache,
+    batch: DecodeBatch,
+    selection: DeviceSelection,
+    scale: float,
+    thresholds: Tensor | None,
+    buffers: AttendBuffers,
+    output: Tensor,
+    told: ToldShares | None = None,
+) -> None:
+    """Attend to what each row and KV head selected, and count it in ``batch.counts``, the context too.
+
+    A row's result depends on that row alone. Whole contexts are read in order of position, and newest first by rows
+    with early termination, as ``winnow_kernels.policies.dense.reference`` does. The log-sum-exp is left in ``buffers``.
+
+    Args:
+        queries: [rows, query heads, head dim], in the cache's dtype; query heads of a KV head, at most 16, lie next to
+            each other. Rows and heads may be strided.
+        cache: the layer's KV cache: bfloat16, float16 or float32, slots and heads strided alike in keys and values.
+        batch: where the rows' contexts lie, in pages of at most 64 tokens.
+        selection: contiguous, [rows, KV heads, width]; slots within the pool.
+        scale: what scores are multiplied by before the softmax.
+        thresholds: float32 [rows, 3], contiguous: scale, direction and patience of each row's early termination, with
+            infinite patience where a row has none; None if no row has any.
+        buffers: made for at least as many rows, and for layers like this.
+        output: [rows, query heads, head dim]; rows and heads may be strided.
+        told: where the shares of the mass that were attended are added; None if nobody is told any.
+    """
+    rows, query_heads, head_dim = queries.shape
+    kv_heads = cache.kv_heads
+    group = query_heads // kv_heads
+    pairs = rows * kv_heads
+    assert group <= LARGEST_GROUP
+    assert batch.page_size <= TILE
+    assert rows == batch.rows <= len(buffers.log_sum_exp)
+    assert cache.keys.stride() == cache.values.stride()
+    assert selection.slots.is_contiguous()
+    assert selection.counts.is_contiguous()
+    launch = buffers.launch
+    of_multiprocessor = launch.programs if thresholds is None else launch.programs_with_termination
+    programs = min(pairs * MOST_SPLITS, of_multiprocessor * buffers.multiprocessors)
+    inputs = (
+        queries,
+        cache.keys,
+        cache.values,
+        batch.page_table,
+        batch.lengths,
+        selection.slots,
+        selection.counts,
+    )
+    sizes = (
+        scale * _LOG2_E,
+        pairs,
+        queries.stride(0),
+        queries.stride(1),
+        cache.keys.stride(0),
+        cache.keys.stride(1),
+        batch.page_table.stride(0),
+        selection.slots.shape[2],
+    )
+    shape = {
+        "kv_heads": kv_heads,
+        "group": group,
+        "head_dim": head_dim,
+        "padded_dim": triton.next_power_of_2(head_dim),
+    }
+    tiling = {
+        "padded_group": _HALF_GROUP if group <= _HALF_GROUP else LARGEST_GROUP,
+        "page_bits": batch.page_size.bit_length() - 1,
+        "padded_pairs": triton.next_power_of_2(pairs),
+        "tiles_ahead": launch.tiles_ahead,
+        "num_warps": launch.warps,
+        # Left alone, the compiler aims at other numbers of programs.
+        "maxnreg": launch.registers(of_multiprocessor),
+    }
+    partial = (buffers.partial_outputs, buffers.partial_masses)
+    if thresholds is None:
+        attend_kernel[(programs,)](*inputs, *partial, *sizes, programs=programs, **shape, **tiling)
+    else:
+        terminating_attend_kernel[(programs,)](
+            *inputs, thresholds, *partial, buffers.tiles_read, *sizes, **shape, **tiling
+        )
+    merge_kernel[(pairs, group)](
+        *partial,
+        buffers.tiles_read,
+        batch.lengths,
+        selection.counts,
+        # A tensor in its place, where no thresholds are read.
+        buffers.log_sum_exp if thresholds is None else thresholds,
+        output,
+        buffers.log_sum_exp,
+        batch.counts,
+        # Tensors in their places, where nobody is told anything.
+        buffers.log_sum_exp if told is None else told.beliefs,
+        buffers.log_sum_exp if told is None else told.shares,
+        output.stride(0),
+        output.stride(1),
+        2 * cache.vector_bytes,
+        termination=thresholds is not None,
+        told=told is not None,
+        **shape,
+        num_warps=4,
+    )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    # In the interpreter, which runs programs one after another, few enough for each to have several splits.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
+def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
+    queries_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    selected_ptr: tl.tensor,
+    partial_outputs_ptr: tl.tensor,
+    partial_masses_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    pairs: tl.tensor,
+    query_row_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    page_table_stride: tl.tensor,
+    selection_width: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    padded_group: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    page_bits: tl.constexpr,
+    padded_pairs: tl.constexpr,
+    programs: tl.constexpr,
+    tiles_ahead: tl.constexpr,
+) -> None:
+    """Attend to splits of the batch's selections; a pair is a row and a KV head, number row × KV heads + KV head.
+
+    Grid: ``programs``.
+    """
+    all_pairs = tl.arange(0, padded_pairs)
+    all_counts = tl.load(selected_ptr + all_pairs, mask=all_pairs < pairs, other=0)
+    all_lengths = tl.load(lengths_ptr + all_pairs // kv_heads, mask=all_pairs < pairs, other=0)
+    all_tokens = tl.where(all_counts < 0, all_lengths, all_counts)
+    all_splits = splits_of(all_tokens, all_tokens < 0)
+    up_to = tl.cumsum(all_splits, axis=0)
+    own_tiles = tl.sum(_own_tiles(tl.cdiv(all_tokens, _TILE), all_splits, up_to, programs), axis=0)
+
+    heads = tl.arange(0, padded_group)
+    dim = tl.arange(0, padded_dim)
+    in_tile = tl.arange(0, _TILE)
+    is_output = (heads < group)[:, None] & (dim < head_dim)[None, :]
+    highest = tl.full([padded_group], -INFINITY, tl.float32)
+    masses = tl.zeros([padded_group, _TILE], tl.float32)
+    weighted = tl.zeros([padded_group, padded_dim], tl.float32)
+    # Before the first split, which the first step finds.
+    item = tl.program_id(0) - programs
+    pair = 0
+    split = 0
+    count = 0
+    tokens = 0
+    tile = 0
+    last = 0
+    # Half of the stages load slots ahead of keys. What decides which tile is next is in the ``if`` alone: the compiler
+    # runs ahead with it.
+    for _step in tl.range(0, own_tiles, num_stages=2 * tiles_ahead + 1):
+        if tile == last:
+            item += programs
+            is_before = up_to <= item
+            pair = tl.sum(is_before.to(tl.int32), axis=0)
+            split = item - tl.max(tl.where(is_before, up_to, 0), axis=0)
+            count = tl.load(selected_ptr + pair)
+            tokens = tl.where(count < 0, tl.load(lengths_ptr + pair // kv_heads), count)
+            tiles = tl.cdiv(tokens, _TILE)
+            run = run_of(tiles)
+            tile = split * run
+            last = tl.where(tiles - (tile + run) <= spare_of(run), tiles, tile + run) - 1
+        else:
+            tile += 1
+        row = (pair // kv_heads).to(tl.int64)
+        kv_head = pair % kv_heads
+
+        # A selection is a table of pages of one slot.
+        if count < 0:
+            table_ptr = page_table_ptr + row * page_table_stride
+            slot_bits = page_bits
+        else:
+            table_ptr = slots_ptr + tl.cast(pair, tl.int64) * selection_width
+            slot_bits = 0
+        token = tile * _TILE + in_tile
+        page = tl.load(table_ptr + (token >> slot_bits), mask=token < tokens, other=0)
+        # Tiles consist of whole pages, so what is added is the same in all.
+        slot = (page << slot_bits) + (in_tile & ((1 << slot_bits) - 1))
+        # Not ``token < tokens``: what is known when pages are loaded would take registers until keys are.
+        is_token = in_tile < tokens - tile * _TILE
+        offset = slot.to(tl.int64) * slot_stride + kv_head * kv_head_stride
+        is_vector = is_token[:, None] & (dim < head_dim)[None, :]
+        of_heads = (kv_head * group + heads)[:, None] * query_head_stride + dim[None, :]
+        query = tl.load(queries_ptr + row * query_row_stride + of_heads, mask=is_output, other=0.0)
+        key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        highest, masses, weighted = attend_tile(query, key, value, is_token, scale_log2, highest, masses, weighted)
+
+        # One number to keep until the tile has come: where the split's result goes, if this was its last tile.
+        result = tl.where(tile == last, pair * (group * _MOST_SPLITS) + split, -1)
+        if result >= 0:
+            mass = tl.sum(masses, axis=1)
+            of_split = result.to(tl.int64) + heads * _MOST_SPLITS
+            tl.store(partial_masses_ptr + of_split, highest + tl.log2(mass), mask=heads < group)
+            outputs_ptr = partial_outputs_ptr + of_split[:, None] * head_dim + dim[None, :]
+            tl.store(outputs_ptr, weighted / mass[:, None], mask=is_output)
+            highest = tl.full([padded_group], -INFINITY, tl.float32)
+            masses = tl.zeros([padded_group, _TILE], tl.float32)
+            weighted = tl.zeros([padded_group, padded_dim], tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _own_tiles(tiles: tl.tensor, splits: tl.tensor, up_to: tl.tensor, programs: tl.constexpr) -> tl.tensor:
+    """Return how many of each pair's tiles are in splits of this program: int32 [padded pairs].
+
+    Args:
+        tiles: int32 [padded pairs].
+        splits: int32 [padded pairs].
+        up_to: int32 [padded pairs]; splits of a pair and those before it.
+        programs: of the grid; program p has the splits p, p + programs, …
+    """
+    program = tl.program_id(0)
+    own_up_to = tl.cdiv(up_to - program, programs)
+    own = own_up_to - tl.cdiv(up_to - splits - program, programs)
+    run = run_of(tiles)
+    # A pair's last split may have other than ``run`` tiles.
+    has_last = (own > 0) & (program + (own_up_to - 1) * programs == up_to - 1)
+    return own * run + tl.where(has_last, tiles - splits * run, 0)

@@ -1,0 +1,176 @@
+"""How a selection is split among programs of ``attend.gpu``, and how what they yield becomes one.
+
+Without early termination a split is a run of neighbouring tiles: 2 of a short selection, which fills the device even
+in a batch of one, 4 of a longer one, where merging must not cost much, and more where it takes that for a selection to
+have at most 64 splits. A few tiles that remain, as of 1,024 recent tokens and 4 attention sinks, make no split of their
+own, which would be dealt out like a whole one. With early termination, splits are those of
+``attend.early_termination``. In both cases they follow from the selection's own length, so that what a row gets
+does not depend on its neighbours.
+
+Merging reads a float32 output and a log-sum-exp for each query head and split, in the order of the splits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from winnow_kernels.attend.early_termination import MAX_SPLITS, TILE, TILES_PER_SPLIT
+from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count
+
+MOST_SPLITS: Final = 64
+"""Of a selection; a power of two, and no less than with early termination."""
+
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_SHORT_RUN = tl.constexpr(2)
+_RUN = tl.constexpr(4)
+_RUNS_TO_FILL = tl.constexpr(16)
+_TILE = tl.constexpr(TILE)
+_TILES_PER_SPLIT = tl.constexpr(TILES_PER_SPLIT)
+_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
+_TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
+_ELSEWHERE = tl.constexpr(ELSEWHERE)
+_COUNTS = tl.constexpr(COUNTS)
+_CONTEXT = tl.constexpr(int(Count.CONTEXT))
+_ATTENDED = tl.constexpr(int(Count.ATTENDED))
+_CONTEXT_BYTES = tl.constexpr(int(Count.CONTEXT_BYTES))
+_READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
+_TRAVERSALS = tl.constexpr(int(Count.TRAVERSALS))
+_TERMINATED = tl.constexpr(int(Count.TERMINATED))
+_TILES = tl.constexpr(int(Count.TILES))
+_SKIPPED_TILES = tl.constexpr(int(Count.SKIPPED_TILES))
+
+INFINITY = tl.constexpr(float("inf"))
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def splits_of(tokens: tl.tensor, stops: tl.tensor) -> tl.tensor:
+    """Return the number of splits of selections of ``tokens``; ``stops`` where reading may stop early."""
+    tiles = tl.cdiv(tokens, _TILE)
+    dealt = tl.minimum(tl.cdiv(tiles, _TILES_PER_SPLIT), _MAX_SPLITS)
+    run = run_of(tiles)
+    runs = tl.cdiv(tl.maximum(tiles - spare_of(run), tl.minimum(tiles, 1)), run)
+    return tl.where(stops, dealt, runs)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tiles_of_split(split: tl.tensor, tokens: tl.tensor, stops: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return a split's first tile, how far apart its tiles are, and how many it has."""
+    tiles = tl.cdiv(tokens, _TILE)
+    run = run_of(tiles)
+    splits = splits_of(tokens, stops)
+    first = tl.where(stops, split, split * run)
+    every = tl.where(stops, splits, 1)
+    own = tl.where(split == splits - 1, tiles - first, run)
+    return first, every, tl.where(stops, tl.cdiv(tiles - split, splits), own)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def run_of(tiles: tl.tensor) -> tl.tensor:
+    """Return how many neighbouring tiles make a split; the last one may have more, or fewer."""
+    run = tl.minimum(tl.maximum(tl.cdiv(tiles, _RUNS_TO_FILL), _SHORT_RUN), _RUN)
+    return tl.maximum(run, tl.cdiv(tiles, _MOST_SPLITS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def spare_of(run: tl.tensor) -> tl.tensor:
+    """Return how many tiles that remain are too few for a split: the one before has them too."""
+    return run // 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
+    partial_outputs_ptr: tl.tensor,
+    partial_masses_ptr: tl.tensor,
+    tiles_read_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    selected_ptr: tl.tensor,
+    thresholds_ptr: tl.tensor,
+    output_ptr: tl.tensor,
+    log_sum_exp_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    beliefs_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    output_row_stride: tl.tensor,
+    output_head_stride: tl.tensor,
+    token_bytes: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    termination: tl.constexpr,
+    told: tl.constexpr,
+) -> None:
+    """Merge the splits of one query head and add the share that it attended; the first of a group counts what was read.
+
+    Grid: (rows × KV heads, ``group``). Arguments are those of ``attend.gpu.attend_kernel``,
+    ``token_bytes``, those of a key and a value, and where shares are ``told`` those of ``ToldShares``.
+    """
+    pair = tl.program_id(0)
+    of_group = tl.program_id(1)
+    row = pair // kv_heads
+    length = tl.load(lengths_ptr + row)
+    count = tl.load(selected_ptr + pair)
+    if count == _ELSEWHERE:
+        return
+    tokens = tl.where(count < 0, length, count)
+    stops = tokens < 0
+    if termination:
+        stops = (tl.load(thresholds_ptr + row * 3 + 2) < INFINITY) & (count != _TO_THE_END)
+    splits = splits_of(tokens, stops)
+
+    split = tl.arange(0, _MOST_SPLITS)
+    present = split < splits
+    head = pair.to(tl.int64) * group + of_group
+    masses_ptr = partial_masses_ptr + head * _MOST_SPLITS + split
+    masses = tl.load(masses_ptr, mask=present, other=-INFINITY)
+    dim = tl.arange(0, padded_dim)
+    outputs = tl.load(
+        partial_outputs_ptr + (head * _MOST_SPLITS + split[:, None]) * head_dim + dim[None, :],
+        mask=present[:, None] & (dim < head_dim)[None, :],
+        other=0.0,
+    )
+    highest = tl.max(masses, axis=0)
+    weights = tl.exp2(masses - highest)
+    total = tl.sum(weights, axis=0)
+    merged = tl.sum(outputs * weights[:, None], axis=0) / total
+    of_row = (pair % kv_heads) * group + of_group
+    target = output_ptr + row.to(tl.int64) * output_row_stride + of_row * output_head_stride
+    tl.store(target + dim, merged.to(output_ptr.dtype.element_ty), mask=dim < head_dim)
+    mass = highest + tl.log2(total)
+    tl.store(log_sum_exp_ptr + head, mass * LN_2)
+
+    tiles = tl.cdiv(tokens, _TILE)
+    read = tiles
+    of_splits = split * 0
+    if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
+        if stops:
+            of_splits = tl.load(tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split, mask=present, other=0)
+            read = tl.sum(of_splits, axis=0)
+    if told:
+        # What is selected weighs at least as much as what was read of it, and just that if it was read to the end.
+        selected = tl.where(read < tiles, tl.maximum(tl.load(beliefs_ptr + head * 2), mass), mass)
+        unread = tl.exp2(selected - mass) - 1.0 + tl.exp2(tl.load(beliefs_ptr + head * 2 + 1) - mass)
+        tl.store(shares_ptr + head, tl.load(shares_ptr + head) + (1.0 / (1.0 + unread)).to(tl.float64))
+
+    if of_group == 0:
+        column = tl.arange(0, _COUNTS)
+        amounts = tl.where(column == _CONTEXT, length, 0).to(tl.int64)
+        amounts += tl.where(column == _CONTEXT_BYTES, length.to(tl.int64) * token_bytes, 0)
+        attended = tokens
+        if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
+            if stops:
+                # Of all tiles only a selection's last may hold fewer tokens; its split has read it if it read all.
+                last = tiles - 1
+                has_last = tl.sum(tl.where(split == last % splits, of_splits, 0), axis=0) > last // splits
+                attended = read * _TILE - tl.where(has_last, tiles * _TILE - tokens, 0)
+                amounts += tl.where(column == _TRAVERSALS, 1, 0)
+                amounts += tl.where(column == _TERMINATED, (read < tiles).to(tl.int32), 0)
+                amounts += tl.where(column == _TILES, tiles, 0)
+                amounts += tl.where(column == _SKIPPED_TILES, tiles - read, 0)
+        amounts += tl.where(column == _ATTENDED, attended, 0)
+        amounts += tl.where(column == _READ_BYTES, attended.to(tl.int64) * token_bytes, 0)
+        tl.atomic_add(counts_ptr + row * _COUNTS + column, amounts, mask=amounts != 0, sem="relaxed")

@@ -1,0 +1,45 @@
+"""One more tile of keys and values in a running softmax: what all programs of ``attend.gpu`` do.
+
+Rows get the same bits with and without early termination in their batch because both kernels call this.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from winnow_kernels.attend.gpu_merge import INFINITY
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_tile(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    is_token: tl.tensor,
+    scale_log2: tl.tensor,
+    highest: tl.tensor,
+    masses: tl.tensor,
+    weighted: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return highest scores, masses and weighted values with one more tile in them.
+
+    Args:
+        query: [heads, head dim]; the query heads of a KV head, padded.
+        key: [``TILE``, head dim].
+        value: [``TILE``, head dim].
+        is_token: bool [``TILE``]; false beyond the end of a selection.
+        scale_log2: what scores are multiplied by, to base 2.
+        highest: float32 [heads]; highest score so far, to base 2.
+        masses: float32 [heads, ``TILE``]; sums of weights relative to it, of the tokens at each place of all tiles. The
+            mass is their sum, for which warps must wait for each other: once at the end, not in every tile.
+        weighted: float32 [heads, head dim]; sum of values by these weights.
+    """
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+    scores = tl.where(is_token[None, :], scores, -INFINITY)
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    fade = tl.exp2(highest - new_highest)
+    weights = tl.exp2(scores - new_highest[:, None])
+    masses = masses * fade[:, None] + weights
+    weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
+    return new_highest, masses, weighted

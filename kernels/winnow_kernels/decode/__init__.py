@@ -1,0 +1,1 @@
+"""What decode policies share."""

@@ -1,0 +1,54 @@
+"""The indexes of a server: each made when the first request needs it, so that dense traffic pays nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, Self, TypeVar
+
+import torch
+
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.indexes.pool_shape import PoolShape
+
+
+class PoolIndex(Protocol):
+    """Side tensors over a KV pool, which requests share."""
+
+    @classmethod
+    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations) -> Self:
+        """Return the index of a server with these ``caches``; on CUDA its tensors stay where they are."""
+
+    @classmethod
+    def bytes_per_slot(cls, shape: PoolShape, page_size: int) -> float:
+        """Return what the index adds to a slot of the pool."""
+
+
+Index = TypeVar("Index", bound=PoolIndex)
+
+
+class Indexes:
+    """Side tensors over the KV pool.
+
+    Attributes:
+        caches: every layer's KV cache.
+        generations: how often each page was begun.
+        made: the indexes that were needed, by their classes.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache], page_size: int, device: torch.device) -> None:
+        self.caches = caches
+        self.generations = PageGenerations(caches[0].slots, page_size, device)
+        self.made: dict[type[PoolIndex], PoolIndex] = {}
+
+    @property
+    def page_size(self) -> int:
+        return self.generations.page_size
+
+    def __getitem__(self, kind: type[Index]) -> Index:
+        """Return the index of a class."""
+        if kind not in self.made:
+            self.made[kind] = kind.for_server(self.caches, self.generations)
+        index = self.made[kind]
+        assert isinstance(index, kind)
+        return index

@@ -1,0 +1,1 @@
+"""Ada-SnapKV: SnapKV whose KV heads share a layer's budget."""

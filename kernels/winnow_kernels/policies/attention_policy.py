@@ -1,0 +1,197 @@
+"""The policy of a request: what it may ask of its attention, and the one form in which that travels.
+
+A request asks with an ``AttentionPolicy``: how it decodes, how it prefills, and whether reading may stop early.
+Every field has a default and bounds.
+
+The service and the runtime both read policies with ``parse_policy``: this module imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from pydantic import BaseModel, ValidationError
+
+from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError
+from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
+from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
+from winnow_kernels.policies.registry import PARAMETERS, DecodePolicy, PrefillPolicy
+
+DENSE_TERMINATION_WARNING: Final = (
+    "early_termination over a full cache reads the newest tokens first and loses retrieval: 99.3 -> 78.7 at 32K in"
+    " ART's Table 2. Combine it with a sparse decode policy."
+)
+
+MAX_POLICY_BYTES: Final = 64 * 1024
+_MAX_QUOTED_CHARACTERS: Final = 40
+
+# What stands where a policy should, when a client believes that policies have names.
+_NAME: Final = re.compile(r'"?[A-Za-z0-9_.-]{1,128}"?')
+_ROOT: Final = "attention"
+
+
+class AttentionPolicy(Contract):
+    """How one request's attention is computed."""
+
+    decode: DecodePolicy = Dense()
+    prefill: PrefillPolicy = DensePrefill()
+    early_termination: EarlyTermination | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the request is served as SGLang itself would serve it."""
+        return isinstance(self.decode, Dense) and self.has_dense_prefill and self.early_termination is None
+
+    @property
+    def has_dense_prefill(self) -> bool:
+        return isinstance(self.prefill, DensePrefill)
+
+    def canonical(self) -> str:
+        """Return compact JSON with defaults filled in and keys sorted: equal policies, equal text."""
+        return _canonical(self)
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that tell policies apart."""
+        return _digest(self)
+
+    def prefill_namespace(self) -> str | None:
+        """Return the namespace of the KV cache that this prefill policy writes; None for that of dense attention."""
+        return None if self.has_dense_prefill else f"winnow-{_digest(self.prefill)}"
+
+    def warnings(self) -> list[str]:
+        """Return what the client should know about a policy that is served all the same."""
+        if isinstance(self.decode, Dense) and self.early_termination is not None:
+            return [DENSE_TERMINATION_WARNING]
+        return [*self.decode.warnings(), *self.prefill.warnings()]
+
+
+def parse_policy(policy: str | Mapping[str, Any]) -> AttentionPolicy:
+    """Read a policy from JSON text, or from an object that was read from JSON.
+
+    Raises:
+        PolicyError: it cannot be served, whatever the model.
+    """
+    if isinstance(policy, str) and _NAME.fullmatch(policy):
+        raise PolicyError(_ROOT, 'must be an object such as {"decode": {"policy": "dense"}}, not the name of a policy')
+    value = _read_json(policy) if isinstance(policy, str) else policy
+    if not isinstance(value, Mapping):
+        raise PolicyError(_ROOT, "must be an object")
+    try:
+        return AttentionPolicy.model_validate(dict(value))
+    except ValidationError as error:
+        raise _policy_error(error) from None
+
+
+def check_against_model(
+    policy: AttentionPolicy, layers: int, context_length: int, delta_profile: Sequence[int] | None
+) -> AttentionPolicy:
+    """Return ``policy`` as the served model runs it: with its Δ-layers named.
+
+    Args:
+        layers: how many layers the model has.
+        context_length: the model's, in tokens.
+        delta_profile: the Δ-layers calibrated for this model; None if it has not been calibrated.
+
+    Raises:
+        PolicyError: the model cannot serve it.
+    """
+    model = ModelFacts(layers, context_length, delta_profile)
+    of_phases = {}
+    for phase in PARAMETERS:
+        try:
+            of_phases[phase] = getattr(policy, phase).for_model(model)
+        except PolicyError as error:
+            raise PolicyError(f"{_ROOT}.{phase}.{error.path}", error.problem) from None
+    return policy.model_copy(update=of_phases)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the contract as a JSON Schema. Bounds between fields, such as recency and budget, are not in it."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **AttentionPolicy.model_json_schema()}
+
+
+def _canonical(model: BaseModel) -> str:
+    return json.dumps(
+        model.model_dump(mode="json", exclude_none=True), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+
+
+def _digest(model: BaseModel) -> str:
+    return hashlib.sha256(_canonical(model).encode()).hexdigest()[:16]
+
+
+def _read_json(text: str) -> object:
+    if len(text) > MAX_POLICY_BYTES or len(text.encode(errors="surrogatepass")) > MAX_POLICY_BYTES:
+        raise PolicyError(_ROOT, f"must be at most {MAX_POLICY_BYTES} bytes of JSON")
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except PolicyError:
+        raise
+    except RecursionError:
+        raise PolicyError(_ROOT, "is nested too deeply") from None
+    except ValueError as error:
+        where = f" (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+        raise PolicyError(_ROOT, f"must be a JSON object; this is not valid JSON{where}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise PolicyError(_ROOT, f"has the field {_quoted(next(n for n in names if names.count(n) > 1))} twice")
+    return members
+
+
+def _refuse_constant(_: str) -> NoReturn:
+    raise PolicyError(_ROOT, "must be JSON, which has neither NaN nor Infinity")
+
+
+def _policy_error(error: ValidationError) -> PolicyError:
+    # What else is wrong shows when this is put right.
+    first = error.errors(include_url=False, include_input=False)[0]
+    location = first["loc"]
+    models = PARAMETERS.get(str(location[0]), {})
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return PolicyError(_path([*location, "policy"]), f"must be one of {', '.join(models)}")
+    model: type[Contract] = AttentionPolicy
+    if len(location) > 1 and models:
+        # The name of the policy is pydantic's part of the path, not the client's.
+        model = models[str(location[1])]
+        location = (location[0], *location[2:])
+    elif len(location) > 1:
+        model = EarlyTermination
+    if first["type"] == "extra_forbidden" and len(location) > 1 and location[-1] in AttentionPolicy.model_fields:
+        return PolicyError(_path(location), f"unknown field; it belongs beside '{location[0]}', not into it")
+    return PolicyError(_path(location), _problem(first["type"], first["msg"], model))
+
+
+def _problem(kind: str, message: str, model: type[Contract]) -> str:
+    match kind:
+        case "extra_forbidden":
+            # What tells the kind comes first, wherever it is inherited from.
+            names = sorted(model.model_fields, key=lambda name: name != "policy")
+            return f"unknown field; there are {', '.join(names)}"
+        case "model_type" | "model_attributes_type":
+            return "must be an object"
+        case "tuple_type":
+            return "must be a list"
+        case "too_short":
+            return "must have at least 1 item"
+        case "too_long":
+            return f"must have at most {MAX_DELTA_LAYERS} items"
+        case _:
+            return message.replace("Input should be", "must be", 1)
+
+
+def _path(location: Sequence[str | int]) -> str:
+    return ".".join([_ROOT, *(_quoted(str(part)) for part in location)])
+
+
+def _quoted(text: str) -> str:
+    """Return what a client named, as short printable ASCII."""
+    return text[:_MAX_QUOTED_CHARACTERS].encode("unicode_escape").decode()[:_MAX_QUOTED_CHARACTERS]

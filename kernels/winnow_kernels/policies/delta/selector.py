@@ -1,0 +1,98 @@
+"""DELTA in the decode steps of a server on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.gpu_selector import Entry, Selector, rows_within
+from winnow_kernels.decode.gpu_step import Step
+from winnow_kernels.decode.ranks import Ranks
+from winnow_kernels.decode.request import Request
+from winnow_kernels.host_tensors import to_device
+from winnow_kernels.policies.delta import gpu
+from winnow_kernels.policies.delta.gpu import FULL, REFRESH, REUSE, DeltaBuffers, DeltaRows
+from winnow_kernels.policies.delta.parameters import Delta
+
+KIND = "delta"
+
+
+class DeltaSelector(Selector):
+    """Pages that Δ-layers find. Those layers' attention is its own, too: ``attend_at``."""
+
+    def __init__(
+        self,
+        layers: int,
+        scale: float,
+        query_heads: int,
+        attend_buffers: AttendBuffers,
+        requests: int,
+        step: Step,
+        ranks: Ranks,
+    ) -> None:
+        """Room for ``requests`` request slots; ``step`` is the largest that there will be."""
+        device = step.slots.device
+        self._scale = scale
+        self._ranks = ranks
+        self._attend_buffers = attend_buffers
+        self._roles = torch.zeros(requests, layers, dtype=torch.int8, device=device)
+        self._roles_of_rows = torch.zeros(layers * step.rows, dtype=torch.int8, device=device)
+        self._rows = rows_within(4 * step.batch.longest * (query_heads + 1), step.rows)
+        [(_, part), *_] = step.parts(self._rows)
+        self._buffers = DeltaBuffers.empty(part.batch, query_heads)
+
+    def enter(self, request: Request, slot: int, context: Context) -> Entry:
+        del context
+        policy = request.decode
+        assert isinstance(policy, Delta)
+        layers = self._roles.shape[1]
+        roles = torch.tensor(roles_of(policy, layers), dtype=torch.int8)
+        self._roles[slot] = to_device(roles, self._roles.device)
+        return Entry()
+
+    def begin(self, step: Step, *, ordered: bool) -> None:
+        del ordered
+        is_row = step.parameters.own(KIND, "pages") > 0
+        torch.mul(self._roles[step.request_slots].T, is_row, out=self._of(step).roles)
+        gpu.write_counts(step.batch, self._of(step), step.counts, step.slots.shape[2])
+
+    def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
+        """Nothing is left to do."""
+
+    def attend_at(self, layer: int, queries: Tensor, cache: LayerCache, step: Step, output: Tensor) -> None:
+        """Attend with the rows whose Δ-layer ``layer`` is, write their ``output``, and select for the layers behind."""
+        everything = self._of(step)
+        for rows, part in step.parts(self._rows):
+            own = _rows(part, everything.roles[:, rows].contiguous())
+            gpu.attend_and_score(
+                layer,
+                queries[rows],
+                cache,
+                part.batch,
+                own,
+                self._scale,
+                self._attend_buffers,
+                self._buffers,
+                output[rows],
+            )
+            gpu.score_tokens(layer, part.batch, own, self._attend_buffers, self._buffers)
+            self._ranks.maximize(self._buffers.token_scores[: part.rows])
+            gpu.select(layer, part.batch, own, part.slots, self._buffers)
+
+    def _of(self, step: Step) -> DeltaRows:
+        layers = self._roles.shape[1]
+        return _rows(step, self._roles_of_rows[: layers * step.rows].view(layers, step.rows))
+
+
+def roles_of(policy: Delta, layers: int) -> list[int]:
+    """Return what each layer is to a request of DELTA."""
+    refreshing = policy.named_layers
+    return [REFRESH if i in refreshing else FULL if i < refreshing[0] else REUSE for i in range(layers)]
+
+
+def _rows(step: Step, roles: Tensor) -> DeltaRows:
+    """Return the parameters of a step's rows with ``roles``, int8 [layers, rows]."""
+    own = step.parameters
+    return DeltaRows(roles, own.own(KIND, "pages"), own.own(KIND, "recent"), own.sinks, own.by_score)

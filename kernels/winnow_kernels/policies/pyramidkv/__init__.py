@@ -1,0 +1,1 @@
+"""PyramidKV: SnapKV with budgets that shrink from layer to layer."""

@@ -1,0 +1,1 @@
+"""Quest: the pages whose keys could have the highest scores."""

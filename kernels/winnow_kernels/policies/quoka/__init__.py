@@ -1,0 +1,1 @@
+"""QUOKA: the keys that score highest for the queries that resemble their mean least."""

@@ -1,0 +1,1 @@
+"""QUOKA's prefill on a GPU."""

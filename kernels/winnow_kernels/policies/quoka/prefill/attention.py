@@ -1,0 +1,308 @@
+"""Attention of a prefill pass's blocks over their selections and causally over their own tokens, in one launch.
+
+A program attends from a tile of rows of one block and KV head. A row is a query and one of the group's query heads,
+query heads first, so that a tile is full whatever the block and the group, and its queries' causal bounds lie close
+together. It reads the selected slots, then the tokens from the block's start on through the page table, up to the
+tile's last query; with ``WHOLE`` everything lies in the second part. Both are gathered row by row. The tiles of a block
+and KV head read the same slots and are launched side by side: all but the first read K and V from L2.
+
+What it costs are the products, 4 × head dim × rows × tokens operations. By its instructions, the softmax of a tile of
+tokens takes about as long as one of its two products, so the loop is turned by half a round: it multiplies Q with the
+next keys, starts P with the present values, and computes the softmax of the next scores while that product runs. For
+this the weights are carried in float32 and rounded to the cache's dtype when they are multiplied: rounded ones would be
+carried through shared memory, and the product waited for. The loop has one round more than there are tiles: in its
+first there are no weights yet. With head dim 256 the assembler does not overlap anything, for reasons of its own.
+
+A pair of queries and tokens costs the same in all blocks, so that whole contexts, which dense requests of a mixed pass
+have, run as fast; their causal tiles are masked, the others not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from winnow_kernels.attend.gpu_merge import INFINITY
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.policies.quoka.prefill.tables import BEGIN, BLOCK_COLUMNS, BUDGET, END, FIRST_QUERY, REQUEST, START
+from winnow_kernels.prefill.blocks import PrefillBlocks
+
+if TYPE_CHECKING:
+    from winnow_kernels.policies.quoka.prefill.selection import BlockSelection
+
+LARGEST_GROUP: Final = 16
+_LOG2_E: Final = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel runs, which changes its speed and the order of additions.
+
+    Attributes:
+        rows: of a program's tile: queries × query heads of a group.
+        tokens: of a tile of keys and values.
+        warps: of a program; on tensor cores four for each 64 rows.
+        stages: tiles of keys and values in shared memory.
+        registers: of a thread, at most; None for as many as there are. With 128 and 8 warps two programs fit.
+    """
+
+    rows: int = 128
+    tokens: int = 64
+    warps: int = 8
+    stages: int = 3
+    registers: int | None = None
+
+    @classmethod
+    def of(cls, head_dim: int, element_size: int) -> Launch:
+        """Return what fits the registers and shared memory of a Hopper multiprocessor."""
+        if element_size > 2:
+            # Not on tensor cores.
+            return cls(rows=16, tokens=32, warps=4, stages=2)
+        if triton.next_power_of_2(head_dim) > 128:
+            return cls(tokens=32)
+        if triton.next_power_of_2(head_dim) > 64:
+            # Two programs of a multiprocessor hide each other's waits.
+            return cls(tokens=32, registers=128)
+        return cls()
+
+
+def attend_blocks(
+    queries: Tensor,
+    cache: LayerCache,
+    blocks: PrefillBlocks,
+    selection: BlockSelection,
+    scale: float,
+    output: Tensor,
+    launch: Launch | None = None,
+) -> None:
+    """Attend from each block's queries to what it selected, and causally to the tokens from its start on.
+
+    What a block gets depends on its own fields, selection and request alone. Keys and values of the whole pass must be
+    in the cache. The selection of a block whose budget is ``WHOLE`` is not read.
+
+    Args:
+        queries: [queries of the pass, query heads, head dim], in the cache's dtype; query heads of a KV head, at most
+            16, lie next to each other. Queries and heads may be strided.
+        cache: the layer's KV cache: bfloat16, float16 or float32, slots and heads strided alike in keys and values.
+        blocks: of all requests of the pass.
+        selection: slots [blocks, KV heads, width], contiguous; the first ``budget`` of each are attended to.
+        scale: what scores are multiplied by before the softmax; more than 0.
+        output: [queries of the pass, query heads, head dim]; queries and heads may be strided. Queries in no block
+            are left as they are.
+        launch: how the kernel runs; None for what suits the head dim.
+    """
+    if not blocks.blocks:
+        return
+    _, query_heads, head_dim = queries.shape
+    group = query_heads // cache.kv_heads
+    slots = selection.slots
+    assert group <= LARGEST_GROUP
+    assert cache.keys.stride() == cache.values.stride()
+    assert slots.is_contiguous()
+    assert blocks.fields.is_contiguous()
+    launch = launch or Launch.of(head_dim, cache.keys.element_size())
+    most_queries = max(block.queries for block in blocks.blocks)
+    attend_blocks_kernel[(triton.cdiv(most_queries * group, launch.rows), cache.kv_heads, len(blocks.blocks))](
+        queries,
+        cache.keys,
+        cache.values,
+        blocks.fields,
+        blocks.page_table,
+        slots,
+        output,
+        scale * _LOG2_E,
+        queries.stride(0),
+        queries.stride(1),
+        cache.keys.stride(0),
+        cache.keys.stride(1),
+        blocks.page_table.stride(0),
+        slots.shape[2],
+        output.stride(0),
+        output.stride(1),
+        group=group,
+        head_dim=head_dim,
+        padded_dim=triton.next_power_of_2(head_dim),
+        page_bits=blocks.page_size.bit_length() - 1,
+        tile_rows=launch.rows,
+        tile_tokens=launch.tokens,
+        stages=launch.stages,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
+
+
+@triton.jit(do_not_specialize=["selection_width"])  # type: ignore[untyped-decorator]
+def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
+    queries_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    fields_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    output_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    page_table_stride: tl.tensor,
+    selection_width: tl.tensor,
+    output_stride: tl.tensor,
+    output_head_stride: tl.tensor,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    page_bits: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """Attend from a tile of rows. The last blocks come first: with ``WHOLE`` they take longest."""
+    block = tl.num_programs(2) - 1 - tl.program_id(2)
+    kv_head = tl.program_id(1)
+    first_row = tl.program_id(0) * tile_rows
+    block_ptr = fields_ptr + block * BLOCK_COLUMNS
+    start = tl.load(block_ptr + START)
+    begin = tl.load(block_ptr + BEGIN)
+    queries = tl.load(block_ptr + END) - begin
+    if first_row < queries * group:
+        page_row = tl.load(block_ptr + REQUEST)
+        first_query = tl.load(block_ptr + FIRST_QUERY)
+        budget = tl.load(block_ptr + BUDGET)
+        packed = first_row + tl.arange(0, tile_rows)
+        row = packed // group
+        head = kv_head * group + packed % group
+        dim = tl.arange(0, padded_dim)
+        is_row = (row < queries)[:, None] & (dim < head_dim)[None, :]
+        of_rows = (first_query + row).to(tl.int64) * query_stride + head * query_head_stride
+        query = tl.load(queries_ptr + of_rows[:, None] + dim[None, :], mask=is_row, other=0.0)
+
+        # Tiles of tokens: first those selected, then those from the origin on, both numbered from 0.
+        selected = tl.maximum(budget, 0)
+        origin = tl.where(budget < 0, 0, start)
+        last_row = tl.minimum((first_row + tile_rows - 1) // group, queries - 1)
+        seen = begin + row + 1 - origin
+        seen_by_all = begin + first_row // group + 1 - origin
+        seen_by_any = begin + last_row + 1 - origin
+        selected_tiles = tl.cdiv(selected, tile_tokens)
+        tiles = selected_tiles + tl.cdiv(seen_by_any, tile_tokens)
+        selection_ptr = slots_ptr + (block * tl.num_programs(1) + kv_head).to(tl.int64) * selection_width
+        pages_ptr = page_table_ptr + page_row.to(tl.int64) * page_table_stride
+
+        in_tile = tl.arange(0, tile_tokens)
+        key_ptrs = keys_ptr + kv_head * kv_head_stride + dim[None, :]
+        value_ptrs = values_ptr + kv_head * kv_head_stride + dim[None, :]
+        highest = tl.full([tile_rows], -INFINITY, tl.float32)
+        mass = tl.zeros([tile_rows], tl.float32)
+        fade = tl.zeros([tile_rows], tl.float32)
+        weights = tl.zeros([tile_rows, tile_tokens], tl.float32)
+        weighted = tl.zeros([tile_rows, padded_dim], tl.float32)
+        # An entry is a selected slot, or the page of a token. It is loaded a round before its slot is needed.
+        entry = _load_entries(
+            0, selected_tiles, selected, seen_by_any, origin, selection_ptr, pages_ptr, in_tile, page_bits, tile_tokens
+        )
+        # In the first round values have no weight, but may not be nan: they are some that will have.
+        slot = _slots(0, entry, selected_tiles, selected, seen_by_any, origin, in_tile, page_bits, tile_tokens)
+        for number in tl.range(-1, tiles, num_stages=stages):
+            next_slot = _slots(
+                number + 1, entry, selected_tiles, selected, seen_by_any, origin, in_tile, page_bits, tile_tokens
+            )
+            entry = _load_entries(
+                number + 2, selected_tiles, selected, seen_by_any, origin, selection_ptr, pages_ptr, in_tile,
+                page_bits, tile_tokens,
+            )  # fmt: skip
+            of_keys = next_slot.to(tl.int64) * slot_stride
+            of_values = slot.to(tl.int64) * slot_stride
+            if head_dim == padded_dim:
+                key = tl.load(key_ptrs + of_keys[:, None])
+                value = tl.load(value_ptrs + of_values[:, None])
+            else:
+                is_element = (dim < head_dim)[None, :]
+                key = tl.load(key_ptrs + of_keys[:, None], mask=is_element, other=0.0)
+                value = tl.load(value_ptrs + of_values[:, None], mask=is_element, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+            weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
+
+            is_own = number + 1 >= selected_tiles
+            behind = (number + 1 - tl.where(is_own, selected_tiles, 0)) * tile_tokens
+            if tl.where(is_own, seen_by_all, selected) - behind < tile_tokens:
+                bound = tl.where(is_own, seen, selected) - behind
+                scores = tl.where(in_tile[None, :] < bound[:, None], scores, -INFINITY)
+            new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)
+            fade = tl.exp2(highest - new_highest)
+            weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+            mass = mass * fade + tl.sum(weights, axis=1)
+            highest = new_highest
+            slot = next_slot
+
+        # Rows are computed again, from what is loaded again: else they would take registers through the loop.
+        zero = tl.load(block_ptr + END) - begin - queries
+        packed = zero + first_row + tl.arange(0, tile_rows)
+        row = packed // group
+        head = kv_head * group + packed % group
+        is_row = (row < queries)[:, None] & (dim < head_dim)[None, :]
+        of_rows = (tl.load(block_ptr + FIRST_QUERY) + row).to(tl.int64) * output_stride + head * output_head_stride
+        result = (weighted / mass[:, None]).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + of_rows[:, None] + dim[None, :], result, mask=is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_entries(
+    number: tl.tensor,
+    selected_tiles: tl.tensor,
+    selected: tl.tensor,
+    own: tl.tensor,
+    origin: tl.tensor,
+    selection_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    in_tile: tl.tensor,
+    page_bits: tl.constexpr,
+    tile_tokens: tl.constexpr,
+) -> tl.tensor:
+    """Return the selected slots of a tile, or the pages of its tokens: int32 [tile tokens]."""
+    is_own = number >= selected_tiles
+    place = _places(number, selected_tiles, selected, own, origin, in_tile, tile_tokens)
+    entries_ptr = tl.where(is_own, pages_ptr, selection_ptr)
+    return tl.load(entries_ptr + (place >> tl.where(is_own, page_bits, 0)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _slots(
+    number: tl.tensor,
+    entry: tl.tensor,
+    selected_tiles: tl.tensor,
+    selected: tl.tensor,
+    own: tl.tensor,
+    origin: tl.tensor,
+    in_tile: tl.tensor,
+    page_bits: tl.constexpr,
+    tile_tokens: tl.constexpr,
+) -> tl.tensor:
+    """Return the slots of a tile's tokens."""
+    is_own = number >= selected_tiles
+    place = _places(number, selected_tiles, selected, own, origin, in_tile, tile_tokens)
+    return (entry << tl.where(is_own, page_bits, 0)) + (place & tl.where(is_own, (1 << page_bits) - 1, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(
+    number: tl.tensor,
+    selected_tiles: tl.tensor,
+    selected: tl.tensor,
+    own: tl.tensor,
+    origin: tl.tensor,
+    in_tile: tl.tensor,
+    tile_tokens: tl.constexpr,
+) -> tl.tensor:
+    """Return where the tokens of a tile are: in the selection or the context; behind the last there is, the last.
+
+    So there is a token everywhere, and loads need no masks.
+    """
+    is_own = number >= selected_tiles
+    first = (number - tl.where(is_own, selected_tiles, 0)) * tile_tokens
+    last = tl.where(is_own, own, selected) - 1
+    return tl.where(is_own, origin, 0) + tl.minimum(first + in_tile, last)

@@ -1,0 +1,42 @@
+"""Columns of the tables that the kernels of QUOKA's prefill read: what each names, on the host and in kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import triton.language as tl
+
+from winnow_kernels.prefill.blocks import Block
+
+_FIELDS: Final = [field.name for field in dataclasses.fields(Block)]
+
+# ``PrefillBlocks.fields``.
+BLOCK_COLUMNS: Final = tl.constexpr(len(_FIELDS))
+REQUEST: Final = tl.constexpr(_FIELDS.index("row"))
+START: Final = tl.constexpr(_FIELDS.index("start"))
+BEGIN: Final = tl.constexpr(_FIELDS.index("begin"))
+END: Final = tl.constexpr(_FIELDS.index("end"))
+FIRST_QUERY: Final = tl.constexpr(_FIELDS.index("first_query"))
+BUDGET: Final = tl.constexpr(_FIELDS.index("budget"))
+SPEAKERS: Final = tl.constexpr(_FIELDS.index("speakers"))
+SINKS: Final = tl.constexpr(_FIELDS.index("sinks"))
+RECENT: Final = tl.constexpr(_FIELDS.index("recent"))
+
+# A sparse block: its number in the pass, where the scores of its first KV head lie, and how far apart its KV heads are.
+SPARSE_COLUMNS: Final = tl.constexpr(3)
+NUMBER: Final = tl.constexpr(0)
+SCORES: Final = tl.constexpr(1)
+SCORES_STRIDE: Final = tl.constexpr(2)
+
+# Neighbouring sparse blocks of one request: the first, how many they are, and where the request's norms lie.
+GROUP_COLUMNS: Final = tl.constexpr(4)
+FIRST: Final = tl.constexpr(0)
+COUNT: Final = tl.constexpr(1)
+NORMS: Final = tl.constexpr(2)
+NORMS_STRIDE: Final = tl.constexpr(3)
+
+# A request: its row in the page table, how many tokens are scored, and, as in a group, where their norms lie.
+REQUEST_COLUMNS: Final = tl.constexpr(4)
+ROW: Final = tl.constexpr(0)
+TOKENS: Final = tl.constexpr(1)

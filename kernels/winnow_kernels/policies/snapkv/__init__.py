@@ -1,0 +1,1 @@
+"""SnapKV: what the end of the prompt attends to."""

@@ -1,0 +1,1 @@
+"""SparQ: the keys that score highest in the query's largest channels."""

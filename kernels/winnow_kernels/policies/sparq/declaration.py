@@ -1,0 +1,42 @@
+"""SparQ, for the runtime."""
+
+from __future__ import annotations
+
+from winnow_kernels.decode.declaration import ALWAYS, Crossover, Declaration
+from winnow_kernels.decode.gpu_rows import Columns, OwnParameters
+from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
+from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.policies.sparq.parameters import SparQ
+from winnow_kernels.policies.sparq.reference import SparQStep
+from winnow_kernels.policies.sparq.selector import KIND, SparQSelector
+
+
+class SparQDeclaration(Declaration[SparQ]):
+    """Single tokens, for which every key is read. Its crossover is taken to be that of QUOKA, which reads as much."""
+
+    kind = KIND
+    crossover = Crossover(cpu=28_672, cuda=32_768)
+    columns = Columns(("budget", "channels"), of_ratio="budget")
+    buffer_bytes = SCRATCH_BYTES
+
+    def budget(self, parameters: SparQ, prompt_length: int, length: int, page_size: int) -> int:
+        return parameters.tokens(length - 1)
+
+    def covered_until(self, parameters: SparQ, prompt_length: int, page_size: int) -> int:
+        if parameters.budget_ratio is not None:
+            return ALWAYS if parameters.budget_ratio == 1 else 0
+        return super().covered_until(parameters, prompt_length, page_size)
+
+    def step(self, batch: PolicyBatch) -> SparQStep:
+        page_size = batch.indexes.page_size
+        return SparQStep(batch.context, batch.scale, batch.termination, batch.parameters(SparQ), page_size)
+
+    def own_parameters(self, parameters: SparQ, prompt_length: int, page_size: int) -> OwnParameters:
+        numbers = {"budget": parameters.budget or 0, "channels": parameters.channels}
+        return OwnParameters(numbers, ratio=parameters.budget_ratio or 0.0)
+
+    def selector(self, server: Server) -> SparQSelector:
+        return SparQSelector(server.step)
+
+
+DECLARATION = SparQDeclaration()

@@ -1,0 +1,1 @@
+"""StreamingLLM: the first tokens and the newest."""

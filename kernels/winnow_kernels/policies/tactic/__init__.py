@@ -1,0 +1,1 @@
+"""Tactic: as many tokens as hold a share of the attention."""

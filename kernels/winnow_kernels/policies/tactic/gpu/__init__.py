@@ -1,0 +1,1 @@
+"""Tactic's selection on a GPU."""

@@ -1,0 +1,361 @@
+"""The order in which tokens are read (``selection``): a counting sort of clusters and other tokens.
+
+Only early termination and a cap that cuts need an order. The listed clusters of a row and KV head are dealt out by runs
+of ``RUN`` consecutive ones, whichever slices they are in, so that no program has many more than another. The tokens in
+no cluster are in blocks of ``KEPT_BLOCK``.
+
+    1. step   of each cluster the step of its best share, and its place in its run; of each run its tokens by step;
+              another program of the row and KV head finds the steps of the blocks, and their tokens by step
+    2. place  to that is added what comes before the cluster of all other runs, and of the blocks; other programs find
+              what comes before the blocks
+
+A cluster costs 24 bytes beside 12 for each query head, comparisons with ``RUN`` others and ``SHARE_STEPS`` steps, and
+then a number for each run: 47 for the 3,000 clusters that 12 % of 128K tokens bring. A block costs 4 bytes for each
+query head, comparisons with the steps and with all blocks: 64 for 1,024 tokens. All of it lies in the L2 cache. What
+takes time are two launches, each with some loads that wait for each other and sums over a block.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from winnow_kernels.policies.tactic.gpu.fit import window_centre
+from winnow_kernels.policies.tactic.gpu.state import (
+    CUT_KEY,
+    CUT_LAST,
+    CUTS,
+    FIT_A,
+    FIT_B,
+    FIT_REFERENCE,
+    FIT_TOTAL,
+    FITS,
+    KEPT_BLOCK,
+    NOTHING,
+    RANK_KNOWN,
+    RANK_KNOWN_KEY,
+    RANK_KNOWN_LAST,
+    RANK_KNOWN_START,
+    RANK_NEAR_BEFORE,
+    RANK_NEAR_TOKENS,
+    RANKS,
+    RUN,
+    SLICE,
+    is_idle,
+    needs_order,
+    shape_of,
+    through,
+    united,
+)
+from winnow_kernels.policies.tactic.reference import (
+    FIRST_OCTAVE,
+    LEAST_WEIGHT,
+    SHARE_STEPS,
+    STEPS_OF_OCTAVE,
+    WINDOW_CLUSTERS,
+)
+from winnow_kernels.selection.gpu_threshold import HIGHEST, count_of, ordered
+
+SPLITS: Final = 16
+"""Programs among which the listed clusters of a row and KV head are dealt out, and then the blocks of other tokens."""
+STEP_PROGRAMS: Final = SPLITS + 1
+"""Programs of a row and KV head in the first launch; the last has the tokens in no cluster."""
+PLACE_PROGRAMS: Final = 2 * SPLITS
+"""The same in the second launch; the second half has them."""
+
+_SLICE = tl.constexpr(SLICE)
+_RUN = tl.constexpr(RUN)
+_STEPS = tl.constexpr(SHARE_STEPS)
+_STEPS_OF_OCTAVE = tl.constexpr(STEPS_OF_OCTAVE)
+_FIRST_OCTAVE = tl.constexpr(FIRST_OCTAVE)
+_SPLITS = tl.constexpr(SPLITS)
+_WINDOW = tl.constexpr(WINDOW_CLUSTERS)
+_LEAST_WEIGHT = tl.constexpr(LEAST_WEIGHT)
+_OF_BLOCK = tl.constexpr(KEPT_BLOCK)
+# Blocks of tokens in no cluster that are looked at together.
+_BLOCKS = tl.constexpr(64)
+# Steps whose sums a run has at a time: of more, they find no room in registers.
+_SUMMED = tl.constexpr(32)
+# Clusters whose places are found at a time, and of how many runs they look at the sums.
+_PLACED, _OTHERS = tl.constexpr(128), tl.constexpr(8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
+    lengths_ptr: tl.tensor,
+    clustered_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    caps_ptr: tl.tensor,
+    ordered_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    cluster_sizes_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    fits_ptr: tl.tensor,
+    kept_weights_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    listed_ptr: tl.tensor,
+    needed_ptr: tl.tensor,
+    placed_ptr: tl.tensor,
+    steps_ptr: tl.tensor,
+    step_sums_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    kept_placed_ptr: tl.tensor,
+    kept_steps_ptr: tl.tensor,
+    kept_sums_ptr: tl.tensor,
+    windows_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    kept_blocks: tl.tensor,
+    clusters: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    group_block: tl.constexpr,
+    span: tl.constexpr,
+    of_span: tl.constexpr,
+) -> None:
+    """Find the steps of the listed clusters and of the blocks, and put the clusters of each run in order.
+
+    Grid: (``STEP_PROGRAMS``, KV heads, rows).
+    """
+    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
+    length, _, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
+    is_ordered = tl.load(ordered_ptr + row)
+    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    kept_placed_ptr += of_kv_head * 2
+    if is_idle(share, length, clustered, cap):
+        tl.store(placed_ptr + of_kv_head, 0)
+        tl.store(kept_placed_ptr, 0)
+        return
+    heads = tl.arange(0, group_block)
+    is_head = heads < group
+    of_heads = of_kv_head * group + heads
+    reference = tl.load(fits_ptr + of_heads * FITS + FIT_REFERENCE, mask=is_head, other=0.0)
+    best_weight = tl.log2(tl.load(fits_ptr + of_heads * FITS + FIT_TOTAL, mask=is_head, other=1.0)) + reference
+    best_weight -= _FIRST_OCTAVE
+    cut_key = tl.load(cuts_ptr + of_heads * CUTS + CUT_KEY, mask=heads < group, other=HIGHEST)
+    cut_last = tl.load(cuts_ptr + of_heads * CUTS + CUT_LAST, mask=heads < group, other=-1)
+    slices: tl.constexpr = clusters // _SLICE
+    totals_ptr += of_kv_head * slices
+    totals, kept, taken, wanted = united(totals_ptr, length, clustered, count, cap, slices)
+    if part == _SPLITS:
+        kept = tl.where((is_ordered != 0) & (taken >= 0), kept, 0)
+        tl.store(kept_placed_ptr, kept)
+        tl.store(kept_placed_ptr + 1, taken)
+        _step_blocks(
+            kept_weights_ptr + of_heads[:, None] * kept_blocks, kept_steps_ptr + of_kv_head * kept_blocks,
+            kept_sums_ptr + of_kv_head * _STEPS, best_weight.to(tl.float32), is_head, kept,
+        )  # fmt: skip
+        return
+    counts = count_of(totals)
+    listed = tl.where(needs_order(taken, wanted, is_ordered), tl.sum(counts, axis=0), 0)
+    tl.store(placed_ptr + of_kv_head, listed)
+    if part * _RUN >= listed:
+        return
+    slice_ends = tl.cumsum(counts, axis=0)
+    known_key = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_KEY, mask=is_head, other=HIGHEST)
+    known_last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_LAST, mask=is_head, other=-1)
+    of_last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN, mask=is_head, other=0)
+    of_last -= tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_START, mask=is_head, other=0)
+    scores_ptr += of_heads[:, None] * clusters
+    above_centroids = _above_centroids(
+        scores_ptr, windows_ptr, ranks_ptr, fits_ptr, of_heads, is_head, reference, scale_log2
+    )
+    best_score = ((best_weight - above_centroids) / scale_log2).to(tl.float32)
+    best_weight = best_weight.to(tl.float32)
+    masses_ptr += of_heads[:, None] * clusters
+    lists = of_kv_head * clusters
+    here = tl.arange(0, _RUN)
+    for begin in range(part * _RUN, listed, _SPLITS * _RUN):
+        is_listed = begin + here < listed
+        # Each slice has a list of its own. Those of a run lie in a few.
+        at = here * 0
+        slice_number = tl.sum((slice_ends <= begin).to(tl.int32), axis=0)
+        start = tl.sum(tl.where(slice_ends <= begin, counts, 0), axis=0)
+        while start < tl.minimum(begin + _RUN, listed):
+            at = tl.where(begin + here >= start, slice_number * _SLICE + begin + here - start, at)
+            start += count_of(tl.load(totals_ptr + slice_number))
+            slice_number += 1
+        number = tl.load(listed_ptr + lists + at, mask=is_listed, other=0)
+        needed = tl.load(needed_ptr + lists + at, mask=is_listed, other=0)
+        size = tl.load(cluster_sizes_ptr + lists + number, mask=is_listed, other=1)
+        is_score = is_head[:, None] & is_listed[None, :]
+        scores = tl.load(scores_ptr + number[None, :], mask=is_score, other=0.0)
+        is_needed = is_score & through(ordered(scores), number[None, :], cut_key[:, None], cut_last[:, None])
+        # With exact weights: of the last cluster that has them only the first members.
+        is_exact = is_score & through(ordered(scores), number[None, :], known_key[:, None], known_last[:, None])
+        masses = tl.load(masses_ptr + number[None, :], mask=is_exact, other=NOTHING)
+        members = tl.where(number[None, :] == known_last[:, None], of_last[:, None], size[None, :])
+        means = masses - tl.log2(tl.maximum(members, 1).to(tl.float32))
+        # The same in float32 as in the reference: no product is added to anything, which a compiler might round
+        # otherwise.
+        of_means = (best_weight[:, None] - means) * _STEPS_OF_OCTAVE
+        of_centroids = (best_score[:, None] - scores) * (scale_log2 * _STEPS_OF_OCTAVE)
+        steps = _in_steps(tl.where(is_exact, of_means, of_centroids))
+        step = tl.min(tl.where(is_needed, steps, _STEPS - 1), axis=0)
+        # They are listed by number. What pads them brings no tokens.
+        key = step * _RUN + here
+        before = tl.sum(tl.where(key[:, None] < key[None, :], needed[:, None], 0), axis=0)
+        tl.store(steps_ptr + lists + begin + here, at * _STEPS + step, mask=is_listed)
+        tl.store(places_ptr + lists + at, before, mask=is_listed)
+        for first in tl.static_range(0, _STEPS, _SUMMED):
+            each = first + tl.arange(0, _SUMMED)
+            sums = tl.sum(tl.where(step[:, None] <= each[None, :], needed[:, None], 0), axis=0)
+            tl.store(step_sums_ptr + (lists + begin) // _RUN * _STEPS + each, sums)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _above_centroids(
+    scores_ptr: tl.tensor,
+    windows_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    fits_ptr: tl.tensor,
+    of_heads: tl.tensor,
+    is_head: tl.tensor,
+    reference: tl.tensor,
+    scale_log2: tl.tensor,
+) -> tl.tensor:
+    """Return how many octaves tokens weigh more than their centroids would, in the near window: float64 [heads].
+
+    Args:
+        scores_ptr: [heads, 1]; of the query heads of a group.
+        windows_ptr: of all query heads.
+        ranks_ptr: of all query heads.
+        fits_ptr: of all query heads.
+        of_heads: int64 [heads]; numbers of the query heads, through all rows.
+        is_head: bool [heads].
+        reference: float64 [heads].
+        scale_log2: what scores are multiplied by, to base 2.
+    """
+    place = tl.arange(0, _WINDOW)
+    windows_ptr += of_heads[:, None] * (2 * _WINDOW)
+    numbers = tl.load(windows_ptr + place[None, :], mask=is_head[:, None], other=0)
+    scores = tl.load(scores_ptr + numbers, mask=is_head[:, None], other=0.0)
+    mean = tl.sum(scores.to(tl.float64), axis=1) * (1.0 / _WINDOW)
+    before = tl.load(ranks_ptr + of_heads * RANKS + RANK_NEAR_BEFORE, mask=is_head, other=0)
+    tokens = tl.load(ranks_ptr + of_heads * RANKS + RANK_NEAR_TOKENS, mask=is_head, other=0)
+    a = tl.load(fits_ptr + of_heads * FITS + FIT_A, mask=is_head, other=0.0)
+    b = tl.load(fits_ptr + of_heads * FITS + FIT_B, mask=is_head, other=1.0)
+    weight = tl.maximum(a / window_centre(before, tokens) + b, _LEAST_WEIGHT)
+    return reference + tl.log2(weight) - mean * scale_log2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _step_blocks(
+    weights_ptr: tl.tensor,
+    steps_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    best_weight: tl.tensor,
+    is_head: tl.tensor,
+    kept: tl.tensor,
+) -> None:
+    """Find the steps of the blocks of the first ``kept`` tokens in no cluster, and how many tokens are in each.
+
+    Args:
+        weights_ptr: [heads, 1]; mean weights of the blocks, of each query head of a group.
+        steps_ptr: of the KV head.
+        sums_ptr: of the KV head.
+        best_weight: float32 [heads]; logarithm, base 2, of the least weight in the first step.
+        is_head: bool [heads].
+        kept: scalar; 0 to do nothing but clear the sums.
+    """
+    here = tl.arange(0, _BLOCKS)
+    for first in tl.static_range(0, _STEPS, _SUMMED):
+        each = first + tl.arange(0, _SUMMED)
+        sums = tl.zeros((_SUMMED,), tl.int32)
+        for begin in range(0, tl.cdiv(kept, _OF_BLOCK), _BLOCKS):
+            block = begin + here
+            tokens = tl.minimum(tl.maximum(kept - block * _OF_BLOCK, 0), _OF_BLOCK)
+            is_weight = is_head[:, None] & (tokens > 0)[None, :]
+            weights = tl.load(weights_ptr + block[None, :], mask=is_weight, other=NOTHING)
+            step = tl.min(_in_steps((best_weight[:, None] - weights) * _STEPS_OF_OCTAVE), axis=0)
+            tl.store(steps_ptr + block, step, mask=tokens > 0)
+            sums += tl.sum(tl.where(step[:, None] <= each[None, :], tokens[:, None], 0), axis=0)
+        tl.store(sums_ptr + each, sums)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_steps(steps: tl.tensor) -> tl.tensor:
+    return tl.minimum(tl.maximum(steps, 0.0), _STEPS - 1.0).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_kernel(
+    placed_ptr: tl.tensor,
+    steps_ptr: tl.tensor,
+    step_sums_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    kept_placed_ptr: tl.tensor,
+    kept_steps_ptr: tl.tensor,
+    kept_sums_ptr: tl.tensor,
+    kept_targets_ptr: tl.tensor,
+    kept_blocks: tl.tensor,
+    clusters: tl.constexpr,
+) -> None:
+    """Find what comes before the clusters, of clusters and of all, and what comes before the blocks.
+
+    Grid: (``PLACE_PROGRAMS``, KV heads, rows).
+    """
+    part = tl.program_id(0)
+    of_kv_head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    listed = tl.load(placed_ptr + of_kv_head)
+    kept = tl.load(kept_placed_ptr + of_kv_head * 2)
+    kept_sums_ptr += of_kv_head * _STEPS
+    step_sums_ptr += of_kv_head * (clusters // _RUN * _STEPS)
+    if part >= _SPLITS:
+        taken = tl.load(kept_placed_ptr + of_kv_head * 2 + 1)
+        kept_steps_ptr += of_kv_head * kept_blocks
+        kept_targets_ptr += of_kv_head * kept_blocks
+        for begin in range((part - _SPLITS) * _BLOCKS, tl.cdiv(kept, _OF_BLOCK), _SPLITS * _BLOCKS):
+            block = begin + tl.arange(0, _BLOCKS)
+            is_block = block * _OF_BLOCK < kept
+            step = tl.load(kept_steps_ptr + block, mask=is_block, other=0)
+            before = tl.load(kept_sums_ptr + step - 1, mask=is_block & (step > 0), other=0)
+            for others in range(0, begin + _BLOCKS, _BLOCKS):
+                other = others + tl.arange(0, _BLOCKS)
+                other_step = tl.load(kept_steps_ptr + other, mask=other * _OF_BLOCK < kept, other=_STEPS)
+                # Only the last block has fewer tokens, and it comes before no other of its step.
+                precedes = (other_step[None, :] == step[:, None]) & (other[None, :] < block[:, None])
+                before += tl.sum(precedes.to(tl.int32), axis=1) * _OF_BLOCK
+            in_front = _tokens_through(step_sums_ptr, step - 1, is_block, listed)
+            # The cap cuts the last of the clusters.
+            tl.store(kept_targets_ptr + block, before + tl.minimum(in_front, tl.maximum(taken, 0)), mask=is_block)
+        return
+    steps_ptr += of_kv_head * clusters
+    places_ptr += of_kv_head * clusters
+    targets_ptr += of_kv_head * clusters
+    for begin in range(part * _PLACED, listed, _SPLITS * _PLACED):
+        placed = begin + tl.arange(0, _PLACED)
+        packed = tl.load(steps_ptr + placed, mask=placed < listed, other=0)
+        at, step = packed // _STEPS, packed % _STEPS
+        place = tl.load(places_ptr + at, mask=placed < listed, other=0)
+        run = placed // _RUN
+        in_front = tl.zeros((_OTHERS, _PLACED), tl.int32)
+        for others in range(0, tl.cdiv(listed, _RUN), _OTHERS):
+            other = others + tl.arange(0, _OTHERS)
+            # Of smaller numbers, those in the same step come first too.
+            through_step = step[None, :] - (other[:, None] > run[None, :]).to(tl.int32)
+            is_other = (other * _RUN < listed)[:, None] & (other[:, None] != run[None, :])
+            in_front += tl.load(
+                step_sums_ptr + other[:, None] * _STEPS + through_step, mask=is_other & (through_step >= 0), other=0
+            )
+        place += tl.sum(in_front, axis=0)
+        tl.store(places_ptr + at, place, mask=placed < listed)
+        of_blocks = tl.load(kept_sums_ptr + step, mask=(placed < listed) & (kept > 0), other=0)
+        tl.store(targets_ptr + at, place + of_blocks, mask=placed < listed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tokens_through(step_sums_ptr: tl.tensor, step: tl.tensor, is_block: tl.tensor, listed: tl.tensor) -> tl.tensor:
+    """Return how many tokens are taken of clusters in steps up to ``step``, int32 [blocks]; none before the first."""
+    in_front = tl.zeros((_OTHERS, _BLOCKS), tl.int32)
+    for runs in range(0, tl.cdiv(listed, _RUN), _OTHERS):
+        run = runs + tl.arange(0, _OTHERS)
+        is_sum = (run * _RUN < listed)[:, None] & (is_block & (step >= 0))[None, :]
+        in_front += tl.load(step_sums_ptr + run[:, None] * _STEPS + step[None, :], mask=is_sum, other=0)
+    return tl.sum(in_front, axis=0)

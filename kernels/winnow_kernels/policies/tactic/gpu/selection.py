@@ -1,0 +1,438 @@
+"""Tactic's selection (``reference``): from centroids to slots without sorting anything.
+
+    1. score   query · centroid for the whole group at once, and the exact weights' sum of the tokens in no cluster
+    2. rank    for each query head the clusters of its first 2 % of tokens and of its two windows, by threshold
+    3. sample  the exact weights of their members; a cluster that several query heads look at is read once
+    4. fit     for each query head how many tokens it takes
+    5. union   of which clusters some query head of a group takes something, slice by slice, and how much
+    6. slots   the slots of the members that are taken, after a look at the slices before
+
+What must be read: of each cluster a centroid, of each KV head once the sampled keys that some query head of its group
+needs, and the keys of the tokens in no cluster: with one centroid for 16 keys, 2 % of exact weights and half of them
+shared, 3 % and about 2.5 % of what dense attention reads. ``DecodeBatch.counts`` counts more, what the reference
+counts: a sampled key for each query head. Beside that each query head writes and reads back 4 bytes a cluster (steps
+1 to 5, from the L2 cache mostly), and each KV head 8: what a cluster's size is and where its members begin is looked up
+through a row's spans once, in step 1. All but 2 and 4 deal a row's clusters out to many programs, so that a single
+request keeps the GPU busy; what they take is their chain of dependent loads.
+
+Sinks are tokens in no cluster like those behind all spans: the same programs score and write them.
+
+Where the order matters (``in_order``: early termination, or a cap that cuts), two launches more after the union for a
+counting sort (``order``), and where there may be a cap a third, for what is left
+of the share (``order_capped``). Rows that do not need them leave them at once.
+
+The set of tokens is the reference's, up to rounding (``fit``). Without ``in_order`` those in
+no cluster come first, then clusters by number.
+A row or KV head that attends to everything has ``WHOLE_TO_THE_END`` for a count: no selection is wider than three
+quarters of the longest context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from winnow_kernels.batch import DecodeBatch, DeviceSelection, ToldShares
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.indexes.cluster_tables import LayerClusters
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
+from winnow_kernels.policies.tactic.gpu import fit as tactic_fit
+from winnow_kernels.policies.tactic.gpu import order as tactic_order
+from winnow_kernels.policies.tactic.gpu import ranks as tactic_ranks
+from winnow_kernels.policies.tactic.gpu import samples as tactic_samples
+from winnow_kernels.policies.tactic.gpu import scores as tactic_scores
+from winnow_kernels.policies.tactic.gpu import slots as tactic_slots
+from winnow_kernels.policies.tactic.gpu import union as tactic_union
+from winnow_kernels.policies.tactic.gpu.fit import fit_kernel
+from winnow_kernels.policies.tactic.gpu.order import place_kernel, step_kernel
+from winnow_kernels.policies.tactic.gpu.order_capped import capped_share_kernel
+from winnow_kernels.policies.tactic.gpu.ranks import rank_kernel
+from winnow_kernels.policies.tactic.gpu.samples import sample_kernel
+from winnow_kernels.policies.tactic.gpu.scores import score_kernel
+from winnow_kernels.policies.tactic.gpu.slots import slot_kernel
+from winnow_kernels.policies.tactic.gpu.state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
+from winnow_kernels.policies.tactic.gpu.union import union_kernel
+from winnow_kernels.policies.tactic.reference import WHOLE_SHARE
+
+MOST_CLUSTERS: Final = 16_384
+"""Clusters of a row, at most, and so many that a program holds."""
+MOST_TOKENS: Final = MOST_CLUSTERS * CLUSTER_SIZE
+"""Tokens of a context, at most."""
+
+_LOG2_E: Final = 1.4426950408889634
+# Clusters of 32K tokens; each width is a launch of two kernels, whose programs leave rows of other widths at once.
+_NARROWEST: Final = 2048
+_WIDER: Final = 4
+
+
+@dataclass(frozen=True, eq=False)
+class TacticBatch:
+    """The parameters of a batch's rows.
+
+    Attributes:
+        entries: int32 [rows, spans]; index entries of the row's usable spans, first that in which its sinks end.
+            Beyond them any.
+        clustered: int32 [rows]; where the last of these spans ends, less than the row's length; without spans, 0 up to
+            ``sinks``. What comes behind it is always attended to.
+        sinks: int32 [rows]; first tokens that are in no cluster and always attended to.
+        p: float64 [rows]; share of the attention mass, 0 for a row of another family.
+        caps: int32 [rows]; cap on the union of each KV head, 0 for none.
+        by_priority: int32 [rows]; not 0 where tokens must come in order, as early termination needs them.
+    """
+
+    entries: Tensor
+    clustered: Tensor
+    sinks: Tensor
+    p: Tensor
+    caps: Tensor
+    by_priority: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, spans: int, device: torch.device) -> TacticBatch:
+        """Return the parameters of ``rows`` rows of other families, with room for ``spans`` spans each."""
+        clustered, sinks, caps, by_priority = torch.zeros(4, rows, dtype=torch.int32, device=device)
+        entries = torch.zeros(rows, spans, dtype=torch.int32, device=device)
+        return cls(entries, clustered, sinks, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
+
+
+@dataclass(frozen=True, eq=False)
+class TacticStatistics:
+    """What is believed of a layer's selections, and what is known of those of the layers so far in a step.
+
+    Attributes:
+        told: beliefs of this layer; ``attend`` adds up shares. ``TacticStep.estimated_share`` is their mean over query
+            heads.
+        capped: int32 [rows]; not 0 where a cap has cut a selection. Whoever begins a step sets it to 0.
+    """
+
+    told: ToldShares
+    capped: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, query_heads: int, device: torch.device) -> TacticStatistics:
+        return cls(ToldShares.empty(rows, query_heads, device), torch.zeros(rows, dtype=torch.int32, device=device))
+
+
+def selection_width(longest: int) -> int:
+    """Return how wide a selection must be for contexts of ``longest`` tokens."""
+    return int(WHOLE_SHARE * longest)
+
+
+def widths_of(block: int) -> list[tuple[int, int]]:
+    """Return by how many clusters rows are told apart, each from more than the first up to the second number.
+
+    A program costs what its block costs, however few of it are there: a server's block is that of its longest context.
+    """
+    widths = [-1]
+    width = _NARROWEST
+    while width < block:
+        widths.append(width)
+        width *= _WIDER
+    return list(pairwise([*widths, block]))
+
+
+def warps_of(block: int, clusters_of_thread: int) -> int:
+    """Return the warps of a program that holds ``block`` clusters, so many in a thread if it can.
+
+    Of ``MOST_CLUSTERS``, twice what 128K of context need, some spill nevertheless.
+    """
+    return min(32, max(4, block // (32 * clusters_of_thread)))
+
+
+def select(
+    queries: Tensor,
+    cache: LayerCache,
+    clusters: LayerClusters,
+    batch: DecodeBatch,
+    rows: TacticBatch,
+    selection: DeviceSelection,
+    workspace: TacticWorkspace,
+    statistics: TacticStatistics,
+    scale: float,
+    *,
+    in_order: bool,
+    capped: bool,
+) -> None:
+    """Write the slots and counts of the family's rows in one layer; count what is read, and what is believed.
+
+    Args:
+        queries: [rows, query heads, head dim], contiguous in the last two dimensions, of the dtype of the keys.
+        cache: the layer's KV cache; keys contiguous in the last dimension.
+        clusters: the layer's index.
+        batch: the batch.
+        rows: parameters of its rows.
+        selection: what is written to, at least ``selection_width`` wide.
+        workspace: for as many rows, heads and spans.
+        statistics: what is added to.
+        scale: what scores are multiplied by before the softmax.
+        in_order: whether some row may be ``by_priority`` or capped; without it no row is put in order.
+        capped: whether some row may have a cap; ``in_order`` must be true then.
+
+    Raises:
+        ValueError: the selection is too narrow, the group or the contexts are too large, or ``capped`` is said
+            without ``in_order``.
+    """
+    kv_heads, width = selection.slots.shape[1:]
+    query_heads, head_dim = queries.shape[1:]
+    group = query_heads // kv_heads
+    capacity, of_span = clusters.sizes.shape[1:]
+    span = clusters.offsets.shape[2]
+    block, known_block, kept_blocks = (t.shape[2] for t in (workspace.scores, workspace.known, workspace.kept_weights))
+    if batch.longest > MOST_TOKENS:
+        raise ValueError(f"batch: contexts of at most {MOST_TOKENS} tokens, not {batch.longest}")
+    if width < selection_width(batch.longest):
+        raise ValueError(f"selection: must have room for {selection_width(batch.longest)} tokens; it has for {width}")
+    if group > LARGEST_GROUP:
+        raise ValueError(f"queries: at most {LARGEST_GROUP} query heads for a KV head; there are {group}")
+    if capped and not in_order:
+        raise ValueError("capped: what a cap cuts depends on the order, so in_order must be true")
+
+    keys = cache.keys
+    dim_block = max(16, triton.next_power_of_2(head_dim))
+    member_bytes = cache.vector_bytes + clusters.firsts.element_size() + clusters.offsets.element_size()
+    scale_log2 = scale * _LOG2_E
+    of_row = (batch.lengths, rows.entries, rows.clustered, rows.sinks, rows.p, rows.caps)
+    without_entries = (batch.lengths, rows.clustered, rows.sinks, rows.p, rows.caps)
+    of_order = (*without_entries, rows.by_priority)
+    of_index = (clusters.sizes, clusters.firsts, clusters.offsets)
+    key_strides = (queries.stride(0), keys.stride(0), keys.stride(1))
+    row_strides = (batch.page_table.stride(0), rows.entries.stride(0), capacity)
+    by_number = (workspace.cluster_sizes, workspace.cluster_firsts)
+    lists = (workspace.listed, workspace.firsts, workspace.starts)
+    heads = {"kv_heads": kv_heads, "group": group}
+    dims = {"head_dim": head_dim, "dim_block": dim_block}
+    layout = {"page_size": batch.page_size, "span": span, "of_span": of_span}
+    group_block, slices, widths = triton.next_power_of_2(group), block // SLICE, widths_of(block)
+
+    programs = triton.cdiv(rows.entries.shape[1] * of_span, tactic_scores.OF_PROGRAM)
+    score_kernel[(TAIL_SPLITS + programs, kv_heads, batch.rows)](
+        queries,
+        keys,
+        clusters.centroids,
+        clusters.sizes,
+        clusters.firsts,
+        batch.page_table,
+        *of_row,
+        batch.counts,
+        workspace.scores,
+        *by_number,
+        workspace.tails,
+        workspace.kept_weights,
+        scale_log2,
+        *key_strides,
+        *row_strides,
+        clusters.entry_bytes,
+        kv_heads * cache.vector_bytes,
+        block,
+        kept_blocks,
+        **heads,
+        **dims,
+        **layout,
+        of_program=tactic_scores.OF_PROGRAM,
+        tail_splits=TAIL_SPLITS,
+        in_order=in_order,
+        num_warps=4,
+    )
+    for fewest, most in widths:
+        rank_kernel[(query_heads, batch.rows)](
+            workspace.scores,
+            workspace.cluster_sizes,
+            *without_entries,
+            batch.counts,
+            workspace.ranks,
+            workspace.known,
+            workspace.windows,
+            workspace.histogram,
+            member_bytes,
+            block,
+            known_block,
+            query_heads,
+            group=group,
+            span=span,
+            of_span=of_span,
+            block=most,
+            fewest=fewest,
+            num_warps=warps_of(most, tactic_ranks.CLUSTERS_OF_THREAD),
+        )
+    splits = block // tactic_samples.SLICE
+    sample_kernel[(splits + 2 * group, kv_heads, batch.rows)](
+        queries,
+        keys,
+        *by_number,
+        clusters.offsets,
+        batch.page_table,
+        *without_entries,
+        workspace.scores,
+        workspace.ranks,
+        workspace.windows,
+        workspace.masses,
+        workspace.window_masses,
+        *lists,
+        scale_log2,
+        *key_strides,
+        batch.page_table.stride(0),
+        capacity,
+        clusters=block,
+        **heads,
+        **dims,
+        **layout,
+        splits=splits,
+        num_warps=4,
+    )
+    for fewest, most in widths:
+        fit_kernel[(query_heads, batch.rows)](
+            queries,
+            keys,
+            workspace.cluster_sizes,
+            clusters.firsts,
+            clusters.offsets,
+            batch.page_table,
+            *of_row,
+            workspace.scores,
+            workspace.masses,
+            workspace.known,
+            workspace.tails,
+            workspace.window_masses,
+            workspace.ranks,
+            workspace.cuts,
+            workspace.fits,
+            workspace.histogram,
+            workspace.shares,
+            scale_log2,
+            *key_strides,
+            *row_strides,
+            **heads,
+            **dims,
+            **layout,
+            clusters=block,
+            known_clusters=known_block,
+            block=most,
+            known_block=known_block_of(most),
+            fewest=fewest,
+            num_warps=warps_of(most, tactic_fit.CLUSTERS_OF_THREAD),
+        )
+    union_slices = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
+    union_kernel[(slices // union_slices, kv_heads, batch.rows)](
+        *by_number,
+        *without_entries,
+        workspace.scores,
+        workspace.cuts,
+        workspace.totals,
+        *lists,
+        workspace.needed,
+        clusters=block,
+        **heads,
+        group_block=group_block,
+        span=span,
+        of_span=of_span,
+        of_program=union_slices,
+        num_warps=4,
+    )
+    if in_order:
+        step_kernel[(tactic_order.STEP_PROGRAMS, kv_heads, batch.rows)](
+            *of_order,
+            workspace.scores,
+            workspace.cluster_sizes,
+            workspace.masses,
+            workspace.ranks,
+            workspace.fits,
+            workspace.kept_weights,
+            workspace.cuts,
+            workspace.totals,
+            workspace.listed,
+            workspace.needed,
+            workspace.placed,
+            workspace.steps,
+            workspace.step_sums,
+            workspace.places,
+            workspace.kept_placed,
+            workspace.kept_steps,
+            workspace.kept_sums,
+            workspace.windows,
+            scale_log2,
+            kept_blocks,
+            clusters=block,
+            **heads,
+            group_block=group_block,
+            span=span,
+            of_span=of_span,
+            num_warps=4,
+        )
+        place_kernel[(tactic_order.PLACE_PROGRAMS, kv_heads, batch.rows)](
+            workspace.placed,
+            workspace.steps,
+            workspace.step_sums,
+            workspace.places,
+            workspace.targets,
+            workspace.kept_placed,
+            workspace.kept_steps,
+            workspace.kept_sums,
+            workspace.kept_targets,
+            kept_blocks,
+            clusters=block,
+            num_warps=4,
+        )
+    if capped:
+        capped_share_kernel[(query_heads, batch.rows)](
+            queries,
+            keys,
+            *of_index,
+            batch.page_table,
+            *of_row,
+            workspace.scores,
+            workspace.masses,
+            workspace.known,
+            workspace.ranks,
+            workspace.cuts,
+            workspace.fits,
+            workspace.totals,
+            workspace.listed,
+            workspace.needed,
+            workspace.placed,
+            workspace.steps,
+            workspace.places,
+            workspace.shares,
+            scale_log2,
+            *key_strides,
+            *row_strides,
+            **heads,
+            **dims,
+            **layout,
+            clusters=block,
+            known_block=known_block,
+            num_warps=4,
+        )
+    slot_kernel[(tactic_slots.KEPT_SPLITS + slices, kv_heads, batch.rows)](
+        clusters.offsets,
+        batch.page_table,
+        *of_order,
+        batch.counts,
+        workspace.totals,
+        *lists,
+        workspace.places,
+        workspace.targets,
+        workspace.kept_placed,
+        workspace.kept_targets,
+        workspace.fits,
+        workspace.shares,
+        statistics.told.beliefs,
+        statistics.capped,
+        selection.slots,
+        selection.counts,
+        batch.page_table.stride(0),
+        capacity,
+        member_bytes - cache.vector_bytes,
+        width,
+        kept_blocks,
+        clusters=block,
+        **heads,
+        **layout,
+        kept_splits=tactic_slots.KEPT_SPLITS,
+        in_order=in_order,
+        num_warps=4,
+    )

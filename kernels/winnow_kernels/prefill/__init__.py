@@ -1,0 +1,1 @@
+"""What prefill policies share."""

@@ -1,1 +1,0 @@
-"""The ``attention`` field: from a client's request into the runtime's, and from the runtime's answer to the client."""

@@ -1,1 +1,0 @@
-"""Long-context accuracy tasks and the runner that puts them to an OpenAI-compatible server."""

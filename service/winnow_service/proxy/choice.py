@@ -1,0 +1,71 @@
+"""Which policies a request gets: those it asks for or a default, within the bounds of its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_service.errors import PolicyForbidden
+from winnow_service.policies.bounds import Bounds
+from winnow_service.policies.registry import PolicyRegistry
+from winnow_service.proxy.attention_field import Policies, each_policy, names_own, read_policies
+from winnow_service.proxy.body import Form
+
+_DENSE = AttentionPolicy()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The policies of one request.
+
+    Attributes:
+        policies: None for what the runtime does when it is asked for nothing: dense attention.
+        warnings: what the bounds have changed.
+    """
+
+    policies: Policies
+    warnings: tuple[str, ...] = ()
+
+
+def choose(
+    body: Mapping[str, Any],
+    form: Form,
+    registry: PolicyRegistry,
+    default_policy: str | None = None,
+    bounds: Bounds | None = None,
+) -> Choice:
+    """Return the policies that the request with this ``body`` gets.
+
+    Args:
+        default_policy: of the key; goes before that of the model.
+        bounds: of the key.
+
+    Raises:
+        InvalidPolicy: what it asks for, or the default, cannot be served, whatever the model.
+        PolicyForbidden: the bounds do not allow it.
+    """
+    policies = read_policies(body, form, registry.named)
+    if names_own(body, form):
+        if bounds is not None:
+            raise PolicyForbidden("custom_params.attention", "must be absent: give it as attention")
+    elif policies is None:
+        name = default_policy or registry.default_for(body.get("model"))
+        policies = None if name is None else registry.named(name)
+    return Choice(policies) if bounds is None else _within(bounds, policies)
+
+
+def _within(bounds: Bounds, policies: Policies) -> Choice:
+    warnings: list[str] = []
+
+    def bounded(policy: AttentionPolicy) -> AttentionPolicy:
+        policy, changes = bounds.apply(policy)
+        warnings.extend(change for change in changes if change not in warnings)
+        return policy
+
+    if policies is None:
+        bounded(_DENSE)
+        return Choice(None)
+    within = each_policy(policies, bounded) if isinstance(policies, list) else bounded(policies)
+    return Choice(within, tuple(warnings))

@@ -1,0 +1,159 @@
+"""Server-sent events: passing them on whole, and ending a broken stream with an event that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Protocol
+
+import anyio
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from winnow_service.errors import ClientDisconnected, RuntimeDied, RuntimeFailure, ServiceError
+from winnow_service.proxy.client_leaving import unless_client_leaves
+from winnow_service.proxy.headers import to_client
+from winnow_service.proxy.incidents import Incidents
+from winnow_service.runtime.runtime import Answer
+
+_END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LONGEST_END = 4
+_DONE = b"data: [DONE]"
+
+
+class EventSplitter:
+    """Cuts a byte stream at the ends of its events, so that a client never has half of one.
+
+    An event is passed on with the chunk that ends it; only the unfinished rest waits. ``done`` becomes true with the
+    event that ends an OpenAI or SGLang stream.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self.done = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Add ``chunk`` and return all events that are now complete, possibly none."""
+        # Whole events, which is what nearly always comes.
+        if not self._rest and chunk.endswith(b"\n\n"):
+            last_line = chunk[chunk.rfind(b"\n", 0, -2) + 1 : -2]
+            self.done = self.done or last_line == _DONE
+            return chunk
+        searched = max(0, len(self._rest) - _LONGEST_END + 1)
+        self._rest += chunk
+        end = 0
+        for match in _END_OF_EVENT.finditer(self._rest, searched):
+            end = match.end()
+        events = bytes(self._rest[:end])
+        del self._rest[:end]
+        last_event = events.rstrip()
+        self.done = self.done or last_event == _DONE or last_event.endswith((b"\n" + _DONE, b"\r" + _DONE))
+        return events
+
+
+def error_event(error: ServiceError) -> bytes:
+    """``error`` as an event, in the form that OpenAI clients and SGLang's native clients know."""
+    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+
+
+class StreamObserver(Protocol):
+    """Follows how a stream goes."""
+
+    def feed(self, events: bytes) -> bytes:
+        """Take whole events, as the runtime sent them, and return what the client gets of them."""
+
+    def fail(self) -> None:
+        """The runtime did not complete it."""
+
+    def abandon(self) -> None:
+        """The client left before it was complete."""
+
+    def end(self) -> None:
+        """It is over, one way or another."""
+
+
+class EventStreamResponse(StreamingResponse):
+    """The runtime's event stream, passed on event by event.
+
+    If it does not end as a complete stream does, an error event follows. If the client leaves, or does not take what it
+    is sent, the runtime's connection is closed, which aborts the generation.
+
+    Args:
+        stall_seconds: how long the client may take nothing.
+        observer: follows it, if there is one.
+        on_end: called when it has ended, one way or another.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        incidents: Incidents,
+        *,
+        stall_seconds: float,
+        observer: StreamObserver | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(self._events(), status_code=answer.status)
+        self.raw_headers = to_client(answer.headers)
+        self._answer = answer
+        self._incidents = incidents
+        self._stall_seconds = stall_seconds
+        self._observer = observer
+        self._on_end = on_end
+        self._complete = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            # Not as the base class does: the first event would wait for its task group.
+            with suppress(ClientDisconnected):
+                await unless_client_leaves(receive, self._stream(send))
+        finally:
+            if not self._complete:
+                self._incidents.client_left()
+            if self._observer is not None:
+                if not self._complete:
+                    self._observer.abandon()
+                self._observer.end()
+            if self._on_end is not None:
+                self._on_end()
+            with anyio.CancelScope(shield=True):
+                await self._answer.close()
+
+    async def _stream(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        stall = asyncio.timeout(None)
+
+        async def bounded_send(message: Message) -> None:
+            # Sending waits when what was sent before has not been taken.
+            stall.reschedule(clock() + self._stall_seconds)
+            await send(message)
+            stall.reschedule(None)
+
+        with suppress(TimeoutError):
+            async with stall:
+                await self.stream_response(bounded_send)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        splitter = EventSplitter()
+        begun = False
+        try:
+            async for chunk in self._answer.chunks():
+                if events := splitter.feed(chunk):
+                    yield events if self._observer is None else self._observer.feed(events)
+                    if not begun:
+                        begun = True
+                        # uvloop writes when it gets its turn, which must not be after the end of a short answer.
+                        await asyncio.sleep(0)
+            if not splitter.done:
+                raise RuntimeDied("the stream ended without [DONE]")
+        except RuntimeFailure as failure:
+            # After [DONE] the client has everything; how the connection ends then is of no interest.
+            if not splitter.done:
+                self._incidents.runtime_failed(failure)
+                if self._observer is not None:
+                    self._observer.fail()
+                yield error_event(failure)
+        self._complete = True

@@ -1,0 +1,71 @@
+"""Refusing a request before anything else of it is read: the service is about to end, or the head is too long."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from winnow_service.admission.drain import Drain
+from winnow_service.admission.refusals import Draining
+from winnow_service.errors import INVALID_REQUEST, ServiceError, problem_response
+from winnow_service.metrics.instruments import Metrics
+from winnow_service.proxy.request_facts import PROBES
+
+
+class HeadersTooLarge(ServiceError):
+    """The head of the request is longer than the service takes (431)."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        message = f"The request's path and headers are longer than {limit_bytes} bytes (WINNOW_MAX_HEADER_BYTES)."
+        super().__init__(431, message, kind=INVALID_REQUEST, code="headers_too_large", headers={"connection": "close"})
+
+
+class GateMiddleware:
+    """Refuses what may not come in, and counts what ``drain`` waits for.
+
+    Args:
+        max_head_bytes: of the path and the headers. The server's own limit is for heads that do not come to an end.
+    """
+
+    def __init__(self, app: ASGIApp, drain: Drain, max_head_bytes: int, metrics: Metrics) -> None:
+        self._app = app
+        self._drain = drain
+        self._max_head_bytes = max_head_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Operators ask probes to the end.
+        is_probe = scope["path"] in PROBES
+        refusal = self._refusal(scope, is_probe=is_probe)
+        if refusal is not None:
+            self._metrics.refusals.labels(refusal.code).inc()
+            await problem_response(refusal)(scope, receive, send)
+        elif is_probe:
+            await self._app(scope, receive, send)
+        else:
+            await self._counted(scope, receive, send)
+
+    def _refusal(self, scope: Scope, *, is_probe: bool) -> ServiceError | None:
+        if self._drain.draining and not is_probe:
+            return Draining()
+        return HeadersTooLarge(self._max_head_bytes) if _head_bytes(scope) > self._max_head_bytes else None
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing_send(message: Message) -> None:
+            if self._drain.draining and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        self._drain.active += 1
+        try:
+            await self._app(scope, receive, closing_send)
+        finally:
+            self._drain.active -= 1
+
+
+def _head_bytes(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope["raw_path"]) + len(scope["query_string"])

@@ -1,0 +1,59 @@
+"""What a request's attention cost, as the answer reports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from winnow_kernels.decode.statistics import Field
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+
+
+def answer(row: Tensor, policy: AttentionPolicy, cached_tokens: int, retracted: int) -> dict[str, Any]:
+    """Return the ``attention`` object of a finished request.
+
+    Args:
+        row: float64 [fields], the request's row of the table, on the CPU.
+        policy: what the request asked for.
+        cached_tokens: tokens of its prompt that the radix cache held.
+        retracted: how often the request was retracted and its generated tokens prefilled anew.
+    """
+    values = row.tolist()
+
+    def count(field: Field) -> int:
+        return int(values[field])
+
+    def ratio(numerator: Field, denominator: Field) -> float | None:
+        return round(values[numerator] / values[denominator], 6) if values[denominator] else None
+
+    termination = None
+    if policy.early_termination is not None:
+        termination = {
+            "terminated_ratio": ratio(Field.TERMINATED, Field.TRAVERSALS),
+            "skipped_ratio": ratio(Field.SKIPPED_TILES, Field.TILES),
+        }
+    return {
+        "decode": {
+            "policy": policy.decode.policy,
+            "steps": count(Field.STEPS),
+            "dense_steps": count(Field.DENSE_STEPS),
+            "capped_steps": count(Field.CAPPED_STEPS),
+            "budget_effective": count(Field.BUDGET) or None,
+            "context_tokens": count(Field.CONTEXT),
+            "attended_ratio": ratio(Field.DECODE_ATTENDED, Field.DECODE_CONTEXT),
+            "kv_read_ratio": ratio(Field.DECODE_READ_BYTES, Field.DECODE_CONTEXT_BYTES),
+            "estimated_share": ratio(Field.ESTIMATED_SHARE, Field.ESTIMATES),
+            "early_termination": termination,
+        },
+        "prefill": {
+            "policy": policy.prefill.policy,
+            "tokens": count(Field.PREFILL_TOKENS),
+            "cached_tokens": cached_tokens,
+            "attended_ratio": ratio(Field.PREFILL_ATTENDED, Field.PREFILL_CONTEXT),
+            "kv_read_ratio": ratio(Field.PREFILL_READ_BYTES, Field.PREFILL_CONTEXT_BYTES),
+        },
+        "index_built_tokens": count(Field.INDEX_BUILT_TOKENS),
+        "retracted": retracted,
+        "warnings": policy.warnings(),
+    }
