@@ -21,9 +21,7 @@ from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import METRICS, UNCACHED_TOKENS
 from sglang_winnow.server_information import block_of
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
-from winnow_kernels.policies.snapkv.parameters import SnapKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -93,9 +91,9 @@ def insertable_length(req: Req, length: int, page_size: int) -> int:
 def limit_prefix(longest: int, req: Req, _input_length: int) -> int:
     """Leave the observation window to be computed; ``longest`` is how much SGLang would take from the cache."""
     state = _state(req)
-    if state is None or not isinstance(state.policy.decode, SnapKV | PyramidKV):
+    if state is None or state.policy.decode.observed == 0:
         return longest
-    return max(0, min(longest, state.prompt_length - state.policy.decode.observation_window))
+    return max(0, min(longest, state.prompt_length - state.policy.decode.observed))
 
 
 def cache_unfinished(

@@ -80,6 +80,11 @@ class Parameters(Contract):
         """Tokens that a budget must have beside the sinks."""
         return PAGE_TOKENS
 
+    @property
+    def observed(self) -> int:
+        """Last tokens of the prompt whose queries the policy must see: they are computed even if they are cached."""
+        return 0
+
     def for_model(self, model: ModelFacts) -> Self:
         """Return the parameters as the model runs them.
 

@@ -42,6 +42,10 @@ class Voted(Budgeted):
     def reserved(self) -> int:
         return max(PAGE_TOKENS, self.observation_window + 1)
 
+    @property
+    def observed(self) -> int:
+        return self.observation_window
+
     def for_model(self, model: ModelFacts) -> Self:
         model.check_length("observation_window", self.observation_window)
         return self
