@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 from typing import Final
 
+import torch
+
+from winnow_kernels.policies.declarations import DECLARATIONS
 from winnow_kernels.policies.registry import DECODE_POLICIES
 
 ENVIRONMENT: Final = "WINNOW_POLICIES"
 
 
 def served_policies() -> tuple[str, ...]:
-    """Return the policies that the environment names, with commas between, or all; ``dense`` always.
+    """Return the policies that the environment names, with commas between; ``dense`` always.
+
+    Without a name they are all, on CUDA all that have run on a GPU.
 
     Raises:
         ValueError: one of them is no decode policy.
     """
     names = os.environ.get(ENVIRONMENT)
     if names is None:
-        return DECODE_POLICIES
+        on_gpu = torch.cuda.is_available()
+        return tuple(name for name in DECODE_POLICIES if DECLARATIONS[name].ran_on_gpu or not on_gpu)
     given = {name.strip() for name in names.split(",") if name.strip()}
     if unknown := sorted(given.difference(DECODE_POLICIES)):
         raise ValueError(

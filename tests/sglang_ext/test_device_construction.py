@@ -14,11 +14,11 @@ from sglang_winnow.device.decode import Variant
 from sglang_winnow.device.memory import fixed_bytes, index_bytes_of_slot
 from sglang_winnow.device.variants import ANY, DENSE, variant_for, variants_of
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.served_policies import ENVIRONMENT
+from sglang_winnow.served_policies import ENVIRONMENT, served_policies
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_kernels.policies.declarations import KINDS, LAYOUT
+from winnow_kernels.policies.declarations import DECLARATIONS, KINDS, LAYOUT
 from winnow_kernels.policies.quoka.prefill.selection import SCORES_BYTES
 from winnow_kernels.policies.snapkv.gpu_positions import OutOfPositionsError, StoredPositions
 
@@ -33,6 +33,16 @@ def test_all_kinds_are_served_unless_the_environment_names_some(monkeypatch: pyt
     assert enabled_kinds() == {"tactic", "snapkv"}
     monkeypatch.setenv(ENVIRONMENT, "")
     assert enabled_kinds() == frozenset()
+
+
+def test_on_a_gpu_a_policy_that_never_ran_on_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(type(DECLARATIONS["quest"]), "ran_on_gpu", False)
+    assert "quest" not in served_policies()
+    assert {"dense", "tactic"} < set(served_policies())
+    monkeypatch.setenv(ENVIRONMENT, "quest")
+    assert served_policies() == ("dense", "quest")
 
 
 def test_an_unknown_policy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 class AdaSnapKVDeclaration(VotedDeclaration[AdaSnapKV]):
     """A layer's budget, which its KV heads share."""
 
+    ran_on_gpu = False
+
     def state(self, parameters: AdaSnapKV, observation: ObservationBuffer, layers: int) -> AdaSnapKVState:
         return AdaSnapKVState(parameters, observation)
 

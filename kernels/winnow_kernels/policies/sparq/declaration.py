@@ -18,6 +18,7 @@ class SparQDeclaration(Declaration[SparQ]):
     crossover = Crossover(cpu=28_672, cuda=32_768)
     columns = Columns(("budget", "channels"), of_ratio="budget")
     buffer_bytes = SCRATCH_BYTES
+    ran_on_gpu = False
 
     def budget(self, parameters: SparQ, prompt_length: int, length: int, page_size: int) -> int:
         return parameters.tokens(length - 1)
