@@ -12,9 +12,9 @@ too. Then each contestant takes all chunks of a prompt, one after another on one
 ``dense`` is the fastest of FlashInfer's paged prefill (FA2, FA3) and FlashAttention 3 of sgl_kernel, as far as they are
 there, timed in the same run before and after QUOKA. ``whole`` is QUOKA's kernel with everything before each block, as
 dense requests in a mixed pass may have it. A floor is the time in which a stage's operations would be done with the
-operations a second that dense prefill reaches; those of the selection are the products of speakers and keys. Planning
-is not timed: it is done once for all layers. Memory is the peak while one chunk, the last, is prefilled, beyond queries
-and KV cache: the output, and workspaces, QUOKA's own and 256 MiB of FlashInfer's.
+operations a second that dense prefill reaches; those of the selection are the products of representatives and keys.
+Planning is not timed: it is done once for all layers. Memory is the peak while one chunk, the last, is prefilled,
+beyond queries and KV cache: the output, and workspaces, QUOKA's own and 256 MiB of FlashInfer's.
 
 Keys, queries and values are Gaussian: how fast products are does not depend on them, and the selection counts ranks of
 scores, which takes as long whatever their distribution, unless many are equal. All chunks have the same queries.
@@ -190,7 +190,7 @@ class BlockPrefill:
         """Return the floating-point operations of a stage, of all chunks."""
         shape = self._prompt.shape
         blocks = [block for of_chunk in self.blocks.values() for block in of_chunk.blocks]
-        scoring = sum(2 * shape.head_dim * shape.kv_heads * min(b.speakers, b.queries) * b.start for b in blocks)
+        scoring = sum(2 * shape.head_dim * shape.kv_heads * min(b.representatives, b.queries) * b.start for b in blocks)
         attended = reads_of(blocks, self._prompt.inputs.cache).attended
         attending = 4 * shape.head_dim * (shape.query_heads // shape.kv_heads) * attended
         return {"select": scoring, "attend": attending, "layer": scoring + attending}[stage]
@@ -205,17 +205,19 @@ def run(
     budgets: Annotated[str, typer.Option(help="Tokens that a block selects.")] = "1024",
     percents: Annotated[str, typer.Option(help="Budgets as percent of what precedes a block.")] = "12",
     block: Annotated[int, typer.Option(help="Queries that share a selection.")] = 128,
-    speakers: Annotated[str, typer.Option(help="Queries that speak for a block, with commas between.")] = "64,32",
+    representatives: Annotated[str, typer.Option(help="Queries that choose for a block, with commas.")] = "64,32",
     replays: Annotated[int, typer.Option(min=2, help="Times that each prompt is prefilled.")] = 10,
 ) -> None:
     """Check, measure, print a table, write JSON after each context. Exit with 1 if something differs from torch."""
     device = gpu()
     console = Console(width=150)
-    contestants = contestants_of(numbers(budgets), numbers(percents), block, numbers(speakers))
+    contestants = contestants_of(numbers(budgets), numbers(percents), block, numbers(representatives))
     shape = shape_named(model)
     checked = Prompt(shape, CHECKED_CONTEXT, _CHECKED_CHUNK, device, DTYPE)
     working, broken = available(checked.inputs)
-    errors = check(checked, contestants_of([512], [12], block, numbers(speakers))) | check_dense(checked, working)
+    errors = check(checked, contestants_of([512], [12], block, numbers(representatives))) | check_dense(
+        checked, working
+    )
     about = header() | {"chunk": chunk, "page_size": PAGE_SIZE, "errors": errors, "not_available": broken}
     rows: list[Row] = []
     for context in numbers(contexts):
@@ -267,9 +269,9 @@ def launches(
 
 
 def contestants_of(
-    budgets: Sequence[int], percents: Sequence[int], block: int, speakers: Sequence[int]
+    budgets: Sequence[int], percents: Sequence[int], block: int, representatives: Sequence[int]
 ) -> list[Contestant]:
-    """Return what is timed: QUOKA with each budget and each number of speakers, and ``whole``."""
+    """Return what is timed: QUOKA with each budget and each number of representatives, and ``whole``."""
     defaults = QuokaPrefill()
     parameters = [
         QuokaPrefill(
@@ -280,7 +282,7 @@ def contestants_of(
             sinks=defaults.sinks,
             recency_ratio=defaults.recency_ratio,
         )
-        for count in speakers
+        for count in representatives
         for budget, ratio in [*((b, None) for b in budgets), *((None, percent / 100) for percent in percents)]
     ]
     told = [p.model_dump(exclude={"policy"}, exclude_none=True) for p in parameters]

@@ -224,7 +224,7 @@ def run(
     )
     layers = tuple(numbers(delta_layers)) or shape.delta_layers
     environment = dict(_pair(text, "--winnow-environment") for text in winnow_environment or [])
-    environment.setdefault("WINNOW_POLICIES", ",".join(sorted(families_of(contestants))))
+    environment.setdefault("WINNOW_POLICIES", ",".join(sorted(kinds_asked(contestants))))
     about = header_from_outside() | {
         "server_arguments": server_arguments,
         "winnow_environment": environment,
@@ -282,7 +282,7 @@ def parse_contestant(text: str, *, mixed: bool = False) -> Contestant:
     return Contestant(f"half {name}, half dense" if mixed else name, asked, mixed)
 
 
-def families_of(contestants: Sequence[Contestant]) -> set[str]:
+def kinds_asked(contestants: Sequence[Contestant]) -> set[str]:
     """Return the decode policies that a server needs."""
     asked = [parse_policy(contestant.policy) for contestant in contestants if contestant.policy is not None]
     names: set[str] = {policy.decode.policy for policy in asked}

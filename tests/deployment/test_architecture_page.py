@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/architecture.md").read_text()
 SERVICE = ROOT / "service/winnow_service"
 ROOTS = (ROOT, ROOT / "kernels", SERVICE, SERVICE / "proxy")
 SOURCE_ROOTS = ("kernels", "sglang_ext", "service", "evaluation")
-MOST_STEPS = 25
+MAX_STEPS = 25
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 # A file and, behind a colon, what is in it.
@@ -95,7 +95,7 @@ def test_every_room_of_the_service_is_on_the_map() -> None:
 def test_the_way_is_short_and_counted_on() -> None:
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", section("The way of a request"), re.M)]
     assert numbers == list(range(1, len(numbers) + 1))
-    assert len(numbers) <= MOST_STEPS
+    assert len(numbers) <= MAX_STEPS
 
 
 def contracts() -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def test_votes_do_not_depend_on_how_many_are_counted_at_once(monkeypatch: pytest
     buffer = ObservationBuffer(32, 150)
     buffer.record(0, random_queries(150, 4, DIM), 0)
     at_once = _votes(buffer, 2)
-    monkeypatch.setattr(observation, "_MOST_SCORES", 4 * 150 * 5)
+    monkeypatch.setattr(observation, "_MAX_SCORES", 4 * 150 * 5)
     torch.testing.assert_close(_votes(buffer, 2), at_once, atol=1e-5, rtol=1e-5)
 
 

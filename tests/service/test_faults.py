@@ -32,7 +32,7 @@ SETTINGS = {
 # Of one event, and how much memory the service may take when clients do not read.
 PAD_BYTES = 64 * 1024
 SLOW_CLIENTS = 8
-MOST_GROWTH_BYTES = 64 * 1024 * 1024
+MAX_GROWTH_BYTES = 64 * 1024 * 1024
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ async def test_clients_that_do_not_read_take_no_memory_and_hold_nobody_up(
             await eventually(all_there)
             for _ in range(10):
                 assert (await stream(service))[-1] == "[DONE]"
-                assert await memory() - before < MOST_GROWTH_BYTES
+                assert await memory() - before < MAX_GROWTH_BYTES
                 await asyncio.sleep(0.1)
             # Their places are for others.
             found = await until_nothing_runs(service)

@@ -21,7 +21,7 @@ from tests.service.test_up import ROOT
 STREAMS = 600
 AT_ONCE = 500
 # A stream that left a kilobyte behind would come to ten times as much.
-MOST_GROWTH_BYTES_A_MINUTE = 128 * 1024
+MAX_GROWTH_BYTES_A_MINUTE = 128 * 1024
 MEMORY_STREAMS = 32
 STREAM_SECONDS = 1.05
 # Half an hour is what counts; less, but more than the warm-up, is to try the test.
@@ -96,7 +96,7 @@ def test_what_streams_leave_behind_is_seen_as_growth(left_behind: int, is_flat: 
     ]
     # What is taken while it warms up does not count.
     samples = [(at, size if at >= 600 else size // 2) for at, size in samples]
-    assert (measure.growth(samples, warm_up=600) < MOST_GROWTH_BYTES_A_MINUTE) == is_flat
+    assert (measure.growth(samples, warm_up=600) < MAX_GROWTH_BYTES_A_MINUTE) == is_flat
 
 
 @pytest.mark.full
@@ -113,4 +113,4 @@ async def test_memory_is_flat_over_half_an_hour(pair: Pair) -> None:
     )
     # A third of what there would be if streams took no longer than they are paced.
     assert found.streams > seconds * MEMORY_STREAMS / STREAM_SECONDS / 3
-    assert found.slope < MOST_GROWTH_BYTES_A_MINUTE, asdict(found)
+    assert found.slope < MAX_GROWTH_BYTES_A_MINUTE, asdict(found)

@@ -35,7 +35,7 @@ KV_TOKENS = 4096
 AT_ONCE = 6
 LONGEST = 1200
 # What the indexes of this pool and torch's own caches may still come to once the first requests have been served.
-MOST_GROWTH = 128 * 2**20
+MAX_GROWTH = 128 * 2**20
 
 _tokens = st.integers(PAGE_TOKENS, 400)
 _ratio = st.floats(0.01, 0.7)
@@ -249,7 +249,7 @@ def ask_whatever(server: Server, requests: int) -> None:
     settled, last = memory[len(memory) // 3], memory[-1]
     assert any("scheduler" in name for name in last)
     for name, size in last.items():
-        assert size - settled[name] < MOST_GROWTH, (name, settled, last)
+        assert size - settled[name] < MAX_GROWTH, (name, settled, last)
 
     # Whoever was answered in the crowd would have been answered the same alone.
     for asked, answer in answered[:: max(1, len(answered) // 25)]:

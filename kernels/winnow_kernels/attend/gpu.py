@@ -28,7 +28,7 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu_early_termination import terminating_attend_kernel
-from winnow_kernels.attend.gpu_merge import INFINITY, MOST_SPLITS, merge_kernel, run_of, spare_of, splits_of
+from winnow_kernels.attend.gpu_merge import INFINITY, PARTIAL_SLOTS, merge_kernel, run_of, spare_of, splits_of
 from winnow_kernels.attend.gpu_tile import attend_tile
 from winnow_kernels.batch import DecodeBatch, DeviceSelection, ToldShares
 from winnow_kernels.cache import LayerCache
@@ -37,12 +37,12 @@ LARGEST_GROUP: Final = 16
 """Query heads of a KV head, at most: the rows of a tensor core's tile."""
 
 _TILE = tl.constexpr(TILE)
-_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _LOG2_E: Final = 1.4426950408889634
 # Half of a tensor core's tile takes half of the exponentials and of the shared memory for queries and outputs.
 _HALF_GROUP: Final = LARGEST_GROUP // 2
 _REGISTERS: Final = 64 << 10
-_MOST_REGISTERS: Final = 255
+_MAX_REGISTERS: Final = 255
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Launch:
 
     def registers(self, programs: int) -> int | None:
         """Return how many registers a thread can have where several programs are to fit a multiprocessor."""
-        return min(_MOST_REGISTERS, _REGISTERS // (programs * self.warps * 32) // 8 * 8) if programs > 1 else None
+        return min(_MAX_REGISTERS, _REGISTERS // (programs * self.warps * 32) // 8 * 8) if programs > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +113,9 @@ class AttendBuffers:
         device = cache.keys.device
         return cls(
             torch.empty(rows, query_heads, dtype=torch.float32, device=device),
-            torch.empty(rows, query_heads, MOST_SPLITS, cache.head_dim, dtype=torch.float32, device=device),
-            torch.empty(rows, query_heads, MOST_SPLITS, dtype=torch.float32, device=device),
-            torch.empty(rows, cache.kv_heads, MOST_SPLITS, dtype=torch.int32, device=device),
+            torch.empty(rows, query_heads, PARTIAL_SLOTS, cache.head_dim, dtype=torch.float32, device=device),
+            torch.empty(rows, query_heads, PARTIAL_SLOTS, dtype=torch.float32, device=device),
+            torch.empty(rows, cache.kv_heads, PARTIAL_SLOTS, dtype=torch.int32, device=device),
             _multiprocessors(device),
             launch or Launch.of(cache.head_dim, cache.keys.element_size(), query_heads // cache.kv_heads),
         )
@@ -167,7 +167,7 @@ def attend(
     assert selection.counts.is_contiguous()
     launch = buffers.launch
     of_multiprocessor = launch.programs if thresholds is None else launch.programs_with_termination
-    programs = min(pairs * MOST_SPLITS, of_multiprocessor * buffers.multiprocessors)
+    programs = min(pairs * PARTIAL_SLOTS, of_multiprocessor * buffers.multiprocessors)
     inputs = (
         queries,
         cache.keys,
@@ -334,10 +334,10 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
         highest, masses, weighted = attend_tile(query, key, value, is_token, scale_log2, highest, masses, weighted)
 
         # One number to keep until the tile has come: where the split's result goes, if this was its last tile.
-        result = tl.where(tile == last, pair * (group * _MOST_SPLITS) + split, -1)
+        result = tl.where(tile == last, pair * (group * _PARTIAL_SLOTS) + split, -1)
         if result >= 0:
             mass = tl.sum(masses, axis=1)
-            of_split = result.to(tl.int64) + heads * _MOST_SPLITS
+            of_split = result.to(tl.int64) + heads * _PARTIAL_SLOTS
             tl.store(partial_masses_ptr + of_split, highest + tl.log2(mass), mask=heads < group)
             outputs_ptr = partial_outputs_ptr + of_split[:, None] * head_dim + dim[None, :]
             tl.store(outputs_ptr, weighted / mass[:, None], mask=is_output)

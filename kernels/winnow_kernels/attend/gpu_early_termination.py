@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.attend.early_termination import PROBE, TILE
-from winnow_kernels.attend.gpu_merge import INFINITY, MOST_SPLITS, splits_of, tiles_of_split
+from winnow_kernels.attend.gpu_merge import INFINITY, PARTIAL_SLOTS, splits_of, tiles_of_split
 from winnow_kernels.attend.gpu_tile import attend_tile
 from winnow_kernels.batch import WHOLE_TO_THE_END
 
 _TILE = tl.constexpr(TILE)
 _PROBE = tl.constexpr(PROBE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
-_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _FOREVER = tl.constexpr(float(1 << 24))
 
@@ -127,10 +127,10 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
                     calm_tiles = tl.where((number > 0) & all_calm, calm_tiles + 1, 0.0)
             done += certain
             own = tl.where(calm_tiles >= patience, done, own)
-        tl.store(tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split, done)
+        tl.store(tiles_read_ptr + pair.to(tl.int64) * _PARTIAL_SLOTS + split, done)
 
         mass = tl.sum(masses, axis=1)
-        result = (pair.to(tl.int64) * group + heads) * _MOST_SPLITS + split
+        result = (pair.to(tl.int64) * group + heads) * _PARTIAL_SLOTS + split
         tl.store(partial_masses_ptr + result, highest + tl.log2(mass), mask=heads < group)
         outputs_ptr = partial_outputs_ptr + result[:, None] * head_dim + dim[None, :]
         tl.store(outputs_ptr, weighted / mass[:, None], mask=is_output)

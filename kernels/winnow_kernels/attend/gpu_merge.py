@@ -20,10 +20,10 @@ import triton.language as tl
 from winnow_kernels.attend.early_termination import MAX_SPLITS, TILE, TILES_PER_SPLIT
 from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count
 
-MOST_SPLITS: Final = 64
+PARTIAL_SLOTS: Final = 64
 """Of a selection; a power of two, and no less than with early termination."""
 
-_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _SHORT_RUN = tl.constexpr(2)
 _RUN = tl.constexpr(4)
 _RUNS_TO_FILL = tl.constexpr(16)
@@ -72,7 +72,7 @@ def tiles_of_split(split: tl.tensor, tokens: tl.tensor, stops: tl.tensor) -> tup
 def run_of(tiles: tl.tensor) -> tl.tensor:
     """Return how many neighbouring tiles make a split; the last one may have more, or fewer."""
     run = tl.minimum(tl.maximum(tl.cdiv(tiles, _RUNS_TO_FILL), _SHORT_RUN), _RUN)
-    return tl.maximum(run, tl.cdiv(tiles, _MOST_SPLITS))
+    return tl.maximum(run, tl.cdiv(tiles, _PARTIAL_SLOTS))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -122,14 +122,14 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
         stops = (tl.load(thresholds_ptr + row * 3 + 2) < INFINITY) & (count != _TO_THE_END)
     splits = splits_of(tokens, stops)
 
-    split = tl.arange(0, _MOST_SPLITS)
+    split = tl.arange(0, _PARTIAL_SLOTS)
     present = split < splits
     head = pair.to(tl.int64) * group + of_group
-    masses_ptr = partial_masses_ptr + head * _MOST_SPLITS + split
+    masses_ptr = partial_masses_ptr + head * _PARTIAL_SLOTS + split
     masses = tl.load(masses_ptr, mask=present, other=-INFINITY)
     dim = tl.arange(0, padded_dim)
     outputs = tl.load(
-        partial_outputs_ptr + (head * _MOST_SPLITS + split[:, None]) * head_dim + dim[None, :],
+        partial_outputs_ptr + (head * _PARTIAL_SLOTS + split[:, None]) * head_dim + dim[None, :],
         mask=present[:, None] & (dim < head_dim)[None, :],
         other=0.0,
     )
@@ -148,7 +148,7 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     of_splits = split * 0
     if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
         if stops:
-            of_splits = tl.load(tiles_read_ptr + pair.to(tl.int64) * _MOST_SPLITS + split, mask=present, other=0)
+            of_splits = tl.load(tiles_read_ptr + pair.to(tl.int64) * _PARTIAL_SLOTS + split, mask=present, other=0)
             read = tl.sum(of_splits, axis=0)
     if told:
         # What is selected weighs at least as much as what was read of it, and just that if it was read to the end.

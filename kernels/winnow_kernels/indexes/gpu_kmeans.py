@@ -27,14 +27,14 @@ from winnow_kernels.indexes.kmeans import ITERATIONS
 _TILE: Final = 64
 """Keys that are assigned at a time."""
 _STAGES: Final = 2
-_MOST_NUMBERS: Final = 16384
+_MAX_NUMBERS: Final = 16384
 """Numbers of all centroids of a problem, padded, that registers hold."""
 _NUMBERS_OF_FOUR_WARPS: Final = 8192
 
 
 def fits(clusters: int, head_dim: int) -> bool:
     """Return whether a program can hold ``clusters`` centroids."""
-    return _padded(clusters) * triton.next_power_of_2(head_dim) <= _MOST_NUMBERS
+    return _padded(clusters) * triton.next_power_of_2(head_dim) <= _MAX_NUMBERS
 
 
 def cluster_spans(

@@ -33,7 +33,7 @@ class Block:
         end: position behind its last query.
         first_query: where the query of position ``begin`` lies among the queries of the pass.
         budget: tokens before ``start`` to select, less than ``start``; or ``WHOLE``.
-        speakers: queries that speak for the block, at most (N_Q in the paper); 0 if ``budget`` is ``WHOLE``.
+        representatives: queries that speak for the block, at most (N_Q in the paper); 0 if ``budget`` is ``WHOLE``.
         sinks: first tokens that are always selected, inside the budget.
         recent: tokens right before ``start`` that are, too; sinks and these are no more than the budget.
     """
@@ -44,7 +44,7 @@ class Block:
     end: int
     first_query: int
     budget: int
-    speakers: int
+    representatives: int
     sinks: int = 0
     recent: int = 0
 
@@ -74,7 +74,8 @@ class PrefillBlocks:
     def of(cls, blocks: Sequence[Block], page_table: Tensor, page_size: int) -> PrefillBlocks:
         """Copy ``blocks`` to the device of ``page_table``."""
         rows = [
-            (b.row, b.start, b.begin, b.end, b.first_query, b.budget, b.speakers, b.sinks, b.recent) for b in blocks
+            (b.row, b.start, b.begin, b.end, b.first_query, b.budget, b.representatives, b.sinks, b.recent)
+            for b in blocks
         ]
         fields = torch.tensor(rows, dtype=torch.int32).view(-1, 9)
         return cls(blocks, to_device(fields, page_table.device), page_table, page_size)

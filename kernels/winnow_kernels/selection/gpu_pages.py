@@ -17,7 +17,7 @@ from torch import Tensor
 
 from winnow_kernels.selection.gpu_threshold import LOWEST, ordered, threshold
 
-MOST_PAGES: Final = 16384
+MAX_PAGES: Final = 16384
 """Pages of the longest context: what the registers of a program hold."""
 
 _PAGES_COMPACTED: Final = tl.constexpr(4096)
@@ -42,10 +42,10 @@ class PageBuffers:
         """Return buffers for contexts of ``pages`` pages.
 
         Raises:
-            ValueError: these are more than ``MOST_PAGES``.
+            ValueError: these are more than ``MAX_PAGES``.
         """
-        if pages > MOST_PAGES:
-            raise ValueError(f"pages: must be at most {MOST_PAGES}; they are {pages}")
+        if pages > MAX_PAGES:
+            raise ValueError(f"pages: must be at most {MAX_PAGES}; they are {pages}")
         shape = (rows, heads, pages)
         return cls(
             torch.zeros(shape, dtype=torch.float32, device=device), torch.zeros(shape, dtype=torch.int32, device=device)

@@ -23,7 +23,7 @@ PROFILE_FILE = "delta_profile.json"
 _FEWEST_WORDS = 16
 _AIM = 0.97
 """The part of the room that the next size of a prompt aims at."""
-_MOST_COUNTS = 12
+_MAX_COUNTS = 12
 
 app = typer.Typer(help="Measure a model for what its policies need to know in advance.", no_args_is_help=True)
 
@@ -83,7 +83,7 @@ def delta(
 def _sizes_that_fit(keys: Sequence[SampleKey], words: int, folder: Path, steps: int) -> list[int]:
     """Return for each prompt the words, at most ``words``, with which it and its answer fit the model's context."""
     sizes = [words] * len(keys)
-    for _ in range(_MOST_COUNTS):
+    for _ in range(_MAX_COUNTS):
         answer = _run("calibration.prompt_lengths", folder, map(_prompt, keys, sizes), capture=True)
         counted = json.loads(answer)
         if counted["context"] is None:

@@ -13,7 +13,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 # More would wait for each other: a part of the compiler holds Python's lock.
-_MOST_AT_ONCE: Final = 8
+_MAX_AT_ONCE: Final = 8
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def compiling_ahead() -> Iterator[None]:
         del warmup
         return launch(kernel, *arguments, grid=grid, warmup=True, **options)
 
-    threads = min(_MOST_AT_ONCE, os.cpu_count() or 1)
+    threads = min(_MAX_AT_ONCE, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool):
         JITFunction.run = compile_only
         try:

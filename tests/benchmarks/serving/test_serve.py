@@ -21,7 +21,7 @@ from benchmarks.serving.serve import (
     Prompts,
     arguments_of,
     environment_of,
-    families_of,
+    kinds_asked,
     measure,
     parse_contestant,
     read_share,
@@ -103,7 +103,7 @@ def test_policies() -> None:
     mixed = parse_contestant("tactic", mixed=True)
     assert mixed.name == "half tactic, half dense"
     assert mixed.policies(4) == [{"decode": {"policy": "tactic"}}, None] * 2
-    assert families_of([named, mixed, Contestant("dense", None)]) == {"quest", "tactic"}
+    assert kinds_asked([named, mixed, Contestant("dense", None)]) == {"quest", "tactic"}
     with pytest.raises(typer.BadParameter, match="nonsense"):
         parse_contestant("nonsense")
 

@@ -22,7 +22,7 @@ from tests.kernels.parameters import termination_at
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers, Launch, attend
-from winnow_kernels.attend.gpu_merge import MOST_SPLITS
+from winnow_kernels.attend.gpu_merge import PARTIAL_SLOTS
 from winnow_kernels.attend.reference import attend as reference_attend
 from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
@@ -314,8 +314,8 @@ def test_padding_is_one_token_of_slot_zero(device: torch.device) -> None:
 
 def test_bytes_of_buffers() -> None:
     buffers = AttendBuffers.empty(2, 32, LayerCache(*torch.empty(2, 16, 8, 128)))
-    partial = 2 * 32 * MOST_SPLITS * 129 * 4
-    assert buffers.bytes == partial + 2 * 32 * 4 + 2 * 8 * MOST_SPLITS * 4
+    partial = 2 * 32 * PARTIAL_SLOTS * 129 * 4
+    assert buffers.bytes == partial + 2 * 32 * 4 + 2 * 8 * PARTIAL_SLOTS * 4
 
 
 def _variant(head_dim: int, group: int, *, termination: bool) -> Variant:

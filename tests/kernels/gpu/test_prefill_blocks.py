@@ -51,8 +51,8 @@ def test_blocks_and_reads_are_the_references(
     assert reads_of(blocks, cache) == quoka_prefill(queries, slots, cache, 0.25, parameters)[1]
     selected = {start: chosen.shape[1] for start, chosen in select_for_blocks(queries, slots, cache, parameters)}
     assert {b.start: b.budget for b in blocks if b.budget != WHOLE} == selected
-    assert {b.speakers for b in blocks if b.budget != WHOLE} <= {4}
-    assert {b.speakers for b in blocks if b.budget == WHOLE} <= {0}
+    assert {b.representatives for b in blocks if b.budget != WHOLE} <= {4}
+    assert {b.representatives for b in blocks if b.budget == WHOLE} <= {0}
     for b in blocks:
         always = (0, 0) if b.budget == WHOLE else (sinks, parameters.recent(b.start))
         assert (b.sinks, b.recent) == always
@@ -64,7 +64,7 @@ def test_blocks_and_reads_are_the_references(
 def test_a_dense_request_is_cut_too(chunk: tuple[int, int], first_query: int) -> None:
     prefix_length, length = chunk[0], sum(chunk)
     blocks = dense_blocks_of(1, first_query, prefix_length, length)
-    assert {(block.budget, block.speakers) for block in blocks} == {(WHOLE, 0)}
+    assert {(block.budget, block.representatives) for block in blocks} == {(WHOLE, 0)}
     assert_cover(blocks, 1, first_query, prefix_length, length)
     cache = random_cache(16, 2, 16)
     assert reads_of(blocks, cache) == PrefillReads.of_dense(prefix_length, length, DENSE_BLOCK, cache)

@@ -25,7 +25,7 @@ from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.quest.reference import QuestStep
-from winnow_kernels.selection.gpu_pages import MOST_PAGES, PageBuffers
+from winnow_kernels.selection.gpu_pages import MAX_PAGES, PageBuffers
 
 SLOTS = 4096
 CPU = torch.device("cpu")
@@ -158,4 +158,4 @@ def test_a_selection_that_has_no_room_is_the_whole_context(device: torch.device)
 
 def test_contexts_that_no_program_can_hold_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^pages: "):
-        PageBuffers.empty(1, 1, MOST_PAGES + 1, CPU)
+        PageBuffers.empty(1, 1, MAX_PAGES + 1, CPU)

@@ -139,11 +139,11 @@ def test_equals_plain_attention(
 ) -> None:
     blocks = [
         # Cut by the begin of the chunk, and by its end; a tail of one token in a tile, and none.
-        Block(row=0, start=128, begin=171, end=192, first_query=0, budget=65, speakers=4),
-        Block(row=0, start=192, begin=192, end=202, first_query=21, budget=128, speakers=4),
-        Block(row=1, start=0, begin=0, end=30, first_query=40, budget=WHOLE, speakers=0),
-        Block(row=2, start=64, begin=115, end=128, first_query=70, budget=1, speakers=1),
-        Block(row=2, start=128, begin=128, end=140, first_query=83, budget=WHOLE, speakers=0),
+        Block(row=0, start=128, begin=171, end=192, first_query=0, budget=65, representatives=4),
+        Block(row=0, start=192, begin=192, end=202, first_query=21, budget=128, representatives=4),
+        Block(row=1, start=0, begin=0, end=30, first_query=40, budget=WHOLE, representatives=0),
+        Block(row=2, start=64, begin=115, end=128, first_query=70, budget=1, representatives=1),
+        Block(row=2, start=128, begin=128, end=140, first_query=83, budget=WHOLE, representatives=0),
     ]
     layer = Pass.random(blocks, kv_heads, group, head_dim, page_size, dtype)
     assert_equal(layer, head_dim**-0.5, device)
@@ -151,12 +151,12 @@ def test_equals_plain_attention(
 
 @pytest.mark.parametrize("dtype", HALF_PRECISIONS)
 def test_blocks_of_several_tiles(dtype: torch.dtype, device: torch.device) -> None:
-    blocks = [Block(row=0, start=512, begin=600, end=1000, first_query=0, budget=100, speakers=4)]
+    blocks = [Block(row=0, start=512, begin=600, end=1000, first_query=0, budget=100, representatives=4)]
     assert_equal(Pass.random(blocks, 1, 3, 64, dtype=dtype), 0.125, device)
 
 
 def test_a_start_inside_a_page(device: torch.device) -> None:
-    blocks = [Block(row=0, start=70, begin=75, end=140, first_query=0, budget=20, speakers=4)]
+    blocks = [Block(row=0, start=70, begin=75, end=140, first_query=0, budget=20, representatives=4)]
     assert_equal(Pass.random(blocks, 2, 2, 64, page_size=64), 0.125, device)
 
 
@@ -198,9 +198,9 @@ def test_requests_in_one_pass_are_as_the_reference_has_each(
 
 def test_a_block_gets_the_same_bits_alone_and_among_others(device: torch.device) -> None:
     blocks = [
-        Block(row=0, start=192, begin=192, end=256, first_query=0, budget=70, speakers=4),
-        Block(row=1, start=0, begin=5, end=128, first_query=64, budget=WHOLE, speakers=0),
-        Block(row=1, start=128, begin=128, end=200, first_query=187, budget=90, speakers=4),
+        Block(row=0, start=192, begin=192, end=256, first_query=0, budget=70, representatives=4),
+        Block(row=1, start=0, begin=5, end=128, first_query=64, budget=WHOLE, representatives=0),
+        Block(row=1, start=128, begin=128, end=200, first_query=187, budget=90, representatives=4),
     ]
     layer = Pass.random(blocks, 2, 2, 64, dtype=HALF_PRECISIONS[-1])
     together = actual(layer, 0.125, device)
@@ -211,8 +211,8 @@ def test_a_block_gets_the_same_bits_alone_and_among_others(device: torch.device)
 
 def test_what_is_not_attended_to_may_hold_anything(device: torch.device) -> None:
     blocks = [
-        Block(row=0, start=128, begin=140, end=170, first_query=0, budget=33, speakers=4),
-        Block(row=1, start=0, begin=30, end=50, first_query=30, budget=WHOLE, speakers=0),
+        Block(row=0, start=128, begin=140, end=170, first_query=0, budget=33, representatives=4),
+        Block(row=1, start=0, begin=30, end=50, first_query=30, budget=WHOLE, representatives=0),
     ]
     layer = Pass.random(blocks, 1, 4, 64)
     used = torch.cat([layer.slots(0)[0], layer.own(0)[1], layer.own(1)[1]])

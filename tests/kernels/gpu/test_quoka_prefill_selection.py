@@ -67,15 +67,15 @@ class Pass:
         assert select_blocks(queries, cache, own) is own.selection
         return own
 
-    def speakers(self, block: Block) -> Tensor:
-        """The reference's, [KV heads, speakers, head dim]."""
+    def representatives(self, block: Block) -> Tensor:
+        """The reference's, [KV heads, representatives, head dim]."""
         rows = slice(block.first_query, block.first_query + block.queries)
-        return speaking_queries(self.queries[rows], self.cache.kv_heads, block.speakers)
+        return speaking_queries(self.queries[rows], self.cache.kv_heads, block.representatives)
 
-    def scores(self, block: Block, speakers: Tensor) -> Tensor:
+    def scores(self, block: Block, representatives: Tensor) -> Tensor:
         """Float64 [KV heads, tokens before the block]."""
         keys = self.cache.keys[self.context.slots[block.row, : block.start]].double()
-        scores = torch.einsum("hsd,thd->hst", speakers.double(), keys).amax(1) / keys.norm(dim=-1).T
+        scores = torch.einsum("hsd,thd->hst", representatives.double(), keys).amax(1) / keys.norm(dim=-1).T
         scores[:, : block.sinks] = ALWAYS
         scores[:, block.start - block.recent :] = ALWAYS
         return scores
@@ -115,36 +115,40 @@ def random_pass(
 
 
 def check_selected(own: Pass, launched: QuokaPrefillPass) -> int:
-    """Compare speakers with the reference's, and what they select with scores in float64; returns the sparse blocks.
+    """Compare representatives with the reference's, and what they select with scores in float64; returns the sparse
+    blocks.
 
-    Speakers may be rounded the other way, which changes scores by more than all else: they are compared by themselves.
+    Representatives may be rounded the other way, which changes scores by more than all else: they are compared by
+    themselves.
     """
     selected = launched.selection.slots.cpu()
-    speakers = {
+    representatives = {
         int(row[0]): vectors
-        for run, of_run in zip(launched.plan.runs, launched.speakers, strict=True)
+        for run, of_run in zip(launched.plan.runs, launched.representatives, strict=True)
         for row, vectors in zip(run.sparse.cpu(), of_run.cpu(), strict=True)
     }
     for number, block in enumerate(own.blocks):
         if block.budget == WHOLE:
             assert (selected[number] == UNTOUCHED).all()
-            assert number not in speakers
+            assert number not in representatives
             continue
-        expected = own.speakers(block)
+        expected = own.representatives(block)
         # In place of those that are not there the first is repeated, which changes no maximum.
-        repeated = expected[:, :1].expand(-1, speakers[number].shape[1] - expected.shape[1], -1)
+        repeated = expected[:, :1].expand(-1, representatives[number].shape[1] - expected.shape[1], -1)
         step = torch.finfo(expected.dtype).eps
-        torch.testing.assert_close(speakers[number], torch.cat((expected, repeated), 1), atol=4e-7, rtol=1.01 * step)
+        torch.testing.assert_close(
+            representatives[number], torch.cat((expected, repeated), 1), atol=4e-7, rtol=1.01 * step
+        )
         assert (selected[number, :, block.budget :] == UNTOUCHED).all()
         positions = own.positions(block, selected[number, :, : block.budget])
         assert (positions >= 0).all()
         assert (positions[:, 1:] > positions[:, :-1]).all()
-        scores = own.scores(block, speakers[number])
+        scores = own.scores(block, representatives[number])
         least = scores.topk(block.budget, dim=-1).values[:, -1:]
         is_selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, positions, True)
         assert (is_selected | (scores < least + ROUNDING)).all()
         assert (~is_selected | (scores > least - ROUNDING)).all()
-    return len(speakers)
+    return len(representatives)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -184,7 +188,7 @@ def test_the_sets_are_the_references(always: dict[str, Any], device: torch.devic
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_more_speakers_than_one_product_takes(device: torch.device) -> None:
+def test_more_representatives_than_one_product_takes(device: torch.device) -> None:
     own = random_pass([(0, 500, quoka_prefill_parameters(budget=60, block=320, queries=300))], 1, 2, 64)
     assert check_selected(own, own.launch(device)) == 1
 
@@ -299,7 +303,7 @@ def test_what_is_not_finite_stays_in_its_block(device: torch.device) -> None:
 
 
 def _type(name: str) -> str:
-    if name in ("keys_ptr", "queries_ptr", "speakers_ptr"):
+    if name in ("keys_ptr", "queries_ptr", "representatives_ptr"):
         return "*bf16"
     if name in ("scores_ptr", "reciprocals_ptr"):
         return "*fp32"
@@ -318,24 +322,24 @@ def _of_heads(head_dim: int) -> dict[str, Constant]:
     return {"head_dim": head_dim, "dim_block": next_power_of_2(head_dim)}
 
 
-def _scoring(head_dim: int, speakers: int) -> Variant:
-    constants = {"page_bits": 4, "speakers": speakers, "columns": scoring.columns_of(head_dim)}
+def _scoring(head_dim: int, representatives: int) -> Variant:
+    constants = {"page_bits": 4, "representatives": representatives, "columns": scoring.columns_of(head_dim)}
     constants |= {"keys": scoring.KEYS_AT_ONCE, "run": scoring.RUN}
     return _variant("scores.score_kernel", constants | _of_heads(head_dim), scoring.WARPS)
 
 
-def _ranking(head_dim: int, speakers: int, queries: int) -> Variant:
+def _ranking(head_dim: int, representatives: int, queries: int) -> Variant:
     rows = speaking.QUERIES_AT_ONCE
-    constants = {"speakers": speakers, "rows": rows, "tiles": queries // rows}
+    constants = {"representatives": representatives, "rows": rows, "tiles": queries // rows}
     return _variant("representatives.rank_kernel", constants | _of_heads(head_dim), speaking.RANK_WARPS)
 
 
 def test_kernels_fit_a_multiprocessor_as_often_as_they_should() -> None:
-    averaging = {"speakers": 16, "tile": speaking.SPEAKERS_AT_ONCE}
+    averaging = {"representatives": 16, "tile": speaking.REPRESENTATIVES_AT_ONCE}
     listed: dict[str, Constant] = {"listed": top.LISTED}
     piece: dict[str, Constant] = {"block": top.SCORES_AT_ONCE}
     launched = [
-        *((_scoring(128, speakers), 3) for speakers in (8, 16, 64)),
+        *((_scoring(128, representatives), 3) for representatives in (8, 16, 64)),
         (_scoring(128, 256), 2),
         (_scoring(64, 16), 3),
         (_scoring(256, 16), 2),

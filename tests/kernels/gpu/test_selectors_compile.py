@@ -16,7 +16,7 @@ from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.quoka import gpu as quoka
 from winnow_kernels.policies.snapkv import gpu as stored_selection
 from winnow_kernels.selection import gpu_top
-from winnow_kernels.selection.gpu_pages import MOST_PAGES, warps_of
+from winnow_kernels.selection.gpu_pages import MAX_PAGES, warps_of
 
 ROWS, KV_HEADS = 64, 8
 PAIRS: Final = {"page_size": 16, "kv_heads": KV_HEADS, "pair_block": ROWS * KV_HEADS}
@@ -83,7 +83,7 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_are_launched() -> None:
         (variant_of("policies.snapkv.gpu:_select_kernel", of_stored), stored_selection.PROGRAMS),
         (_scoring("policies.quest.gpu:_score_kernel", 128, 4, least_group=16), quest.SCORING_PROGRAMS),
         (_scoring("policies.quest.gpu:_score_kernel", 96, 5, least_group=16), quest.SCORING_PROGRAMS),
-        *((_selecting("policies.quest.gpu:_select_kernel", pages), 1) for pages in (2048, 8192, MOST_PAGES)),
+        *((_selecting("policies.quest.gpu:_select_kernel", pages), 1) for pages in (2048, 8192, MAX_PAGES)),
         *(_attending(head_dim, group) for head_dim, group in ((64, 7), (96, 5), (128, 4), (256, 4))),
         (
             variant_of(
@@ -98,7 +98,7 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_are_launched() -> None:
             delta.SCORING_PROGRAMS,
         ),
         (variant_of("policies.delta.gpu:_count_kernel", {"page_size": 16}, 1), 1),
-        *((_selecting("policies.delta.gpu:_select_kernel", pages), 1) for pages in (2048, MOST_PAGES)),
+        *((_selecting("policies.delta.gpu:_select_kernel", pages), 1) for pages in (2048, MAX_PAGES)),
         (_scoring("policies.quoka.gpu:_score_kernel", 128, 4, least_group=1), quoka.SCORING_PROGRAMS),
         (_scoring("policies.quoka.gpu:_score_kernel", 96, 5, least_group=1), quoka.SCORING_PROGRAMS),
         (variant_of("selection.gpu_top:_split_kernel", {"page_size": 16, "block": 1024, "count_block": 8192}, 8), 1),

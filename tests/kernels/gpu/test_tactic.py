@@ -47,7 +47,7 @@ UNTOUCHED = -7
 
 @dataclass
 class Case:
-    """Requests of the family, and between them rows that are not."""
+    """Requests of the kind, and between them rows that are not."""
 
     cache: LayerCache
     context: Context
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class Selected:
-    """What the kernels left, and what the reference says of the family's rows."""
+    """What the kernels left, and what the reference says of the kind's rows."""
 
     batch: DecodeBatch
     selection: DeviceSelection
@@ -125,9 +125,9 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     of_rows.clustered.copy_(sinks // SPAN * SPAN + spans.counts * SPAN)
     of_rows.sinks.copy_(sinks)
     of_rows.by_priority.fill_(int(in_order))
-    family = [p for p in a_case.parameters if p is not None]
-    of_rows.p[rows] = torch.tensor([p.p for p in family], dtype=torch.float64, device=device)
-    caps = [p.max_tokens or 0 for p in family]
+    kind = [p for p in a_case.parameters if p is not None]
+    of_rows.p[rows] = torch.tensor([p.p for p in kind], dtype=torch.float64, device=device)
+    caps = [p.max_tokens or 0 for p in kind]
     of_rows.caps[rows] = torch.tensor(caps, dtype=torch.int32, device=device)
     selection = DeviceSelection.empty(count, kv_heads, selection_width(longest), device)
     selection.counts.fill_(UNTOUCHED)
@@ -135,7 +135,7 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     statistics = TacticStatistics.empty(count, heads, device)
 
     order = Termination.of([termination_at(0.0, 0.0, 1)] * len(rows), device) if in_order else None
-    step = TacticStep(context.rows(rows), SCALE, order, a_case.index, family, a_case.clustered[rows])
+    step = TacticStep(context.rows(rows), SCALE, order, a_case.index, kind, a_case.clustered[rows])
     buffers = AttendBuffers.empty(count, heads, a_case.cache)
     meter = Meter(len(rows), device)
     for _ in range(layers):

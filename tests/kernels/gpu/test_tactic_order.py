@@ -214,7 +214,7 @@ def _befores_lost(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_order(kind: str, device: torch.device) -> None:
-    # By priority; cut by a cap; neither; of another family; of so few spans that other slices' totals are stale.
+    # By priority; cut by a cap; neither; of another kind; of so few spans that other slices' totals are stale.
     counts = [1472, SPANS * OF_SPAN, 1472, 1472, 320]
     rows, kv_heads = len(counts), 2
     workspace = TacticWorkspace.empty(rows, kv_heads * GROUP, kv_heads, SPANS, SPAN, device)

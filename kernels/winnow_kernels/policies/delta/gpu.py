@@ -26,7 +26,7 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu import LARGEST_GROUP, AttendBuffers, Launch
-from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, MOST_SPLITS, splits_of, tiles_of_split
+from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, PARTIAL_SLOTS, splits_of, tiles_of_split
 from winnow_kernels.batch import ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.selection.gpu_pages import PageBuffers, page_counts, select_pages, warps_of
@@ -40,7 +40,7 @@ REUSE: Final = 3
 """The row attends to what its last Δ-layer selected."""
 _TILE = tl.constexpr(TILE)
 _HEADS = tl.constexpr(LARGEST_GROUP)
-_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _WHOLE = tl.constexpr(WHOLE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
 _FULL = tl.constexpr(FULL)
@@ -62,7 +62,7 @@ class DeltaRows:
     """The parameters of a batch's rows.
 
     Attributes:
-        roles: int8 [layers, rows]; 0 for a row of another family, else what the layer is to the row: ``FULL``,
+        roles: int8 [layers, rows]; 0 for a row of another kind, else what the layer is to the row: ``FULL``,
             ``REFRESH`` or ``REUSE``.
         budgets: int32 [rows]; pages for all KV heads; 0 for a row that is left untouched, whatever its roles.
         recent: int32 [rows]; newest pages that are always kept, at least 1.
@@ -78,7 +78,7 @@ class DeltaRows:
 
     @classmethod
     def empty(cls, rows: int, layers: int, device: torch.device) -> DeltaRows:
-        """Return the parameters of ``rows`` rows of other families."""
+        """Return the parameters of ``rows`` rows of other kinds."""
         roles = torch.zeros(layers, rows, dtype=torch.int8, device=device)
         return cls(roles, *torch.zeros(4, rows, dtype=torch.int32, device=device))
 
@@ -103,7 +103,7 @@ class DeltaBuffers:
         """Return buffers for all rows of ``batch``.
 
         Raises:
-            ValueError: contexts have more pages than ``MOST_PAGES``.
+            ValueError: contexts have more pages than ``MAX_PAGES``.
         """
         device = batch.lengths.device
         return cls(
@@ -119,7 +119,7 @@ def programs_of_multiprocessor(launch: Launch) -> int:
 
 
 def write_counts(batch: DecodeBatch, rows: DeltaRows, counts: Tensor, width: int) -> None:
-    """Write what the family's rows attend to in every layer of a step.
+    """Write what the kind's rows attend to in every layer of a step.
 
     That is ``WHOLE_TO_THE_END`` at full layers, ``ELSEWHERE`` at Δ-layers, for their attention comes from
     ``attend_and_score``, and else the number of tokens selected, or ``WHOLE`` where these have no room.
@@ -176,7 +176,7 @@ def attend_and_score(
         "head_dim": head_dim,
         "dim_block": max(16, triton.next_power_of_2(head_dim)),
     }
-    _attend_kernel[(min(pairs * MOST_SPLITS, programs_of_multiprocessor(launch) * attend_buffers.multiprocessors),)](
+    _attend_kernel[(min(pairs * PARTIAL_SLOTS, programs_of_multiprocessor(launch) * attend_buffers.multiprocessors),)](
         queries,
         cache.keys,
         cache.values,
@@ -404,9 +404,9 @@ def _attend_kernel(
             weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
             highest = new_highest
         head = pair.to(tl.int64) * group + member
-        tl.store(partial_masses_ptr + head * _MOST_SPLITS + split, highest + tl.log2(mass), mask=is_member)
+        tl.store(partial_masses_ptr + head * _PARTIAL_SLOTS + split, highest + tl.log2(mass), mask=is_member)
         tl.store(
-            partial_outputs_ptr + (head * _MOST_SPLITS + split)[:, None] * head_dim + channel[None, :],
+            partial_outputs_ptr + (head * _PARTIAL_SLOTS + split)[:, None] * head_dim + channel[None, :],
             weighted / mass[:, None],
             mask=is_member[:, None] & is_channel[None, :],
         )
@@ -436,14 +436,14 @@ def _merge_kernel(
     if not _refreshes(roles_ptr, budgets_ptr, row):
         return
     tokens = tl.load(lengths_ptr + row)
-    split = tl.arange(0, _MOST_SPLITS)
+    split = tl.arange(0, _PARTIAL_SLOTS)
     is_split = split < splits_of(tokens, tokens < 0)
     head = pair.to(tl.int64) * group + tl.program_id(1)
-    masses = tl.load(partial_masses_ptr + head * _MOST_SPLITS + split, mask=is_split, other=-INFINITY)
+    masses = tl.load(partial_masses_ptr + head * _PARTIAL_SLOTS + split, mask=is_split, other=-INFINITY)
     channel = tl.arange(0, dim_block)
     is_channel = channel < head_dim
     outputs = tl.load(
-        partial_outputs_ptr + (head * _MOST_SPLITS + split[:, None]) * head_dim + channel[None, :],
+        partial_outputs_ptr + (head * _PARTIAL_SLOTS + split[:, None]) * head_dim + channel[None, :],
         mask=is_split[:, None] & is_channel[None, :],
         other=0.0,
     )

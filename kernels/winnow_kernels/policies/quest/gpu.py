@@ -23,7 +23,7 @@ _BYTES_AT_ONCE: Final = 16 << 10
 # On each multiprocessor: as many as its shared memory holds.
 SCORING_PROGRAMS: Final = 3
 # The least that the matrix units take: rows of a group beyond its query heads are padding.
-_LEAST_GROUP: Final = 16
+_MIN_GROUP: Final = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class QuestRows:
 
     Attributes:
         budgets: int32 [rows]; pages for each KV head, no fewer than those of the sinks and the newest; 0 for a row of
-            another family.
+            another kind.
         sinks: int32 [rows]; first tokens, whose pages are always kept.
         full_layers: int32 [rows]; how many of the first layers attend to everything.
         by_score: int32 [rows]; not 0 where pages must come by descending score, as early termination needs them.
@@ -45,7 +45,7 @@ class QuestRows:
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> QuestRows:
-        """Return the parameters of ``rows`` rows of other families."""
+        """Return the parameters of ``rows`` rows of other kinds."""
         return cls(*torch.zeros(4, rows, dtype=torch.int32, device=device))
 
 
@@ -58,7 +58,7 @@ def select(
     selection: DeviceSelection,
     buffers: PageBuffers,
 ) -> None:
-    """Write the slots and counts of the family's rows in ``layer``, and count the bounds that are read.
+    """Write the slots and counts of the kind's rows in ``layer``, and count the bounds that are read.
 
     A row whose selection is wider than there is room for attends to its whole context.
 
@@ -66,7 +66,7 @@ def select(
         layer: the layer's number.
         queries: [rows, query heads, head dim], of the dtype of the bounds; rows and heads may be strided.
         bounds: [pages, KV heads, 2 × head dim], contiguous; ``PageBounds.bounds`` of the layer, valid for the complete
-            pages of the family's rows.
+            pages of the kind's rows.
         batch: the batch.
         rows: parameters of its rows.
         selection: what is written to.
@@ -98,7 +98,7 @@ def select(
         page_size=batch.page_size,
         kv_heads=kv_heads,
         group=group,
-        group_block=max(_LEAST_GROUP, triton.next_power_of_2(group)),
+        group_block=max(_MIN_GROUP, triton.next_power_of_2(group)),
         head_dim=head_dim,
         dim_block=dim_block,
         block=min(64, _BYTES_AT_ONCE // (dim_block * bounds.element_size())),

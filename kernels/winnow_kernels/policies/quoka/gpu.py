@@ -20,7 +20,7 @@ from winnow_kernels.selection.gpu_top import BINS, TopBuffers, TopRows, bin_of, 
 
 _BINS = tl.constexpr(BINS)
 # As torch.nn.functional.normalize.
-_LEAST_NORM = tl.constexpr(1e-12)
+_MIN_NORM = tl.constexpr(1e-12)
 _KEYS_AT_ONCE: Final = 64
 # On each multiprocessor.
 SCORING_PROGRAMS: Final = 5
@@ -147,7 +147,7 @@ def _score_kernel(
             other=0.0,
         ).to(tl.float32)
         norms = tl.sqrt(tl.sum(queries * queries, axis=1))
-        mean = tl.sum(queries / tl.maximum(norms, _LEAST_NORM)[:, None], axis=0) / group
+        mean = tl.sum(queries / tl.maximum(norms, _MIN_NORM)[:, None], axis=0) / group
         scored = (tl.load(lengths_ptr + row) - 1) // page_size * page_size
         sinks = tl.load(sinks_ptr + row)
         own_table_ptr = page_table_ptr + row * table_stride

@@ -6,8 +6,8 @@ one query speaks for itself, and the first tokens can be kept as sinks beside th
 
 Prefill departs from the paper in what a block always selects, inside its budget: the first tokens, ``sinks``, and those
 right before the block, ``recency_ratio`` of its budget. Queries that do not speak attend to recent tokens in many small
-parts, which no speaker asks for; cosines pass over them. A sink holds most of many heads' attention in a real model;
-cosines nearly always find it, but nothing makes them. With 0 and 0 it is the paper's algorithm.
+parts, which no representative asks for; cosines pass over them. A sink holds most of many heads' attention in a real
+model; cosines nearly always find it, but nothing makes them. With 0 and 0 it is the paper's algorithm.
 
 Blocks lie on a grid of absolute positions, so that what is computed does not depend on where prefill chunks end.
 """
@@ -140,12 +140,12 @@ def select_for_blocks(
     # [KV heads, head dim, tokens] and [KV heads, tokens].
     keys, reciprocals = keys.float().permute(1, 2, 0), reciprocals.T.contiguous()
     for batch in _batches(starts, cache.kv_heads, parameters):
-        speakers = []
+        representatives = []
         for start in batch:
             rows = slice(max(start, prefix_length) - prefix_length, start + parameters.block - prefix_length)
-            speakers.append(speaking_queries(queries[rows], cache.kv_heads, parameters.queries))
-        scores = torch.cat(speakers, 1).float() @ keys[..., : batch[-1]]
-        for start, of_block in zip(batch, torch.split(scores, [s.shape[1] for s in speakers], 1), strict=True):
+            representatives.append(speaking_queries(queries[rows], cache.kv_heads, parameters.queries))
+        scores = torch.cat(representatives, 1).float() @ keys[..., : batch[-1]]
+        for start, of_block in zip(batch, torch.split(scores, [s.shape[1] for s in representatives], 1), strict=True):
             # Norms are positive: dividing the maximum is dividing the scores.
             promise = of_block[..., :start].amax(1) * reciprocals[:, :start]
             promise[:, : parameters.sinks] = torch.inf

@@ -33,7 +33,7 @@ class StoredRows:
             are read (``SnapKVState.kept``).
         offsets: int64 [rows, layers, KV heads]; where in the pool a KV head's positions in a layer begin.
         kept: int32 [rows, layers, KV heads]; how many positions it keeps, at least 1.
-        prompt_lengths: int32 [rows]; tokens in the prompt, less than the context's; 0 for a row of another family.
+        prompt_lengths: int32 [rows]; tokens in the prompt, less than the context's; 0 for a row of another kind.
     """
 
     positions: Tensor
@@ -43,7 +43,7 @@ class StoredRows:
 
     @classmethod
     def empty(cls, rows: int, layers: int, kv_heads: int, capacity: int, device: torch.device) -> StoredRows:
-        """Return the parameters of ``rows`` rows of other families, with a pool of ``capacity`` positions."""
+        """Return the parameters of ``rows`` rows of other kinds, with a pool of ``capacity`` positions."""
         return cls(
             torch.zeros(capacity, dtype=torch.int32, device=device),
             torch.zeros(rows, layers, kv_heads, dtype=torch.int64, device=device),
@@ -53,7 +53,7 @@ class StoredRows:
 
 
 def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSelection) -> None:
-    """Write the slots and counts of the family's rows in ``layer``.
+    """Write the slots and counts of the kind's rows in ``layer``.
 
     A row whose selection is wider than there is room for attends to its whole context.
     """

@@ -10,7 +10,7 @@ from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.selection.tokens import select_positions
 
-_MOST_SCORES = 2**25
+_MAX_SCORES = 2**25
 """Scores of one pass while votes are counted: 128 MiB."""
 
 
@@ -87,7 +87,7 @@ class ObservationBuffer:
         keys = gather_keys(cache, select_positions(prompt, everything, counts), meter)[0].float().mT
         total = keys.new_zeros(cache.kv_heads, 1, self.first_position)
         queries = self._queries[layer].float() * scale
-        at_once = max(1, _MOST_SCORES // (queries.shape[1] * self.prompt_length))
+        at_once = max(1, _MAX_SCORES // (queries.shape[1] * self.prompt_length))
         for first in range(0, self.window, at_once):
             # [KV heads, queries × group, head dim]: one product for all query heads of a group.
             grouped = group(queries[first : first + at_once], cache.kv_heads).transpose(0, 1)

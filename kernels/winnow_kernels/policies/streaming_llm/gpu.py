@@ -25,7 +25,7 @@ class StreamingLLMRows:
 
     Attributes:
         sinks: int32 [rows]; leading tokens that are always attended to.
-        window: int32 [rows]; newest tokens that are attended to, at least 1; 0 for a row of another family.
+        window: int32 [rows]; newest tokens that are attended to, at least 1; 0 for a row of another kind.
     """
 
     sinks: Tensor
@@ -33,13 +33,13 @@ class StreamingLLMRows:
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> StreamingLLMRows:
-        """Return the parameters of ``rows`` rows of other families."""
+        """Return the parameters of ``rows`` rows of other kinds."""
         sinks, window = torch.zeros(2, rows, dtype=torch.int32, device=device)
         return cls(sinks, window)
 
 
 def select(batch: DecodeBatch, rows: StreamingLLMRows, selection: DeviceSelection) -> None:
-    """Write the slots and counts of the family's rows: what they attend to in every layer of the step.
+    """Write the slots and counts of the kind's rows: what they attend to in every layer of the step.
 
     A row whose selection is wider than there is room for attends to its whole context.
     """

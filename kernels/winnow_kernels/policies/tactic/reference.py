@@ -67,7 +67,7 @@ LISTED_SHARE = 0.25
 """Share of the clusters that are ranked at first; all of them where a query head needs more."""
 WHOLE_SHARE = 0.75
 """A KV head that would attend to more than this share of the context attends to all of it."""
-LEAST_WEIGHT = 1e-290
+MIN_WEIGHT = 1e-290
 """A token on the curve is taken to weigh no less when its logarithm is asked for."""
 STEPS_OF_OCTAVE = 4
 """Into how many steps shares of the mass are divided from one to its half."""
@@ -415,7 +415,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         )
         near = (self._near_start[:, None] + torch.arange(self._window, device=known.device))[:, None, None]
         of_centroids = ranking.scores.gather(-1, near.expand(*shape, -1)).double().mean(-1) * self.scale
-        weight = (curve.a / centres[..., 0] + curve.b).clamp_min(LEAST_WEIGHT).log()
+        weight = (curve.a / centres[..., 0] + curve.b).clamp_min(MIN_WEIGHT).log()
         reference = reference[..., 0].double()
         return mass, reference, reference + weight - of_centroids
 

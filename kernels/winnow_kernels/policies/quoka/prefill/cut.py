@@ -29,7 +29,7 @@ def blocks_of(row: int, first_query: int, prefix_length: int, length: int, param
             block = replace(
                 block,
                 budget=parameters.tokens(start),
-                speakers=parameters.queries,
+                representatives=parameters.queries,
                 sinks=parameters.sinks,
                 recent=parameters.recent(start),
             )
@@ -59,5 +59,5 @@ def _block(row: int, first_query: int, prefix_length: int, length: int, start: i
         end=min(start + block, length),
         first_query=first_query + begin - prefix_length,
         budget=WHOLE,
-        speakers=0,
+        representatives=0,
     )

@@ -20,7 +20,7 @@ from winnow_kernels.policies.quoka.prefill import top
 from winnow_kernels.policies.quoka.prefill.tables import GROUP_COLUMNS, REQUEST_COLUMNS, SPARSE_COLUMNS
 from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks, aligned
 
-LEAST_SPEAKERS: Final = 8
+MIN_REPRESENTATIVES: Final = 8
 """Fewer are padded: a group of more than 16 blocks would score too many keys that only its later blocks may see."""
 
 
@@ -41,16 +41,16 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Blocks whose numbers of speakers are padded to the same power of two.
+    """Blocks whose numbers of representatives are padded to the same power of two.
 
     Attributes:
-        speakers: that power of two.
+        representatives: that power of two.
         queries: the most queries of a block.
         sparse: int32 [blocks, 3] on the device; the blocks of all batches in their order.
         batches: what the run is cut into.
     """
 
-    speakers: int
+    representatives: int
     queries: int
     sparse: Tensor
     batches: Sequence[Batch]
@@ -73,18 +73,18 @@ class Plan:
     runs: Sequence[Run]
 
     @classmethod
-    def of(cls, blocks: PrefillBlocks, kv_heads: int, most_speakers: int, most_scores: int) -> Plan:
+    def of(cls, blocks: PrefillBlocks, kv_heads: int, most_representatives: int, most_scores: int) -> Plan:
         """Plan a pass.
 
         Args:
             blocks: of the pass.
             kv_heads: KV heads of a layer.
-            most_speakers: that are scored in one product.
+            most_representatives: that are scored in one product.
             most_scores: numbers that there is room for.
         """
         own = sorted(
             ((number, block) for number, block in enumerate(blocks.blocks) if block.budget != WHOLE),
-            key=lambda each: (padded(each[1].speakers), each[1].row, each[1].start),
+            key=lambda each: (padded(each[1].representatives), each[1].row, each[1].start),
         )
         scored: dict[int, int] = {}
         for _, block in own:
@@ -97,15 +97,15 @@ class Plan:
             norms += kv_heads * aligned(tokens)
         norms_of = {row: (offset, stride) for row, _, offset, stride in requests}
         runs = []
-        for speakers, of_run in groupby(own, key=lambda each: padded(each[1].speakers)):
-            most = max(most_speakers // speakers, 1)
-            runs.append(_run(speakers, list(of_run), norms_of, kv_heads, most, most_scores, device))
+        for representatives, of_run in groupby(own, key=lambda each: padded(each[1].representatives)):
+            most = max(most_representatives // representatives, 1)
+            runs.append(_run(representatives, list(of_run), norms_of, kv_heads, most, most_scores, device))
         return cls(_table(requests, REQUEST_COLUMNS, device), max(scored.values(), default=0), norms, runs)
 
 
-def padded(speakers: int) -> int:
-    """Return how many vectors stand for a block's speakers: some of them twice."""
-    return max(LEAST_SPEAKERS, triton.next_power_of_2(speakers))
+def padded(representatives: int) -> int:
+    """Return how many vectors stand for a block's representatives: some of them twice."""
+    return max(MIN_REPRESENTATIVES, triton.next_power_of_2(representatives))
 
 
 def scores_stride(tokens: int) -> int:
@@ -130,7 +130,7 @@ def _batches(blocks: list[tuple[int, Block]], kv_heads: int, most_scores: int) -
 
 
 def _run(
-    speakers: int,
+    representatives: int,
     blocks: list[tuple[int, Block]],
     norms_of: dict[int, tuple[int, int]],
     kv_heads: int,
@@ -159,7 +159,7 @@ def _run(
         longest = max(block.start for _, block in batch)
         # Not a view: for one that begins anywhere but at a multiple of 16 bytes kernels are compiled anew.
         cut.append(Batch(own.clone(), _table(groups, GROUP_COLUMNS, device), longest))
-    return Run(speakers, max(block.queries for _, block in blocks), sparse, cut)
+    return Run(representatives, max(block.queries for _, block in blocks), sparse, cut)
 
 
 def _table(rows: Sequence[tuple[int, ...]], columns: tl.constexpr, device: torch.device) -> Tensor:

@@ -18,18 +18,18 @@ from winnow_kernels.policies.quoka.prefill.tables import (
     END,
     FIRST_QUERY,
     NUMBER,
+    REPRESENTATIVES,
     SPARSE_COLUMNS,
-    SPEAKERS,
 )
 
 QUERIES_AT_ONCE: Final = 32
 RANK_WARPS: Final = 8
-SPEAKERS_AT_ONCE: Final = 16
+REPRESENTATIVES_AT_ONCE: Final = 16
 # Queries that others are compared with at a time.
 _COMPARED: Final = tl.constexpr(128)
 # As torch.nn.functional.cosine_similarity and normalize.
-_LEAST_IN_COSINE: Final = tl.constexpr(1e-8)
-_LEAST_NORM: Final = tl.constexpr(1e-12)
+_MIN_IN_COSINE: Final = tl.constexpr(1e-8)
+_MIN_NORM: Final = tl.constexpr(1e-12)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,23 +43,24 @@ def rank_kernel(
     group: tl.tensor,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
-    speakers: tl.constexpr,
+    representatives: tl.constexpr,
     rows: tl.constexpr,
     tiles: tl.constexpr,
 ) -> None:
     """Write which queries of a block speak for a KV head, the least typical first: int32, counted from the block's.
 
-    Of queries that are as typical the first comes first. Beyond the block's number of speakers the first is repeated.
+    Of queries that are as typical the first comes first. Beyond the block's number of representatives the first is
+    repeated.
     """
     sparse = tl.program_id(0)
     kv_head = tl.program_id(1)
     block_ptr = fields_ptr + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
     count = tl.load(block_ptr + END) - tl.load(block_ptr + BEGIN)
-    wanted = tl.load(block_ptr + SPEAKERS)
-    own_ranked_ptr = ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * speakers
-    speaker = tl.arange(0, speakers)
+    wanted = tl.load(block_ptr + REPRESENTATIVES)
+    own_ranked_ptr = ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * representatives
+    representative = tl.arange(0, representatives)
     if count <= wanted:
-        tl.store(own_ranked_ptr + speaker, tl.where(speaker < count, speaker, 0))
+        tl.store(own_ranked_ptr + representative, tl.where(representative < count, representative, 0))
         return
 
     channel = tl.arange(0, dim_block)
@@ -76,12 +77,12 @@ def rank_kernel(
             mask = (row < count)[:, None] & is_channel
             total += tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
         mean = tl.sum(total, axis=0) / count
-        mean_norm = tl.maximum(tl.sqrt_rn(tl.sum(mean * mean, axis=0)), _LEAST_IN_COSINE)
+        mean_norm = tl.maximum(tl.sqrt_rn(tl.sum(mean * mean, axis=0)), _MIN_IN_COSINE)
         for start in tl.range(0, count, rows, num_stages=3):
             row = start + in_tile
             mask = (row < count)[:, None] & is_channel
             queries = tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
-            norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _LEAST_IN_COSINE)
+            norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _MIN_IN_COSINE)
             likeness = tl.sum(queries * mean[None, :], axis=1) / (norms * mean_norm)
             likenesses += tl.where(tile_number == start // rows, likeness[None, :], 0.0)
     # Ranks must be a permutation even if there are NaNs.
@@ -104,7 +105,11 @@ def rank_kernel(
             rank += tl.sum(precedes.to(tl.int32), axis=0)
         tl.store(own_ranked_ptr + rank, row, mask=rank < tl.minimum(wanted, count))
         least_typical += tl.sum(tl.where(rank == 0, row, 0), axis=0)
-    tl.store(own_ranked_ptr + speaker, tl.full([speakers], 0, tl.int32) + least_typical, mask=speaker >= wanted)
+    tl.store(
+        own_ranked_ptr + representative,
+        tl.full([representatives], 0, tl.int32) + least_typical,
+        mask=representative >= wanted,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,32 +118,34 @@ def average_kernel(
     fields_ptr: tl.tensor,
     sparse_ptr: tl.tensor,
     ranked_ptr: tl.tensor,
-    speakers_ptr: tl.tensor,
+    representatives_ptr: tl.tensor,
     query_stride: tl.tensor,
     head_stride: tl.tensor,
     group: tl.tensor,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
-    speakers: tl.constexpr,
+    representatives: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write a tile of a block's speakers for a KV head: the mean over its query heads of normalised queries."""
+    """Write a tile of a block's representatives for a KV head: the mean over its query heads of normalised queries."""
     sparse = tl.program_id(0)
     kv_head = tl.program_id(1)
     block_ptr = fields_ptr + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
     channel = tl.arange(0, dim_block)
     is_channel = (channel < head_dim)[None, :]
-    speaker = tl.program_id(2) * tile + tl.arange(0, tile)
+    representative = tl.program_id(2) * tile + tl.arange(0, tile)
     own_queries_ptr = queries_ptr + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * query_stride + channel[None, :]
-    row = tl.load(ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * speakers + speaker)
+    row = tl.load(ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * representatives + representative)
     total = tl.zeros([tile, dim_block], tl.float32)
     for member in range(group):
         head = kv_head * group + member
         queries = tl.load(
             own_queries_ptr + (row * query_stride + head * head_stride)[:, None], mask=is_channel, other=0.0
         ).to(tl.float32)
-        norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _LEAST_NORM)
+        norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _MIN_NORM)
         total += queries / norms[:, None]
-    own_speakers_ptr = speakers_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * (speakers * head_dim)
-    mean = (total / group).to(speakers_ptr.dtype.element_ty)
-    tl.store(own_speakers_ptr + (speaker * head_dim)[:, None] + channel[None, :], mean, mask=is_channel)
+    own_representatives_ptr = representatives_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * (
+        representatives * head_dim
+    )
+    mean = (total / group).to(representatives_ptr.dtype.element_ty)
+    tl.store(own_representatives_ptr + (representative * head_dim)[:, None] + channel[None, :], mean, mask=is_channel)

@@ -13,7 +13,7 @@ from winnow_kernels.selection.gpu_threshold import HIGHEST
 
 ALIGNMENT: Final = tl.constexpr(prefill_blocks.ALIGNMENT)
 """Rows begin at multiples of so many numbers, and are filled up to there with -inf: so they are read four at a time."""
-LEAST_SCORE: Final = tl.constexpr(-3e38)
+MIN_SCORE: Final = tl.constexpr(-3e38)
 """No score is less, and none is nan: whatever queries and keys are, numbers can be compared and as many selected."""
 
 SEGMENT: Final = tl.constexpr(16)

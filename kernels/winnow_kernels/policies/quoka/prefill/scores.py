@@ -1,12 +1,12 @@
-"""Scoring all keys before each block: the highest product with one of its speakers, over the key's norm.
+"""Scoring all keys before each block: the highest product with one of its representatives, over the key's norm.
 
 Tokens that are always selected score infinity, so that nothing else has to know of them.
 
-A program keeps the speakers of several blocks of one request, 128 vectors in all, in shared memory, and multiplies a
-run of keys with them on tensor cores: 2 × speakers × keys × head dim operations for each KV head. Keys are read once
-for each such group of blocks, mostly from the L2 cache, since groups that score the same keys run next to each other; 4
-bytes are written for each block and key. What is done with the products, one for each speaker to a score, takes as long
-as making them: three programs on a multiprocessor take turns.
+A program keeps the representatives of several blocks of one request, 128 vectors in all, in shared memory, and
+multiplies a run of keys with them on tensor cores: 2 × representatives × keys × head dim operations for each KV head.
+Keys are read once for each such group of blocks, mostly from the L2 cache, since groups that score the same keys run
+next to each other; 4 bytes are written for each block and key. What is done with the products, one for each
+representative to a score, takes as long as making them: three programs on a multiprocessor take turns.
 
 Norms are computed by a launch before: it reads all keys once, where an index would save most of that, but would have to
 be complete for every prefix that is hit; and so what a key scores never depends on where chunks end.
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from winnow_kernels.policies.quoka.prefill.rows import ALIGNMENT, LEAST_SCORE
+from winnow_kernels.policies.quoka.prefill.rows import ALIGNMENT, MIN_SCORE
 from winnow_kernels.policies.quoka.prefill.tables import (
     BLOCK_COLUMNS,
     COUNT,
@@ -43,17 +43,17 @@ from winnow_kernels.policies.quoka.prefill.tables import (
 
 KEYS_AT_ONCE: Final = 64
 RUN: Final = 1024
-"""Keys that one program scores: enough to make up for loading the speakers, few enough to fill the GPU evenly."""
+"""Keys that one program scores: enough to pay for loading representatives, few enough to fill the GPU evenly."""
 WARPS: Final = 4
-_MOST_COLUMNS: Final = 128
-_MOST_NUMBERS: Final = 128 * 128
+_MAX_COLUMNS: Final = 128
+_MAX_NUMBERS: Final = 128 * 128
 
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def columns_of(head_dim: int) -> int:
-    """Return how many speakers a program holds: as many as leave room for more programs on the multiprocessor."""
-    return min(_MOST_COLUMNS, _MOST_NUMBERS // triton.next_power_of_2(head_dim))
+    """Return how many representatives a program holds: as many as leave room for more programs."""
+    return min(_MAX_COLUMNS, _MAX_NUMBERS // triton.next_power_of_2(head_dim))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -97,7 +97,7 @@ def norms_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
     keys_ptr: tl.tensor,
-    speakers_ptr: tl.tensor,
+    representatives_ptr: tl.tensor,
     reciprocals_ptr: tl.tensor,
     fields_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
@@ -111,13 +111,13 @@ def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     page_bits: tl.constexpr,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
-    speakers: tl.constexpr,
+    representatives: tl.constexpr,
     columns: tl.constexpr,
     keys: tl.constexpr,
     run: tl.constexpr,
 ) -> None:
     """Score a run of keys for a group of blocks and a KV head."""
-    per_tile: tl.constexpr = min(speakers, columns)
+    per_tile: tl.constexpr = min(representatives, columns)
     members: tl.constexpr = columns // per_tile
     own_group_ptr = groups_ptr + tl.program_id(0) * GROUP_COLUMNS
     first = tl.load(own_group_ptr + FIRST)
@@ -149,13 +149,16 @@ def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     is_channel = (channel < head_dim)[None, :]
     in_tile = tl.arange(0, keys)
     lanes: tl.constexpr = min(members, 4)
-    of_member, of_speaker = _order(columns, per_tile, lanes)
+    of_member, of_representative = _order(columns, per_tile, lanes)
     # In place of blocks that are not there, it is the group's first that is loaded.
     of_block = first + tl.where(of_member < count, of_member, 0)
-    own_speakers_ptr = speakers_ptr + ((of_block.to(tl.int64) * kv_heads + head) * speakers + of_speaker) * head_dim
-    for first_speaker in tl.static_range(0, speakers, per_tile):
-        of_speakers = own_speakers_ptr[:, None] + first_speaker * head_dim + channel[None, :]
-        vectors = tl.load(of_speakers, mask=is_channel, other=0.0)
+    own_representatives_ptr = (
+        representatives_ptr
+        + ((of_block.to(tl.int64) * kv_heads + head) * representatives + of_representative) * head_dim
+    )
+    for first_representative in tl.static_range(0, representatives, per_tile):
+        of_representatives = own_representatives_ptr[:, None] + first_representative * head_dim + channel[None, :]
+        vectors = tl.load(of_representatives, mask=is_channel, other=0.0)
         for tile in tl.range(begin, end, keys, num_stages=4):
             place = tile + in_tile
             # Behind the last key it is the last that is loaded, so that loads need no masks.
@@ -172,26 +175,26 @@ def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
             scores = highest * reciprocal[:, None]
             scores_ptrs = own_scores_ptr[None, :] + place[:, None]
             # Of a number and nan it is the number.
-            scores = tl.maximum(scores, LEAST_SCORE)
+            scores = tl.maximum(scores, MIN_SCORE)
             is_kept = (place[:, None] < sinks[None, :]) | (place[:, None] >= recent_from[None, :])
             scores = tl.where(is_kept, float("inf"), scores)
             scores = tl.where(place[:, None] < start[None, :], scores, -float("inf"))
             is_in_row = place[:, None] < row_end[None, :]
-            if first_speaker > 0:
+            if first_representative > 0:
                 scores = tl.maximum(scores, tl.load(scores_ptrs, mask=is_in_row, other=0.0))
             tl.store(scores_ptrs, scores, mask=is_in_row)
-        if first_speaker + per_tile < speakers:
+        if first_representative + per_tile < representatives:
             # Other threads may read again what this one stored.
             tl.debug_barrier()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _order(columns: tl.constexpr, speakers: tl.constexpr, lanes: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return of which block and which of its speakers the columns are.
+def _order(columns: tl.constexpr, representatives: tl.constexpr, lanes: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return of which block and which of its representatives the columns are.
 
     A row of products is dealt out to four threads, two neighbours to each in turn. In this order a thread gets all
-    speakers of a block, and need not ask others for the highest product.
+    representatives of a block, and need not ask others for the highest product.
     """
     column = tl.arange(0, columns)
-    member = column // (lanes * speakers) * lanes + column // 2 % lanes
-    return member, column // (lanes * 2) % (speakers // 2) * 2 + column % 2
+    member = column // (lanes * representatives) * lanes + column // 2 % lanes
+    return member, column // (lanes * 2) % (representatives // 2) * 2 + column % 2

@@ -1,8 +1,9 @@
 """QUOKA's selection in prefill (``reference.select_for_blocks``), for all blocks of a pass.
 
 1. Norms: all keys before each request's last block are read once.
-2. Speakers: two launches read the queries of the pass, about twice.
-3. Scores: one launch multiplies speakers and keys, and writes 4 bytes for each block, KV head and key before the block.
+2. Representatives: two launches read the queries of the pass, about twice.
+3. Scores: one launch multiplies representatives and keys, and writes 4 bytes for each block, KV head and key before the
+block.
 4. Top: six launches read the scores three times and write the slots.
 
 The last two alternate: as many blocks at a time as a workspace holds the scores of. With 8 KV heads a block that 32K
@@ -10,9 +11,9 @@ tokens precede takes 1.3 MiB, one that 128K precede 4.3 MiB. With the default of
 blocks of 128 is one batch up to 120K, and two behind that. Smaller batches would be read from the L2 cache, but every
 launch ends with multiprocessors that wait for the last, and every batch reads all keys.
 
-With 32 query and 8 KV heads of 128, and 16 speakers, that chunk takes 60 × 10⁹ operations at 32K. It reads 67 MB of
-keys from memory for norms and as much for scores, and 67 MB of queries; its scores are 60 MB. At 128K operations, keys
-and scores are four times as many.
+With 32 query and 8 KV heads of 128, and 16 representatives, that chunk takes 60 × 10⁹ operations at 32K. It reads 67 MB
+of keys from memory for norms and as much for scores, and 67 MB of queries; its scores are 60 MB. At 128K operations,
+keys and scores are four times as many.
 
 Nothing but a block's own queries and the keys before it decides what it gets, not its neighbours or where chunks end.
 """
@@ -74,9 +75,9 @@ class QuokaPrefillPass:
     """One pass's selection, planned once for all layers, which then write to the same tensors one after another.
 
     Beside the workspace it takes, for each KV head, 4 bytes for each token before a request's last block, for each
-    speaker of a block the bytes of a key and 4, and for each block 4 for 2,048 tokens before it: 6.2 MiB for a chunk
-    of 8,192 at 128K with 8 KV heads of 128, in blocks of 128 with 16 speakers. The selection takes 4 bytes for each
-    token.
+    representative of a block the bytes of a key and 4, and for each block 4 for 2,048 tokens before it: 6.2 MiB for a
+    chunk of 8,192 at 128K with 8 KV heads of 128, in blocks of 128 with 16 representatives. The selection takes 4 bytes
+    for each token.
 
     Attributes:
         blocks: of the pass.
@@ -84,8 +85,8 @@ class QuokaPrefillPass:
         scores: float32 [numbers]; scratch, the workspace's.
         reciprocals: float32 [numbers]; scratch, reciprocal norms of the requests' keys.
         marks: int32 [numbers]; scratch, what is known of a batch's thresholds.
-        ranked: for each run of the plan int32 [blocks, KV heads, speakers]; scratch.
-        speakers: for each run of the plan [blocks, KV heads, speakers, head dim], as the cache; scratch.
+        ranked: for each run of the plan int32 [blocks, KV heads, representatives]; scratch.
+        representatives: for each run of the plan [blocks, KV heads, representatives, head dim], as the cache; scratch.
         selection: what is written to.
     """
 
@@ -95,7 +96,7 @@ class QuokaPrefillPass:
     reciprocals: Tensor
     marks: Tensor
     ranked: Sequence[Tensor]
-    speakers: Sequence[Tensor]
+    representatives: Sequence[Tensor]
     selection: BlockSelection
 
     @classmethod
@@ -109,7 +110,7 @@ class QuokaPrefillPass:
         """
         kv_heads, head_dim, dtype, device = cache.kv_heads, cache.head_dim, cache.keys.dtype, cache.keys.device
         plan = Plan.of(blocks, kv_heads, scoring.columns_of(head_dim), len(workspace.scores))
-        shapes = [(len(run.sparse), kv_heads, run.speakers, head_dim) for run in plan.runs]
+        shapes = [(len(run.sparse), kv_heads, run.representatives, head_dim) for run in plan.runs]
         batches = [batch for run in plan.runs for batch in run.batches]
         marks = max((top.marks_of(len(batch.sparse) * kv_heads, batch.longest) for batch in batches), default=0)
         width = aligned(max((block.budget for block in blocks.blocks if block.budget != WHOLE), default=0))
@@ -120,7 +121,7 @@ class QuokaPrefillPass:
             torch.empty(plan.norms, dtype=torch.float32, device=device),
             torch.empty(marks, dtype=torch.int32, device=device),
             [
-                torch.empty(len(run.sparse), kv_heads, run.speakers, dtype=torch.int32, device=device)
+                torch.empty(len(run.sparse), kv_heads, run.representatives, dtype=torch.int32, device=device)
                 for run in plan.runs
             ],
             [torch.empty(shape, dtype=dtype, device=device) for shape in shapes],
@@ -159,13 +160,13 @@ def select_blocks(queries: Tensor, cache: LayerCache, own: QuokaPrefillPass) -> 
         **of_keys,
         num_warps=4,
     )
-    for run, ranked, speakers in zip(plan.runs, own.ranked, own.speakers, strict=True):
-        _speak(queries, blocks, run, ranked, speakers)
+    for run, ranked, representatives in zip(plan.runs, own.ranked, own.representatives, strict=True):
+        _speak(queries, blocks, run, ranked, representatives)
         for batch in run.batches:
             runs = triton.cdiv(batch.longest, scoring.RUN)
             scoring.score_kernel[(len(batch.groups), runs, cache.kv_heads)](
                 cache.keys,
-                speakers,
+                representatives,
                 own.reciprocals,
                 blocks.fields,
                 blocks.page_table,
@@ -177,7 +178,7 @@ def select_blocks(queries: Tensor, cache: LayerCache, own: QuokaPrefillPass) -> 
                 blocks.page_table.stride(0),
                 cache.kv_heads,
                 **of_keys,
-                speakers=run.speakers,
+                representatives=run.representatives,
                 columns=scoring.columns_of(cache.head_dim),
                 run=scoring.RUN,
                 num_warps=scoring.WARPS,
@@ -186,11 +187,15 @@ def select_blocks(queries: Tensor, cache: LayerCache, own: QuokaPrefillPass) -> 
     return own.selection
 
 
-def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, speakers: Tensor) -> None:
-    """Write the speakers of a run's blocks."""
-    kv_heads = speakers.shape[1]
+def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, representatives: Tensor) -> None:
+    """Write the representatives of a run's blocks."""
+    kv_heads = representatives.shape[1]
     query_heads, head_dim = queries.shape[1:]
-    of_queries = {"head_dim": head_dim, "dim_block": triton.next_power_of_2(head_dim), "speakers": run.speakers}
+    of_queries = {
+        "head_dim": head_dim,
+        "dim_block": triton.next_power_of_2(head_dim),
+        "representatives": run.representatives,
+    }
     speaking.rank_kernel[(len(run.sparse), kv_heads)](
         queries,
         blocks.fields,
@@ -204,13 +209,13 @@ def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, spe
         tiles=triton.next_power_of_2(triton.cdiv(run.queries, speaking.QUERIES_AT_ONCE)),
         num_warps=speaking.RANK_WARPS,
     )
-    tile = min(run.speakers, speaking.SPEAKERS_AT_ONCE)
-    speaking.average_kernel[(len(run.sparse), kv_heads, run.speakers // tile)](
+    tile = min(run.representatives, speaking.REPRESENTATIVES_AT_ONCE)
+    speaking.average_kernel[(len(run.sparse), kv_heads, run.representatives // tile)](
         queries,
         blocks.fields,
         run.sparse,
         ranked,
-        speakers,
+        representatives,
         queries.stride(0),
         queries.stride(1),
         query_heads // kv_heads,

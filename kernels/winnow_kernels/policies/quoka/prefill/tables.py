@@ -19,7 +19,7 @@ BEGIN: Final = tl.constexpr(_FIELDS.index("begin"))
 END: Final = tl.constexpr(_FIELDS.index("end"))
 FIRST_QUERY: Final = tl.constexpr(_FIELDS.index("first_query"))
 BUDGET: Final = tl.constexpr(_FIELDS.index("budget"))
-SPEAKERS: Final = tl.constexpr(_FIELDS.index("speakers"))
+REPRESENTATIVES: Final = tl.constexpr(_FIELDS.index("representatives"))
 SINKS: Final = tl.constexpr(_FIELDS.index("sinks"))
 RECENT: Final = tl.constexpr(_FIELDS.index("recent"))
 

@@ -51,7 +51,7 @@ from winnow_kernels.policies.tactic.gpu.state import (
 )
 from winnow_kernels.policies.tactic.reference import (
     FIRST_OCTAVE,
-    LEAST_WEIGHT,
+    MIN_WEIGHT,
     SHARE_STEPS,
     STEPS_OF_OCTAVE,
     WINDOW_CLUSTERS,
@@ -72,7 +72,7 @@ _STEPS_OF_OCTAVE = tl.constexpr(STEPS_OF_OCTAVE)
 _FIRST_OCTAVE = tl.constexpr(FIRST_OCTAVE)
 _SPLITS = tl.constexpr(SPLITS)
 _WINDOW = tl.constexpr(WINDOW_CLUSTERS)
-_LEAST_WEIGHT = tl.constexpr(LEAST_WEIGHT)
+_MIN_WEIGHT = tl.constexpr(MIN_WEIGHT)
 _OF_BLOCK = tl.constexpr(KEPT_BLOCK)
 # Blocks of tokens in no cluster that are looked at together.
 _BLOCKS = tl.constexpr(64)
@@ -240,7 +240,7 @@ def _above_centroids(
     tokens = tl.load(ranks_ptr + of_heads * RANKS + RANK_NEAR_TOKENS, mask=is_head, other=0)
     a = tl.load(fits_ptr + of_heads * FITS + FIT_A, mask=is_head, other=0.0)
     b = tl.load(fits_ptr + of_heads * FITS + FIT_B, mask=is_head, other=1.0)
-    weight = tl.maximum(a / window_centre(before, tokens) + b, _LEAST_WEIGHT)
+    weight = tl.maximum(a / window_centre(before, tokens) + b, _MIN_WEIGHT)
     return reference + tl.log2(weight) - mean * scale_log2
 
 

@@ -59,9 +59,9 @@ from winnow_kernels.policies.tactic.gpu.state import LARGEST_GROUP, SLICE, TAIL_
 from winnow_kernels.policies.tactic.gpu.union import union_kernel
 from winnow_kernels.policies.tactic.reference import WHOLE_SHARE
 
-MOST_CLUSTERS: Final = 16_384
+MAX_CLUSTERS: Final = 16_384
 """Clusters of a row, at most, and so many that a program holds."""
-MOST_TOKENS: Final = MOST_CLUSTERS * CLUSTER_SIZE
+MAX_TOKENS: Final = MAX_CLUSTERS * CLUSTER_SIZE
 """Tokens of a context, at most."""
 
 _LOG2_E: Final = 1.4426950408889634
@@ -80,7 +80,7 @@ class TacticBatch:
         clustered: int32 [rows]; where the last of these spans ends, less than the row's length; without spans, 0 up to
             ``sinks``. What comes behind it is always attended to.
         sinks: int32 [rows]; first tokens that are in no cluster and always attended to.
-        p: float64 [rows]; share of the attention mass, 0 for a row of another family.
+        p: float64 [rows]; share of the attention mass, 0 for a row of another kind.
         caps: int32 [rows]; cap on the union of each KV head, 0 for none.
         by_priority: int32 [rows]; not 0 where tokens must come in order, as early termination needs them.
     """
@@ -94,7 +94,7 @@ class TacticBatch:
 
     @classmethod
     def empty(cls, rows: int, spans: int, device: torch.device) -> TacticBatch:
-        """Return the parameters of ``rows`` rows of other families, with room for ``spans`` spans each."""
+        """Return the parameters of ``rows`` rows of other kinds, with room for ``spans`` spans each."""
         clustered, sinks, caps, by_priority = torch.zeros(4, rows, dtype=torch.int32, device=device)
         entries = torch.zeros(rows, spans, dtype=torch.int32, device=device)
         return cls(entries, clustered, sinks, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
@@ -139,7 +139,7 @@ def widths_of(block: int) -> list[tuple[int, int]]:
 def warps_of(block: int, clusters_of_thread: int) -> int:
     """Return the warps of a program that holds ``block`` clusters, so many in a thread if it can.
 
-    Of ``MOST_CLUSTERS``, twice what 128K of context need, some spill nevertheless.
+    Of ``MAX_CLUSTERS``, twice what 128K of context need, some spill nevertheless.
     """
     return min(32, max(4, block // (32 * clusters_of_thread)))
 
@@ -158,7 +158,7 @@ def select(
     in_order: bool,
     capped: bool,
 ) -> None:
-    """Write the slots and counts of the family's rows in one layer; count what is read, and what is believed.
+    """Write the slots and counts of the kind's rows in one layer; count what is read, and what is believed.
 
     Args:
         queries: [rows, query heads, head dim], contiguous in the last two dimensions, of the dtype of the keys.
@@ -183,8 +183,8 @@ def select(
     capacity, of_span = clusters.sizes.shape[1:]
     span = clusters.offsets.shape[2]
     block, known_block, kept_blocks = (t.shape[2] for t in (workspace.scores, workspace.known, workspace.kept_weights))
-    if batch.longest > MOST_TOKENS:
-        raise ValueError(f"batch: contexts of at most {MOST_TOKENS} tokens, not {batch.longest}")
+    if batch.longest > MAX_TOKENS:
+        raise ValueError(f"batch: contexts of at most {MAX_TOKENS} tokens, not {batch.longest}")
     if width < selection_width(batch.longest):
         raise ValueError(f"selection: must have room for {selection_width(batch.longest)} tokens; it has for {width}")
     if group > LARGEST_GROUP:

@@ -310,7 +310,7 @@ def needs_order(taken: tl.tensor, wanted: tl.tensor, is_ordered: tl.tensor) -> t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def is_idle(share: tl.tensor, length: tl.tensor, clustered: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """Return whether nothing need be scored: not a row of the family, or one that attends to everything anyway."""
+    """Return whether nothing need be scored: not a row of the kind, or one that attends to everything anyway."""
     return (share == 0) | exceeds(kept_tokens(length, clustered, cap), length)
 
 
