@@ -115,9 +115,9 @@ def overview_table(path: Path) -> str:
         path: the record of fidelity; that of RULER's tasks, ``accuracy-MODEL.json``, lies beside it.
     """
     record = FidelityRecord.read(path)
-    longest = max(record.rows, key=lambda row: int(row["context"]))
-    rows = [row for row in record.rows if (row["model"], row["context"]) == (longest["model"], longest["context"])]
-    ruler = AccuracyRecord.read(path.with_name(f"accuracy-{longest['model']}.json"))
+    model = max(record.rows, key=lambda row: int(row["context"]))["model"]
+    rows = [row for row in _longest(record.rows) if row["model"] == model]
+    ruler = AccuracyRecord.read(path.with_name(f"accuracy-{model}.json"))
     lost = {(pool.policy, pool.length): pool.difference for pool in ruler.pools if pool.task == ALL}
     lengths = sorted({length for _, length in lost})
     table = []
@@ -137,11 +137,15 @@ def _is_of(row: Mapping[str, Any], asked: Mapping[str, Any] | str) -> bool:
         return bool(row["preset"] == asked)
     phase = "decode" if "decode" in asked or not asked else "prefill"
     given = {"policy": "dense"} | dict(asked.get(phase, {}))
-    if row["preset"] is not None or (row["phase"], row["policy"]) != (phase, given.pop("policy")):
+    is_of_policy = row["preset"] is None and (row["phase"], row["policy"]) == (phase, given.pop("policy"))
+    return is_of_policy and _has(row["parameters"], given)
+
+
+def _has(parameters: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether the parameters are those asked for, of one phase alone and read to the end."""
+    if {"early_termination", "prefill"} & parameters.keys():
         return False
-    if "early_termination" in row["parameters"]:
-        return False
-    return all(row["parameters"].get(name) == value for name, value in given.items())
+    return all(parameters.get(name) == value for name, value in asked.items())
 
 
 def _longest(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -154,10 +158,8 @@ def _longest(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 def _is_summarised(row: Mapping[str, Any]) -> bool:
     if row["preset"] is not None or row["policy"] == "dense":
         return True
-    parameters, asked = row["parameters"], _SUMMARY.get(row["policy"])
-    if asked is None or {"early_termination", "prefill"} & parameters.keys():
-        return False
-    return all(parameters.get(name) == value for name, value in asked.items())
+    asked = _SUMMARY.get(row["policy"])
+    return asked is not None and _has(row["parameters"], asked)
 
 
 def _with_interval(row: Mapping[str, Any]) -> str:
