@@ -117,7 +117,7 @@ class Patience:
 
     def wait(self) -> asyncio.Timeout:
         """A time-out around the wait for what comes next."""
-        return asyncio.timeout_at(min(self._next, self._end))
+        return asyncio.timeout_at(self.until)
 
     @property
     def until(self) -> float:
