@@ -28,7 +28,6 @@ from winnow_service.proxy import native_routes, openai_routes
 from winnow_service.proxy.entrance import EntranceMiddleware
 from winnow_service.proxy.forwarder import Forwarder
 from winnow_service.proxy.gate import GateMiddleware
-from winnow_service.proxy.refusals import count_refusals
 from winnow_service.routers import keys, operations, policies
 from winnow_service.runtime.runtime import Runtime
 from winnow_service.settings import Settings
@@ -98,8 +97,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
     _install_middleware(app, settings, drain, metrics)
     if tracing is not None:
         tracing.install(app)
-    install_error_handlers(app)
-    count_refusals(app, metrics)
+    install_error_handlers(app, lambda code: metrics.refusals.labels(code).inc())
     # Looked through in this order, for each request.
     app.include_router(openai_routes.router)
     app.include_router(native_routes.router)

@@ -15,5 +15,5 @@ The modules, in the order in which a request meets them:
 - ``generation``, with ``answer`` and ``reported_usage``: its answer is read, counted and rewritten.
 - ``event_stream``: its answer is passed on as it comes.
 
-Besides: ``request_facts`` holds what becomes known of it, and ``refusals`` counts the errors that it is answered with.
+Besides: ``request_facts`` holds what becomes known of it.
 """

@@ -8,7 +8,7 @@ from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 from pydantic import SecretStr
 
-from winnow_service.errors import ScopeMissing
+from winnow_service.errors import ServiceError
 from winnow_service.keys.keyring import ANYONE, Caller, Keyring
 from winnow_service.keys.records import Scope
 from winnow_service.proxy.request_facts import request_facts
@@ -26,8 +26,7 @@ async def authorize(request: Request, needed: SecurityScopes, credentials: _Cred
     """Return who sends ``request``.
 
     Raises:
-        Unauthenticated: there is no valid key.
-        ScopeMissing: the key does not have a scope that is ``needed``.
+        ServiceError: there is no valid key, or it does not have a scope that is ``needed``.
         StoreUnavailable: the keys have not been read yet.
     """
     keyring = cast(Keyring, request.app.state.keyring)
@@ -36,7 +35,7 @@ async def authorize(request: Request, needed: SecurityScopes, credentials: _Cred
     caller = keyring.caller(None if credentials is None else credentials.credentials)
     for scope in needed.scopes:
         if scope not in caller.scopes:
-            raise ScopeMissing(scope)
+            raise ServiceError("scope_missing", scope=scope)
     request_facts(request.scope).key_id = caller.id
     _replace_authorization(request, _settings(request).runtime_api_key)
     return caller

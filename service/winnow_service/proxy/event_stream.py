@@ -13,7 +13,7 @@ import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from winnow_service.errors import ClientDisconnected, RuntimeDied, RuntimeFailure, ServiceError
+from winnow_service.errors import ClientDisconnected, RuntimeFailure, ServiceError
 from winnow_service.proxy.client_leaving import unless_client_leaves
 from winnow_service.proxy.headers import to_client
 from winnow_service.proxy.incidents import Incidents
@@ -139,6 +139,7 @@ class EventStreamResponse(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         splitter = EventSplitter()
         begun = False
+        failure: RuntimeFailure | None = None
         try:
             async for chunk in self._answer.chunks():
                 if events := splitter.feed(chunk):
@@ -147,13 +148,13 @@ class EventStreamResponse(StreamingResponse):
                         begun = True
                         # uvloop writes when it gets its turn, which must not be after the end of a short answer.
                         await asyncio.sleep(0)
-            if not splitter.done:
-                raise RuntimeDied("the stream ended without [DONE]")
-        except RuntimeFailure as failure:
-            # After [DONE] the client has everything; how the connection ends then is of no interest.
-            if not splitter.done:
-                self._incidents.runtime_failed(failure)
-                if self._observer is not None:
-                    self._observer.fail()
-                yield error_event(failure)
+        except RuntimeFailure as error:
+            failure = error
+        # After [DONE] the client has everything; how the connection ends then is of no interest.
+        if not splitter.done:
+            failure = failure or RuntimeFailure("runtime_died", problem="the stream ended without [DONE]")
+            self._incidents.runtime_failed(failure)
+            if self._observer is not None:
+                self._observer.fail()
+            yield error_event(failure)
         self._complete = True

@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from pydantic_core import to_json
 
 from winnow_service.admission.queue import AdmissionQueue, QueueTicket
-from winnow_service.errors import ClientDisconnected
+from winnow_service.errors import ClientDisconnected, RuntimeFailure
 from winnow_service.keys.keyring import ANYONE, Caller
 from winnow_service.limits.limiter import Limiter
 from winnow_service.metrics.instruments import Metrics
@@ -33,7 +33,6 @@ from winnow_service.proxy.incidents import Incidents
 from winnow_service.proxy.request_facts import request_facts, started_at
 from winnow_service.proxy.upstream import as_served, upstream_request
 from winnow_service.runtime.client import RuntimeRequest
-from winnow_service.runtime.failures import RequestTimeout
 from winnow_service.runtime.prefix import prefix_of
 from winnow_service.runtime.runtime import Answer, Runtime
 from winnow_service.runtime.served_model import ServedModelLookup
@@ -86,8 +85,7 @@ class Forwarder:
         Without any policy, the runtime gets the very bytes that were sent.
 
         Raises:
-            InvalidPolicy, PolicyForbidden, RateLimited, KeyQueueFull, QueueFull, QueueTimeout, Draining: the runtime
-                has not seen the request.
+            ServiceError: the runtime has not seen the request, or has not answered it.
         """
         body = await read_json_object(request, self.settings.max_body_bytes)
         choice = choose(body.members, form, self.registry, caller.default_policy, caller.bounds)
@@ -113,8 +111,8 @@ class Forwarder:
                 response, generation = await unless_client_leaves(asked.request.receive, answering)
         except BaseException as error:
             if charge is not None:
-                begun = ticket.runs and isinstance(error, ClientDisconnected | RequestTimeout)
-                await charge.settle_failed(begun=begun)
+                is_timeout = isinstance(error, RuntimeFailure) and error.code == "request_timeout"
+                await charge.settle_failed(begun=ticket.runs and (isinstance(error, ClientDisconnected) or is_timeout))
             raise
         if charge is None:
             return response

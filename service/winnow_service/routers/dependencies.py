@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar, cast
 from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 
-from winnow_service.errors import InvalidField, NotJson
+from winnow_service.errors import InvalidField, ServiceError
 from winnow_service.keys.keyring import Keyring
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.proxy.body import read_json_object
@@ -50,13 +50,13 @@ async def read_resource(request: Request, model: type[Model]) -> Model:
     """Read the body of a request that writes a resource.
 
     Raises:
-        NotJson: it is not said to be JSON.
-        InvalidField: a field is not what it must be. Besides, what ``read_json_object`` raises.
+        InvalidField: a field is not what it must be.
+        ServiceError: it is not said to be JSON; or as ``read_json_object``.
     """
     # Without a key, any web page can make its reader's browser send text here, but it must ask before it sends JSON.
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise NotJson
+        raise ServiceError("not_json", param="content-type")
     body = await read_json_object(request, _settings(request).max_body_bytes)
     try:
         return model.model_validate_json(body.content)

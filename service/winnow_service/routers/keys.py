@@ -8,12 +8,12 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from winnow_service.errors import AlreadyExists, NotFound
+from winnow_service.errors import ServiceError
 from winnow_service.keys.administration import KeyAdministration, readable_keys, resource
 from winnow_service.keys.records import KEYS, CreatedKey, KeyResource, KeySettings
 from winnow_service.openapi import json_body, problems
 from winnow_service.proxy.authorization import Administers
-from winnow_service.routers.conditional import IfMatch, IfNoneMatch, answer, expected_by_match
+from winnow_service.routers.conditional import IfMatch, IfNoneMatch, already_exists, answer, expected_by_match
 from winnow_service.routers.dependencies import (
     KeyringDependency,
     MirrorDependency,
@@ -90,7 +90,7 @@ async def put_key(
     """Replace everything that is set of a key. What clients send stays the same."""
     current = _existing(mirror, key_id)
     if if_match is None:
-        raise AlreadyExists(f"The key {key_id}", current.etag)
+        raise already_exists(f"The key {key_id}", current.etag)
     settings = await read_resource(request, KeySettings)
     administration = KeyAdministration(mirror, registry, caller.id)
     document = await administration.change(current, settings, expected_by_match(if_match, current))
@@ -115,5 +115,5 @@ async def revoke_key(
 def _existing(mirror: Mirror, key_id: str) -> Document:
     document = mirror.get(KEYS, key_id)
     if document is None:
-        raise NotFound(f"key {key_id}")
+        raise ServiceError("not_found", what=f"key {key_id}")
     return document

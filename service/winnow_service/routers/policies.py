@@ -9,15 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
 from winnow_kernels.policies.attention_policy import AttentionPolicy, json_schema
-from winnow_service.errors import (
-    AlreadyExists,
-    InUse,
-    InvalidField,
-    InvalidPolicy,
-    NotFound,
-    RuntimeFailure,
-    RuntimeRefused,
-)
+from winnow_service.errors import InvalidField, InvalidPolicy, RuntimeFailure, RuntimeRefused, ServiceError
 from winnow_service.keys.records import KEYS
 from winnow_service.openapi import json_body, problems
 from winnow_service.policies.names import MODEL_NAME, POLICY_NAME, POLICY_NAME_IN_WORDS
@@ -41,6 +33,7 @@ from winnow_service.routers.conditional import (
     IfMatch,
     IfNoneMatch,
     IfNoneMatchAny,
+    already_exists,
     answer,
     expected_by_match,
     expected_by_put,
@@ -111,7 +104,7 @@ async def get_policy(_: Reads, name: Name, registry: RegistryDependency, if_none
     """Return a policy, with its ETag."""
     policy = registry.get(name)
     if policy is None:
-        raise NotFound(f"policy {name!r}")
+        raise ServiceError("not_found", what=f"policy {name!r}")
     etag = f'"{policy.attention.fingerprint()}"' if policy.document is None else policy.document.etag
     return answer(PolicyResource.of(policy).model_dump(mode="json"), etag, if_none_match)
 
@@ -156,7 +149,7 @@ async def policy_revisions(_: Reads, name: Name, mirror: MirrorDependency) -> Po
     """List the last states of a policy, the newest first, also after it was deleted. A preset has none."""
     documents = [] if name in PRESETS else await mirror.revisions(POLICIES, name)
     if not documents and name not in PRESETS:
-        raise NotFound(f"policy {name!r}")
+        raise ServiceError("not_found", what=f"policy {name!r}")
     return PolicyRevisions(name=name, revisions=[PolicyRevision.of(document) for document in documents])
 
 
@@ -175,7 +168,7 @@ async def get_default(_: Reads, model: Model, mirror: MirrorDependency, if_none_
     """Return the policy of a model's requests that ask for none, with its ETag."""
     document = mirror.get(DEFAULTS, model)
     if document is None:
-        raise NotFound(f"default for {model!r}")
+        raise ServiceError("not_found", what=f"default for {model!r}")
     return answer(DefaultResource.of(document).model_dump(mode="json"), document.etag, if_none_match)
 
 
@@ -234,9 +227,9 @@ async def _put(
 async def _delete(mirror: Mirror, collection: str, name: str, author: str, if_match: str | None) -> Response:
     current = mirror.get(collection, name)
     if current is None:
-        raise NotFound(f"{name!r}")
+        raise ServiceError("not_found", what=repr(name))
     if if_match is None:
-        raise AlreadyExists(repr(name), current.etag)
+        raise already_exists(repr(name), current.etag)
     await mirror.write(collection, name, None, expected_by_match(if_match, current), author)
     return Response(status_code=204)
 
@@ -247,16 +240,16 @@ def _written(content: object, document: Document, created: bool) -> Response:
 
 def _refuse_preset(name: str) -> None:
     if name in PRESETS:
-        raise InUse(f"{name!r} is a preset: it can be neither replaced nor deleted. Use another name.", code="preset")
+        raise ServiceError("preset", name=name)
 
 
 def _refuse_while_default(mirror: Mirror, name: str) -> None:
     model = mirror.any(DEFAULTS, lambda document: (document.value or {}).get("policy") == name)
     if model is not None:
-        raise InUse(f"{name!r} is the default policy of the model {model.name!r}.")
+        raise ServiceError("in_use", problem=f"{name!r} is the default policy of the model {model.name!r}.")
     key = mirror.any(KEYS, lambda document: (document.value or {}).get("default_policy") == name)
     if key is not None:
-        raise InUse(f"{name!r} is the default policy of the key {key.name}.")
+        raise ServiceError("in_use", problem=f"{name!r} is the default policy of the key {key.name}.")
 
 
 async def _as_served(

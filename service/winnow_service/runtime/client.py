@@ -13,9 +13,8 @@ import httpx
 from pydantic import AnyUrl
 from yarl import URL
 
-from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
+from winnow_service.errors import RuntimeFailure
 from winnow_service.headers import PREFIX_HEADER, RawHeaders
-from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
 from winnow_service.runtime.prefix import prefix_key
 from winnow_service.settings import Settings
 
@@ -133,8 +132,10 @@ class Patience:
     def exhausted(self) -> RuntimeFailure:
         """What it is that nothing came in time."""
         if self._end <= self._next:
-            return RequestTimeout(self._all_seconds)
-        return RuntimeTimeout(self._silence_seconds) if self._begun else FirstTokenTimeout(self._first_seconds)
+            return RuntimeFailure("request_timeout", seconds=self._all_seconds)
+        if self._begun:
+            return RuntimeFailure("runtime_timeout", seconds=self._silence_seconds)
+        return RuntimeFailure("first_token_timeout", seconds=self._first_seconds)
 
 
 class RuntimeAnswer:
@@ -235,7 +236,7 @@ class RuntimeClient:
     ) -> httpx.Response:
         raw_headers = httpx.Headers({"accept-encoding": "identity", **headers}).raw
         request = RuntimeRequest(method, path, b"", raw_headers, body)
-        with self.failures(lambda: RuntimeTimeout(timeout_seconds)):
+        with self.failures(lambda: RuntimeFailure("runtime_timeout", seconds=timeout_seconds)):
             timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=timeout_seconds)
             answer = await self._send(self._outgoing(request, timeout))
             try:
@@ -254,12 +255,12 @@ class RuntimeClient:
             yield
         except (aiohttp.ClientConnectionError, aiohttp.ConnectionTimeoutError) as error:
             if not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                raise RuntimeDied(_detail(error)) from error
-            raise RuntimeUnavailable(f"{self._address}: {_detail(error)}") from error
+                raise RuntimeFailure("runtime_died", problem=_detail(error)) from error
+            raise RuntimeFailure("runtime_unavailable", problem=f"{self._address}: {_detail(error)}") from error
         except TimeoutError as error:
             raise too_late() from error
         except (aiohttp.ClientError, httpx.DecodingError) as error:
-            raise RuntimeDied(_detail(error)) from error
+            raise RuntimeFailure("runtime_died", problem=_detail(error)) from error
 
     async def _exchange(self, request: OutgoingRequest) -> IncomingResponse:
         response = await self._session.request(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
-from winnow_service.errors import RuntimeFailure
+from winnow_service.errors import RuntimeFailure, ServiceError
 from winnow_service.headers import RUNTIME_HEADER
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.runtime.breaker import BreakerState, CircuitBreaker
 from winnow_service.runtime.client import RuntimeAnswer, RuntimeClient, RuntimeRequest, Traced
-from winnow_service.runtime.failures import CircuitOpen, RequestTimeout
 from winnow_service.runtime.monitor import RuntimeMonitor
 from winnow_service.runtime.served_model import ServedModelLookup
 from winnow_service.settings import Settings
@@ -86,10 +86,10 @@ class Runtime:
         """Reserve a request.
 
         Raises:
-            CircuitOpen: the runtime is not asked now.
+            ServiceError: the runtime is not asked now.
         """
         if not self.breaker.permits:
-            raise CircuitOpen(self.breaker.retry_in)
+            raise ServiceError("circuit_open", retry_seconds=max(1, ceil(self.breaker.retry_in)))
         return Call(self)
 
     async def run(self) -> None:
@@ -154,7 +154,7 @@ class Call:
         """
         self.runtime.monitor.ask_now()
         # An answer that was too long is no failure.
-        if not balanced and not isinstance(failure, RequestTimeout):
+        if not balanced and failure.code != "request_timeout":
             self._permit.failed()
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model
-from winnow_service.errors import InvalidPolicy, RuntimeFailure, RuntimeRefused, RuntimeUnusable
+from winnow_service.errors import InvalidPolicy, RuntimeFailure, RuntimeRefused
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.monitor import RuntimeMonitor
 
@@ -119,14 +119,16 @@ class ServedModelLookup:
         if answer.status_code in _FORBIDDEN:
             raise RuntimeRefused(answer.status_code)
         if answer.status_code != 200:
-            raise RuntimeUnusable(f"it answered {_PATH} with status {answer.status_code}")
+            raise _unusable(f"it answered {_PATH} with status {answer.status_code}")
         try:
             told: Any = from_json(answer.content)
             facts = told.get("winnow") if isinstance(told, dict) else None
             return None if facts is None else ServedModel.model_validate(facts)
         except ValidationError as error:
-            raise RuntimeUnusable(
-                f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)"
-            ) from None
+            raise _unusable(f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)") from None
         except ValueError:
-            raise RuntimeUnusable(f"its {_PATH} is not JSON") from None
+            raise _unusable(f"its {_PATH} is not JSON") from None
+
+
+def _unusable(problem: str) -> RuntimeFailure:
+    return RuntimeFailure("runtime_unusable", problem=problem)
