@@ -67,7 +67,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        runtime = Runtime(settings, metrics, None if tracing is None else tracing.sending)
+        runtime = Runtime(settings, metrics, None if tracing is None else tracing.begin_span)
         queue = _queue(settings, drain, metrics)
         limiter = _limiter(store, mirror)
         app.state.forwarder = Forwarder(runtime, metrics, settings, registry, limiter, queue)

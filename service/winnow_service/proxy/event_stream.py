@@ -17,7 +17,7 @@ from winnow_service.errors import ClientDisconnected, RuntimeFailure, ServiceErr
 from winnow_service.proxy.client_leaving import unless_client_leaves
 from winnow_service.proxy.headers import to_client
 from winnow_service.proxy.incidents import Incidents
-from winnow_service.runtime.runtime import Answer
+from winnow_service.runtime.runtime import Call
 
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LONGEST_END = 4
@@ -89,7 +89,7 @@ class EventStreamResponse(StreamingResponse):
 
     def __init__(
         self,
-        answer: Answer,
+        answer: Call,
         incidents: Incidents,
         *,
         stall_seconds: float,

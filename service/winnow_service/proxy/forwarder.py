@@ -34,8 +34,7 @@ from winnow_service.proxy.request_facts import request_facts, started_at
 from winnow_service.proxy.upstream import as_served, upstream_request
 from winnow_service.runtime.client import RuntimeRequest
 from winnow_service.runtime.prefix import prefix_of
-from winnow_service.runtime.runtime import Answer, Runtime
-from winnow_service.runtime.served_model import ServedModelLookup
+from winnow_service.runtime.runtime import Call, Runtime
 from winnow_service.settings import Settings
 
 _WARNING = "winnow-warning"
@@ -64,11 +63,6 @@ class Forwarder:
     registry: PolicyRegistry
     limiter: Limiter
     queue: AdmissionQueue
-
-    @property
-    def served(self) -> ServedModelLookup:
-        """Knows what the runtime serves."""
-        return self.runtime.served
 
     async def forward(self, request: Request) -> Response:
         """Forward a request without a body."""
@@ -124,7 +118,8 @@ class Forwarder:
         incidents = Incidents(request, self.metrics)
 
         async def answer() -> Response:
-            answer = await self.runtime.begin().send(outgoing)
+            answer = self.runtime.begin()
+            await answer.send(outgoing)
             if answer.is_event_stream:
                 return EventStreamResponse(answer, incidents, stall_seconds=self.settings.client_stall_timeout_seconds)
             return await _whole(answer, lambda body: body)
@@ -137,15 +132,15 @@ class Forwarder:
     ) -> tuple[Response, Generation]:
         """Answer when it is the turn of ``ticket``, which is left when the runtime has done its part."""
         await ticket.turn()
-        call = self.runtime.begin()
+        answer = self.runtime.begin()
         try:
             outgoing = await self._outgoing(asked)
             generation = self._begin(asked)
         except BaseException:
-            call.end()
+            answer.end()
             raise
         try:
-            answer = await call.send(outgoing)
+            await answer.send(outgoing)
             response: Response
             if answer.is_event_stream:
                 response = EventStreamResponse(
@@ -169,7 +164,7 @@ class Forwarder:
         """Return what the runtime gets."""
         content, members, policies = asked.body.content, asked.body.members, asked.choice.policies
         if policies is not None:
-            served = await as_served(policies, self.served, asked.request.headers.get("authorization"))
+            served = await as_served(policies, self.runtime.served, asked.request.headers.get("authorization"))
             content = to_json(place_policies(members, asked.form, served), inf_nan_mode="constants")
         streams = bool(members.get("stream"))
         return upstream_request(asked.request, content, streams=streams, prefix=prefix_of(members))
@@ -202,7 +197,7 @@ def _decode_policies(policies: Policies) -> set[str]:
     return {policy.decode.policy for policy in (policies if isinstance(policies, list) else [policies])}
 
 
-async def _whole(answer: Answer, rewrite: Callable[[bytes], bytes]) -> Response:
+async def _whole(answer: Call, rewrite: Callable[[bytes], bytes]) -> Response:
     # An answer that is not a stream is read to its end first: if the runtime dies in it, the status can still say so.
     try:
         response = Response(rewrite(await answer.read()), status_code=answer.status)

@@ -259,7 +259,7 @@ async def _as_served(
     if policy.is_dense:
         return policy, True
     try:
-        model = await forwarder.served.get(authorization)
+        model = await forwarder.runtime.served.get(authorization)
     except (RuntimeFailure, RuntimeRefused):
         return policy, False
     if model is None:

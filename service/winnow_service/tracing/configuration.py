@@ -9,8 +9,7 @@ Used so::
     tracing = tracing_from_environment(os.environ)
     if tracing is not None:
         tracing.install(app)  # after EntranceMiddleware
-    # where the runtime's client is made:
-    send = pool.handle_async_request if tracing is None else tracing.sending(pool.handle_async_request)
+    runtime = Runtime(settings, metrics, None if tracing is None else tracing.begin_span)
     # when the application ends:
     if tracing is not None:
         await tracing.close()
