@@ -36,20 +36,19 @@ from benchmarks.serving.batch_timing import BatchServer, timing_of
 from benchmarks.serving.serve import ROOM_FOR_CHUNKED, Prompts
 from sglang_winnow import crossover
 from tests.runtime import runtime_server
+from winnow_kernels.policies.registry import PARAMETERS
 
 BENCH: Final = "tensor parallelism"
 NEEDLE: Final = "needle"
 TOKENS: Final = 64
+_CHOSEN: Final = {"budget": 1024, "window": 1024, "p": 0.75}
+"""How much a policy reads, by the field that says so."""
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "dense": {},
-    "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 1024}},
-    "quest": {"decode": {"policy": "quest", "budget": 1024}},
-    "snapkv": {"decode": {"policy": "snapkv", "budget": 1024}},
-    "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 1024}},
-    "delta": {"decode": {"policy": "delta", "budget": 1024}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.75}},
+    **{
+        name: {"decode": {"policy": name, **{field: _CHOSEN[field] for field in kind.model_fields if field in _CHOSEN}}}
+        for name, kind in PARAMETERS["decode"].items()
+    },
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.75, "max_tokens": 1024}},
-    "quoka": {"decode": {"policy": "quoka", "budget": 1024}},
 }
 
 console = Console(width=150)

@@ -4,7 +4,7 @@ Each object gives one request's ratios. Over many requests the ratios are of sum
 denominator: the tokens in context, added up over decode steps or over prefilled queries. The sums over layers and KV
 heads multiply every denominator of one model alike and cancel.
 
-The shares that early termination and an estimating policy tell have denominators that the objects do not give (tiles
+The shares that early termination and an estimating policy report have denominators that the objects do not give (tiles
 selected, for one). They are weighted by the same tokens in context, which is exact where all requests are alike.
 """
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from winnow_kernels.contract.attention_statistics import amount, decode_context, prefill_context, section
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def attention_ratios(objects: Iterable[Mapping[str, Any]]) -> AttentionRatios | 
     known = list(objects)
     if not known:
         return None
-    decode = _weighted((section(each, "decode") for each in known), _decode_context)
-    prefill = _weighted((section(each, "prefill") for each in known), _prefill_context)
+    decode = _weighted((section(each, "decode") for each in known), decode_context)
+    prefill = _weighted((section(each, "prefill") for each in known), prefill_context)
     termination = [(section(phase, "early_termination"), weight) for phase, weight in decode]
     cached = [(section(each, "prefill"), 1.0) for each in known]
     return AttentionRatios(
@@ -64,26 +66,8 @@ def attention_ratios(objects: Iterable[Mapping[str, Any]]) -> AttentionRatios | 
 _Weighted = list[tuple[Mapping[str, Any], float]]
 
 
-def section(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an object in ``holder``; an empty one if there is none."""
-    found = holder.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
 def _weighted(sections: Iterable[Mapping[str, Any]], context: Callable[[Mapping[str, Any]], float]) -> _Weighted:
     return [(phase, weight) for phase in sections if (weight := context(phase)) > 0]
-
-
-def _decode_context(decode: Mapping[str, Any]) -> float:
-    """Tokens in context added up over decode steps; ``context_tokens`` is the context of the last step."""
-    steps, last = _number(decode, "steps") or 0.0, _number(decode, "context_tokens") or 0.0
-    return steps * last - steps * (steps - 1) / 2
-
-
-def _prefill_context(prefill: Mapping[str, Any]) -> float:
-    """Tokens in causal context added up over the queries of ``tokens`` prefilled behind ``cached_tokens``."""
-    tokens, cached = _number(prefill, "tokens") or 0.0, _number(prefill, "cached_tokens") or 0.0
-    return tokens * cached + tokens * (tokens + 1) / 2
 
 
 def _phase_ratios(weighted: _Weighted) -> PhaseRatios:
@@ -91,12 +75,7 @@ def _phase_ratios(weighted: _Weighted) -> PhaseRatios:
 
 
 def _ratio(weighted: _Weighted, field: str) -> float | None:
-    reported = [(number, weight) for phase, weight in weighted if (number := _number(phase, field)) is not None]
+    reported = [(number, weight) for phase, weight in weighted if (number := amount(phase, field)) is not None]
     if not reported:
         return None
     return sum(number * weight for number, weight in reported) / sum(weight for _, weight in reported)
-
-
-def _number(holder: Mapping[str, Any], field: str) -> float | None:
-    number = holder.get(field)
-    return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None

@@ -18,21 +18,16 @@ from __future__ import annotations
 
 import random
 import string
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
+from winnow_evaluation.tasks.niah import NEEDLE_TASKS, NeedleTask, draw_distinct, summary_of
 from winnow_evaluation.tasks.sample import Question, Sample, Task
 from winnow_evaluation.tasks.word_extraction import SHORT_LIST, common_words, frequent_words, numbered
-from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS
 
 Haystack = Callable[[random.Random, int], Sequence[str]]
 """``haystack(rng, words)`` is running text of about ``words`` words, sentence by sentence; a space joins them."""
-
-Filler = Literal["noise", "essay", "needles"]
-Kind = Literal["numbers", "words", "uuids"]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -91,53 +86,29 @@ _EXAMPLE_PARAGRAPHS = 14
 """Lines of noise in the worked example of ``vt``: what fits 500 tokens of SmolLM2's tokenizer."""
 
 
-@dataclass(frozen=True)
-class NeedleTask:
-    """What RULER's ``synthetic.yaml`` says of one of its needle tasks."""
-
-    filler: Filler
-    keys: Kind = "words"
-    values: Kind = "numbers"
-    key_count: int = 1
-    values_per_key: int = 1
-    keys_asked: int = 1
-
-
-NEEDLE_TASKS = {
-    "niah_single_1": NeedleTask("noise"),
-    "niah_single_2": NeedleTask("essay"),
-    "niah_single_3": NeedleTask("essay", values="uuids"),
-    "niah_multikey_1": NeedleTask("essay", key_count=4),
-    "niah_multikey_2": NeedleTask("needles"),
-    "niah_multikey_3": NeedleTask("needles", keys="uuids", values="uuids"),
-    "niah_multivalue": NeedleTask("essay", values_per_key=4),
-    "niah_multiquery": NeedleTask("essay", key_count=4, keys_asked=4),
-}
-
-
 def make_niah(rng: random.Random, size: int, haystack: Haystack, task: NeedleTask) -> Sample:
-    """Build a sample of about ``size`` words whose question asks for ``task.keys_asked`` of its keys."""
-    distractors = max(task.key_count * task.values_per_key, size // _NEEDLE_WORDS) if task.filler == "needles" else 0
-    keys = _distinct(rng, task.keys, task.key_count + distractors)
-    drawn = iter(_distinct(rng, task.values, task.key_count * task.values_per_key + distractors))
+    """Build a sample of about ``size`` words whose question asks for ``task.keys_per_question`` of its keys."""
+    distractors = max(task.key_count * task.values_per_key, size // _NEEDLE_WORDS) if task.haystack == "needles" else 0
+    keys = draw_distinct(rng, task.keys, task.key_count + distractors, "-")
+    drawn = iter(draw_distinct(rng, task.values, task.key_count * task.values_per_key + distractors, "-"))
     values = {key: [next(drawn) for _ in range(task.values_per_key)] for key in keys[: task.key_count]}
     needles = [_needle(task, key, value) for key, owned in values.items() for value in owned]
     rng.shuffle(needles)
 
-    if task.filler == "essay":
+    if task.haystack == "essay":
         sentences = list(haystack(rng, max(1, size - _NEEDLE_WORDS * len(needles))))
         depths = sorted(rng.sample(_DEPTHS, len(needles)))
         places = [len(sentences) * depth // 100 for depth in depths]
         text = " ".join(_inserted(sentences, places, needles))
     else:
-        if task.filler == "noise":
+        if task.haystack == "noise":
             lines = [NOISE] * max(len(needles), (size - _NEEDLE_WORDS * len(needles)) // _NOISE_WORDS)
         else:
             lines = [_needle(task, key, value) for key, value in zip(keys[task.key_count :], drawn, strict=True)]
         places = sorted(rng.sample(range(len(lines)), len(needles)))
         text = "\n".join(_inserted(lines, places, needles))
 
-    asked = rng.sample(list(values), task.keys_asked)
+    asked = rng.sample(list(values), task.keys_per_question)
     answers = [value for key in asked for value in values[key]]
     one = len(answers) == 1
     template = _NIAH_ONE if one else _NIAH_SEVERAL
@@ -229,14 +200,11 @@ class RulerTask:
 
 
 def _needle_task(name: str, task: NeedleTask) -> RulerTask:
-    filler = {"noise": "noise", "essay": "real text", "needles": "other needles"}[task.filler]
-    keys = f"{task.key_count} keys" if task.key_count > 1 else "one key"
-    values = f"{task.values_per_key} {task.values} each" if task.values_per_key > 1 else task.values
     return RulerTask(
         name,
-        f"{keys} ({task.keys}), {values}, in {filler}; {task.keys_asked} asked for",
+        summary_of(task, essay="real text"),
         lambda rng, size, haystack: make_niah(rng, size, haystack, task),
-        reads_text=task.filler == "essay",
+        reads_text=task.haystack == "essay",
         answer_tokens=128,
     )
 
@@ -291,18 +259,3 @@ def _inserted(parts: Sequence[str], places: Sequence[int], inserts: Sequence[str
     for place, insert in reversed(list(zip(places, inserts, strict=True))):
         result.insert(place, insert)
     return result
-
-
-def _distinct(rng: random.Random, kind: Kind, count: int) -> list[str]:
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        drawn[_draw(rng, kind)] = None
-    return list(drawn)
-
-
-def _draw(rng: random.Random, kind: Kind) -> str:
-    if kind == "numbers":
-        return str(rng.randint(1_000_000, 9_999_999))
-    if kind == "words":
-        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

@@ -8,17 +8,17 @@ from collections.abc import Collection
 from enum import StrEnum
 from typing import Final
 
-from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
-from winnow_service.metrics.instruments import Metrics
-from winnow_service.proxy.answer import REFUSED_STREAM, AnswerReader
-from winnow_service.proxy.reported_usage import (
-    ReportedUsage,
+from winnow_kernels.contract.attention_statistics import (
     Statistics,
     amount,
     decode_context,
     prefill_context,
     section,
 )
+from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_service.metrics.instruments import Metrics
+from winnow_service.proxy.answer import REFUSED_STREAM, AnswerReader
+from winnow_service.proxy.reported_usage import ReportedUsage
 from winnow_service.proxy.request_facts import RequestFacts
 
 # An answer's policy that this version of the contract does not have.
