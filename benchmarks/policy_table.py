@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown_tables import markdown_table
+from winnow_evaluation.writing import markdown_table
 
 
 def policies_table(path: Path) -> str:

@@ -37,7 +37,7 @@ from benchmarks.serving import noop_server
 from benchmarks.serving.noop_server import NOOP
 from tests.runtime import runtime_server
 from winnow_evaluation.machine import surroundings
-from winnow_evaluation.writing import write_json
+from winnow_evaluation.writing import write_between, write_json
 from winnow_kernels.policies.registry import DECODE_POLICIES
 
 QUOKA_PREFILL: Final = {"prefill": {"policy": "quoka", "budget": 1024}}
@@ -152,7 +152,7 @@ def main(
             "From these lengths on, policies are no slower than dense (each policy's declaration.py):", suggested
         )
     if write_table:
-        server_figures.write_between_markers(write_table, server_figures.markdown(record))
+        write_between(write_table, server_figures.BEGIN, server_figures.END, server_figures.markdown(record))
     if too_slow:
         raise typer.Exit(1)
 

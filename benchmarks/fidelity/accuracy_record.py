@@ -116,10 +116,7 @@ def _rows(reported: Sequence[CellRow], samples: Sequence[SampleRecord], dense: s
         rows[0]
         if len(rows) == 1
         else measured_row(
-            task,
-            length,
-            records(task, length, policy),
-            None if policy == dense else records(task, length, dense),
+            task, length, records(task, length, policy), None if policy == dense else records(task, length, dense)
         )
         for (task, length, policy), rows in cells.items()
     ]

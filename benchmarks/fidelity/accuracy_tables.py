@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fidelity.accuracy_record import ALL, NEEDLES, AccuracyRecord
-from benchmarks.markdown_tables import commit_of, interval, markdown_table, percent, signed
+from benchmarks.markdown_tables import commit_of, interval
 from winnow_evaluation.over_http.report import CellRow
+from winnow_evaluation.writing import markdown_table, number, percent
 
 
 def accuracy_table(path: Path) -> str:
@@ -103,7 +104,7 @@ def _cost(row: CellRow) -> tuple[str, ...]:
 def _difference(row: CellRow | None, *, is_dense: bool) -> str:
     if row is None:
         return ""
-    return f"{row.accuracy:.1f}" if is_dense else signed(row.difference)
+    return f"{row.accuracy:.1f}" if is_dense else number(row.difference, "+.1f")
 
 
 def _runs(record: AccuracyRecord) -> str:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fidelity.accuracy_record import ALL, AccuracyRecord
-from benchmarks.markdown_tables import commit_of, markdown_table, percent, signed
+from benchmarks.markdown_tables import commit_of
 from winnow_evaluation.fidelity.record import FidelityRecord
 from winnow_evaluation.fidelity.table import row_label
+from winnow_evaluation.writing import markdown_table, number, percent
 
 _CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries", "delta_layers")
 _SUMMARY: Final = {"p": 0.9, "budget": 1024, "window": 1020}
@@ -30,9 +31,9 @@ def fidelity_table(path: Path) -> str:
             f"{row['loss_change']:+.3f}",
             percent(row["kv_read_ratio"]),
             percent(row["attended_ratio"]),
-            *(_number(row[name]) for name in ("reported_share", "true_share")),
-            _signed(row["share_error"]),
-            _number(row["share_error_p95"]),
+            *(number(row[name]) for name in ("reported_share", "true_share")),
+            number(row["share_error"], "+.3f"),
+            number(row["share_error_p95"]),
             percent(row["success"]),
             _worst(row),
         )
@@ -55,7 +56,7 @@ def changes_table(path: Path) -> str:
             _with_interval(row),
             f"{100 * row['top1']:.1f}",
             percent(row["kv_read_ratio"]),
-            *(_number(row[name]) for name in ("reported_share", "true_share")),
+            *(number(row[name]) for name in ("reported_share", "true_share")),
             percent(row["success"]),
         )
         for row in record.rows
@@ -90,7 +91,7 @@ def summary_table(path: Path) -> str:
             f"{row['kl']:.4f}",
             f"{100 * row['top1']:.1f}",
             percent(row["kv_read_ratio"]),
-            _number(row["true_share"]),
+            number(row["true_share"]),
         )
         for row in _longest(record.rows)
         if row["phase"] == "decode" and _is_summarised(row)
@@ -117,7 +118,7 @@ def overview_table(path: Path) -> str:
         if row is None:
             continue
         kl, reads = f"{row['kl']:.4f}", percent(row["kv_read_ratio"])
-        table.append((name, reads, kl, *(signed(lost[name, length]) for length in lengths)))
+        table.append((name, reads, kl, *(number(lost[name, length], "+.1f") for length in lengths)))
     headings = ("", "KV read %", "KL, nats", *(f"RULER {length // 1024}K, points" for length in lengths))
     return markdown_table(headings, table)
 
@@ -160,14 +161,6 @@ def _with_interval(row: Mapping[str, Any]) -> str:
 
 def _kl_and_reads(row: Mapping[str, Any] | None) -> str:
     return "" if row is None else f"{row['kl']:.4f} ({percent(row['kv_read_ratio'])})"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.3f}"
 
 
 def _worst(row: Mapping[str, Any]) -> str:

@@ -17,8 +17,6 @@ import asyncio
 import os
 import subprocess
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -35,8 +33,7 @@ from benchmarks.serving.overhead.beside_runtime import (
     prepare,
 )
 from benchmarks.serving.overhead.beside_table import service_table
-from winnow_evaluation.environment import checkout_commit, installed_versions
-from winnow_evaluation.machine import cpu
+from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
 
 RECORD: Final = RESULTS / "service.json"
@@ -89,16 +86,7 @@ async def _measured(bare: Way, service: Way, plan: Plan) -> dict[str, Any]:
 
 def header() -> dict[str, Any]:
     """Return what a record begins with: date, commit, machine, and the versions that are installed here."""
-    commit, own = checkout_commit(), cpu()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.model_dump() if commit else None,
-        "device": _device(),
-        "cpu": own.model,
-        "cpu_threads": own.threads,
-        "load_average": os.getloadavg()[0],
-        "versions": installed_versions() | {name: metadata.version(name) for name in _SERVERS if _installed(name)},
-    }
+    return surroundings(*_SERVERS) | {"device": _device()}
 
 
 def _device() -> str | None:
@@ -110,10 +98,6 @@ def _device() -> str | None:
         return None
     name, _, driver = done.stdout.splitlines()[0].partition(", ")
     return f"{name}, driver {driver}"
-
-
-def _installed(name: str) -> bool:
-    return any(metadata.distributions(name=name))
 
 
 def _authorized(variable: str) -> dict[str, str]:

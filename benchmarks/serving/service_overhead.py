@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -25,9 +24,9 @@ from benchmarks.serving.overhead import measure
 from benchmarks.serving.overhead.process import Pair, cores, started
 from benchmarks.serving.overhead.standin import MODEL
 from benchmarks.serving.overhead.streams import Target
-from benchmarks.serving.overhead.table import PAGE, RECORD, markdown, write_table
+from benchmarks.serving.overhead.table import BEGIN, END, PAGE, RECORD, markdown
 from winnow_evaluation.machine import surroundings
-from winnow_evaluation.writing import write_json
+from winnow_evaluation.writing import write_between, write_json
 
 # Higher than anything here comes to: what is measured is that they are counted.
 _LIMITS: Final = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "concurrent_requests": 100_000}
@@ -118,10 +117,8 @@ def run(
     memory_seconds = memory_minutes * 60
     plan = Plan(streams, interval, seconds, requests, many, memory_seconds, memory_seconds / 3, memory_seconds / 180)
     own, others = cores()
-    known = surroundings()
     header = {
-        **known,
-        "versions": known["versions"] | {name: metadata.version(name) for name in _SERVERS},
+        **surroundings(*_SERVERS),
         "runtime": f"{MODEL}: computes nothing, streams at a set pace",
         "cores": {"service": own, "stand-in and client": others},
     }
@@ -136,7 +133,7 @@ def table(
     page: Annotated[Path, typer.Option(help="The page with the table.")] = REPOSITORY / PAGE,
 ) -> None:
     """Put a record into the documentation."""
-    write_table(json.loads(record.read_text()), page)
+    write_between(page, BEGIN, END, markdown(json.loads(record.read_text())))
 
 
 if __name__ == "__main__":

@@ -42,10 +42,7 @@ def accuracy_table(rows: Iterable[Mapping[str, Any]], tasks: Collection[str] | N
     cells = {(row["task"], row["length"]): row for row in rows}
     measured = dict.fromkeys(task for task, _ in cells)
     lengths = sorted({length for _, length in cells})
-    lines = [
-        f"| task | {' | '.join(f'{length:,}' for length in lengths)} |",
-        f"| --- |{' ---: |' * len(lengths)}",
-    ]
+    lines = [f"| task | {' | '.join(f'{length:,}' for length in lengths)} |", f"| --- |{' ---: |' * len(lengths)}"]
     for task in tasks or measured:
         if task in measured:
             accuracies = [_accuracy(cells.get((task, length))) for length in lengths]

@@ -14,9 +14,10 @@ from benchmarks.serving.overhead import measure
 from benchmarks.serving.overhead.process import Pair, started
 from benchmarks.serving.overhead.standin import Pace
 from benchmarks.serving.overhead.streams import Tally, Target, stream
-from benchmarks.serving.overhead.table import BEGIN, END, PAGE, RECORD, markdown, write_table
+from benchmarks.serving.overhead.table import BEGIN, END, PAGE, RECORD, markdown
 from benchmarks.serving.service_overhead import Plan, limited, measured, plain
 from tests.service.test_up import ROOT
+from winnow_evaluation.writing import write_between
 
 STREAMS = 600
 AT_ONCE = 500
@@ -81,7 +82,7 @@ def test_the_table_is_that_of_the_record() -> None:
 
 def test_a_page_without_a_place_for_the_table_is_refused() -> None:
     with pytest.raises(ValueError, match="once each and in this order"):
-        write_table(json.loads((ROOT / RECORD).read_text()), ROOT / "README.md")
+        write_between(ROOT / "README.md", BEGIN, END, markdown(json.loads((ROOT / RECORD).read_text())))
 
 
 @pytest.mark.parametrize(("left_behind", "is_flat"), [(0, True), (64, True), (1024, False)])

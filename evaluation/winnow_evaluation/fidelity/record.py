@@ -15,32 +15,10 @@ from typing import Any, Final
 
 from winnow_evaluation.writing import write_json
 
-KEYS: Final = (
-    "model",
-    "text",
-    "phase",
-    "policy",
-    "parameters",
-    "preset",
-    "context",
-    "prompts",
-    "tokens",
-    "kl",
-    "top1",
-    "loss_change",
-    "kv_read_ratio",
-    "attended_ratio",
-    "terminated_ratio",
-    "skipped_ratio",
-    "reported_share",
-    "true_share",
-    "share_error",
-    "share_error_p95",
-    "success",
-    "worst_layer",
-    "true_share_by_layer",
-    "intervals",
-    "run",
+KEYS: Final = tuple(
+    "model text phase policy parameters preset context prompts tokens kl top1 loss_change kv_read_ratio attended_ratio "
+    "terminated_ratio skipped_ratio reported_share true_share share_error share_error_p95 success worst_layer "
+    "true_share_by_layer intervals run".split()
 )
 """What a row has.
 

@@ -16,13 +16,7 @@ from typing import Any
 
 from winnow_kernels.contract.attention_statistics import amount, decode_context, prefill_context, section
 
-
-@dataclass(frozen=True)
-class PhaseRatios:
-    """Ratios of sums over requests, of one phase (decode or prefill); None where no response reported them."""
-
-    attended: float | None
-    kv_read: float | None
+_Weighted = list[tuple[Mapping[str, Any], float]]
 
 
 @dataclass(frozen=True)
@@ -31,16 +25,18 @@ class AttentionRatios:
 
     Attributes:
         estimated_share: the attention mass that the policy believes to have attended.
-        terminated: the part of (layer, KV head, step) whose traversal stopped early.
-        skipped: tiles skipped by the tiles selected.
+        terminated_ratio: the part of (layer, KV head, step) whose traversal stopped early.
+        skipped_ratio: tiles skipped by the tiles selected.
         cached_tokens: mean tokens of a prompt that were found cached.
     """
 
-    decode: PhaseRatios
-    prefill: PhaseRatios
+    decode_attended_ratio: float | None
+    decode_kv_read_ratio: float | None
+    prefill_attended_ratio: float | None
+    prefill_kv_read_ratio: float | None
     estimated_share: float | None
-    terminated: float | None
-    skipped: float | None
+    terminated_ratio: float | None
+    skipped_ratio: float | None
     cached_tokens: float | None
 
 
@@ -52,26 +48,20 @@ def attention_ratios(objects: Iterable[Mapping[str, Any]]) -> AttentionRatios | 
     decode = _weighted((section(each, "decode") for each in known), decode_context)
     prefill = _weighted((section(each, "prefill") for each in known), prefill_context)
     termination = [(section(phase, "early_termination"), weight) for phase, weight in decode]
-    cached = [(section(each, "prefill"), 1.0) for each in known]
     return AttentionRatios(
-        decode=_phase_ratios(decode),
-        prefill=_phase_ratios(prefill),
+        decode_attended_ratio=_ratio(decode, "attended_ratio"),
+        decode_kv_read_ratio=_ratio(decode, "kv_read_ratio"),
+        prefill_attended_ratio=_ratio(prefill, "attended_ratio"),
+        prefill_kv_read_ratio=_ratio(prefill, "kv_read_ratio"),
         estimated_share=_ratio(decode, "estimated_share"),
-        terminated=_ratio(termination, "terminated_ratio"),
-        skipped=_ratio(termination, "skipped_ratio"),
-        cached_tokens=_ratio(cached, "cached_tokens"),
+        terminated_ratio=_ratio(termination, "terminated_ratio"),
+        skipped_ratio=_ratio(termination, "skipped_ratio"),
+        cached_tokens=_ratio([(section(each, "prefill"), 1.0) for each in known], "cached_tokens"),
     )
-
-
-_Weighted = list[tuple[Mapping[str, Any], float]]
 
 
 def _weighted(sections: Iterable[Mapping[str, Any]], context: Callable[[Mapping[str, Any]], float]) -> _Weighted:
     return [(phase, weight) for phase in sections if (weight := context(phase)) > 0]
-
-
-def _phase_ratios(weighted: _Weighted) -> PhaseRatios:
-    return PhaseRatios(attended=_ratio(weighted, "attended_ratio"), kv_read=_ratio(weighted, "kv_read_ratio"))
 
 
 def _ratio(weighted: _Weighted, field: str) -> float | None:

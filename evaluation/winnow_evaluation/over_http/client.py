@@ -148,8 +148,7 @@ class OpenAIClient:
                 continue
         device, version = reported.get("device"), reported.get("version")
         return ServerFacts(
-            device=device if isinstance(device, str) else None,
-            version=version if isinstance(version, str) else None,
+            device=device if isinstance(device, str) else None, version=version if isinstance(version, str) else None
         )
 
     async def tokenize(self, text: str) -> int | None:

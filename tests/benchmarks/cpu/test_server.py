@@ -29,12 +29,12 @@ from benchmarks.cpu.server_figures import (
     read_series,
     slower_policies,
     suggested_crossovers,
-    write_between_markers,
 )
 from benchmarks.needle_prompt import needle_prompt
 from benchmarks.serving import noop_server
 from benchmarks.serving.noop_server import NOOP
 from winnow_evaluation.machine import surroundings
+from winnow_evaluation.writing import write_between
 
 NEEDLE = Path("models/needle")
 
@@ -179,8 +179,8 @@ def test_the_record_makes_the_tables(tmp_path: Path) -> None:
 
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_between_markers(page, text)
-    write_between_markers(page, text)
+    write_between(page, BEGIN, END, text)
+    write_between(page, BEGIN, END, text)
     content = page.read_text()
     assert content == f"before\n{BEGIN}\n\n{text}\n\n{END}\nafter\n"
 
@@ -190,7 +190,7 @@ def test_a_page_without_its_markers_is_left_alone(tmp_path: Path, content: str) 
     page = tmp_path / "page.md"
     page.write_text(content)
     with pytest.raises(ValueError, match=r"page\.md"):
-        write_between_markers(page, "text")
+        write_between(page, BEGIN, END, "text")
     assert page.read_text() == content
 
 
