@@ -20,8 +20,7 @@ from winnow_service.limits.limiter import Limiter
 from winnow_service.limits.memory import MemoryLimiter
 from winnow_service.limits.redis import RedisLimiter
 from winnow_service.metrics.instruments import Metrics
-from winnow_service.metrics.state import StateCollector
-from winnow_service.metrics.store import MeasuredStore
+from winnow_service.metrics.state import MeasuredStore, StateCollector
 from winnow_service.openapi import install_documentation
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.proxy import native_routes, openai_routes
@@ -94,24 +93,17 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
     app.state.registry = registry
     app.state.keyring = keyring
     app.state.drain = drain
-    _install_middleware(app, settings, drain, metrics)
+    # What is added later sees requests earlier.
+    app.add_middleware(GateMiddleware, drain=drain, max_head_bytes=settings.max_header_bytes, metrics=metrics)
+    app.add_middleware(EntranceMiddleware, metrics=metrics)
     if tracing is not None:
         tracing.install(app)
     install_error_handlers(app, lambda code: metrics.refusals.labels(code).inc())
     # Looked through in this order, for each request.
-    app.include_router(openai_routes.router)
-    app.include_router(native_routes.router)
-    app.include_router(operations.router)
-    app.include_router(policies.router)
-    app.include_router(keys.router)
+    for routes in (openai_routes, native_routes, operations, policies, keys):
+        app.include_router(routes.router)
     install_documentation(app)
     return app
-
-
-def _install_middleware(app: FastAPI, settings: Settings, drain: Drain, metrics: Metrics) -> None:
-    # What is added later sees requests earlier.
-    app.add_middleware(GateMiddleware, drain=drain, max_head_bytes=settings.max_header_bytes, metrics=metrics)
-    app.add_middleware(EntranceMiddleware, metrics=metrics)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -59,10 +59,7 @@ _CODES: Final[Mapping[str, _Known]] = {
     # The status is that of the exception.
     "http_error": _Known(400, _INVALID),
     "missing_key": _Known(
-        401,
-        _AUTHENTICATION,
-        "This needs a key: send Authorization: Bearer <key>.",
-        {"www-authenticate": _CHALLENGE},
+        401, _AUTHENTICATION, "This needs a key: send Authorization: Bearer <key>.", {"www-authenticate": _CHALLENGE}
     ),
     "invalid_key": _Known(401, _AUTHENTICATION, headers={"www-authenticate": f'{_CHALLENGE}, error="invalid_token"'}),
     # The status is the runtime's.
@@ -114,10 +111,7 @@ _CODES: Final[Mapping[str, _Known]] = {
     ),
     "queue_full": _Known(503, _OVERLOADED, "{waiting} requests are waiting already (WINNOW_MAX_QUEUED).", _RETRY),
     "queue_timeout": _Known(
-        503,
-        _OVERLOADED,
-        "The request was not begun within {seconds:g} seconds (WINNOW_QUEUE_TIMEOUT_SECONDS).",
-        _RETRY,
+        503, _OVERLOADED, "The request was not begun within {seconds:g} seconds (WINNOW_QUEUE_TIMEOUT_SECONDS).", _RETRY
     ),
     # The runtime never saw the request, so a client may send it again.
     "runtime_unavailable": _Known(503, _RUNTIME, "The runtime cannot be reached: {problem}.", {"retry-after": "5"}),

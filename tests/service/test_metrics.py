@@ -25,7 +25,7 @@ from winnow_kernels.contract.attention_statistics import decode_context, prefill
 from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.errors import StoreUnavailable
 from winnow_service.metrics.instruments import Metrics
-from winnow_service.metrics.store import MeasuredStore
+from winnow_service.metrics.state import MeasuredStore
 from winnow_service.proxy.answer import AnswerReader
 from winnow_service.proxy.body import Form
 from winnow_service.proxy.generation import Generation
@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_is_counted_once(measured: Deployment, stream
 
 
 def generation_of(metrics: Metrics) -> Generation:
-    return Generation(metrics, "default", MODEL, 0.0, RequestFacts(), AnswerReader(Form.NATIVE))
+    return Generation(metrics, "default", MODEL, RequestFacts(), AnswerReader(Form.NATIVE))
 
 
 def test_an_abandoned_native_stream_tells_what_it_took() -> None:

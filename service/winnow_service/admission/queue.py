@@ -69,7 +69,7 @@ class AdmissionQueue:
         if self._closed:
             raise ServiceError("draining")
         self.admit_waiting()
-        ticket = QueueTicket(self, key)
+        ticket = QueueTicket(self, key, self._clock())
         if self.running < self._capacity():
             self._run(ticket)
             return ticket
@@ -127,7 +127,8 @@ class AdmissionQueue:
         self.running += 1
         self._running[ticket.key] += 1
         self._waited(self._clock() - ticket.joined)
-        ticket.run()
+        ticket.runs = True
+        ticket.end_wait()
 
     def _remove(self, ticket: QueueTicket) -> None:
         tickets = self._waiting[ticket.key]
@@ -144,10 +145,6 @@ class AdmissionQueue:
         each = (self._clock() - self._ends[0]) / len(self._ends)
         return math.ceil(min(max(before * each, shortest), longest))
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        return self._clock
-
 
 class QueueTicket:
     """A request's ticket: it waits, then it runs, then it is left.
@@ -159,11 +156,11 @@ class QueueTicket:
 
     __slots__ = ("_left", "_queue", "joined", "key", "runs", "waited")
 
-    def __init__(self, queue: AdmissionQueue, key: str | None) -> None:
+    def __init__(self, queue: AdmissionQueue, key: str | None, joined: float) -> None:
         self._queue = queue
         self._left = False
         self.key = key
-        self.joined = queue.clock()
+        self.joined = joined
         self.runs = False
         self.waited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -184,11 +181,6 @@ class QueueTicket:
         self._queue.leave(self)
         self.runs = False
         self.waited.cancel()
-
-    def run(self) -> None:
-        """Its turn has come."""
-        self.runs = True
-        self.end_wait()
 
     def end_wait(self) -> None:
         """It waits no more, whether its turn has come or will not."""

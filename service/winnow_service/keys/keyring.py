@@ -9,7 +9,7 @@ from typing import Final
 from winnow_service.errors import ServiceError, StoreUnavailable
 from winnow_service.keys.records import KEYS, KeyRecord, Scope, now
 from winnow_service.keys.tokens import digest, key_id_of, matches
-from winnow_service.limits.limits import Limits
+from winnow_service.limits.limiter import Limits
 from winnow_service.policies.bounds import Bounds
 from winnow_service.store.documents import Document
 from winnow_service.store.mirror import Mirror

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 from winnow_service.errors import StoreUnavailable
-from winnow_service.limits.limiter import Limiter, Reservation
-from winnow_service.limits.limits import Limits
+from winnow_service.limits.limiter import Limiter, Limits, Reservation
 from winnow_service.store.mirror import Mirror
 
 logger = logging.getLogger(__name__)

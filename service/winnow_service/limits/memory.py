@@ -15,13 +15,13 @@ from winnow_service.limits.limiter import (
     REQUESTS,
     TOKENS,
     Limiter,
+    Limits,
     QuotaStatus,
     Reservation,
     judge,
     quotas,
     rate_limit_headers,
 )
-from winnow_service.limits.limits import Limits
 
 
 @dataclass

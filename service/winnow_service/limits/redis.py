@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from hashlib import sha1
 from typing import Any, Final
 from uuid import uuid4
-
-from redis.exceptions import NoScriptError
 
 from winnow_service.errors import StoreUnavailable
 from winnow_service.limits.limiter import (
@@ -18,13 +15,13 @@ from winnow_service.limits.limiter import (
     REQUESTS,
     TOKENS,
     Limiter,
+    Limits,
     QuotaStatus,
     Reservation,
     judge,
     quotas,
     rate_limit_headers,
 )
-from winnow_service.limits.limits import Limits
 from winnow_service.store.redis_connection import RedisConnection
 
 logger = logging.getLogger(__name__)
@@ -124,14 +121,12 @@ class RedisLimiter(Limiter):
         self._held: dict[str, set[str]] = {}
 
     async def admit(self, key_id: str, limits: Limits, tokens: int) -> Reservation:
-        asked = quotas(limits, tokens)
-        by_limit = {limit: quota for limit, quota, _ in asked}
-        amounts = [by_limit.get(limit, 0) for limit in (REQUESTS, TOKENS, CONCURRENT)]
+        amounts = [limits.requests_per_minute or 0, limits.tokens_per_minute or 0, limits.concurrent_requests or 0]
         lease = uuid4().hex
         keys = [self._key(limit, key_id) for limit in (REQUESTS, TOKENS, CONCURRENT)]
         answer = await self._run(_ADMIT, keys, lease, _LEASE_MILLISECONDS, *amounts, tokens)
         bucket, *numbers = map(int, answer)
-        statuses = [_status(limit, quota, needed, numbers) for limit, quota, needed in asked]
+        statuses = [_status(limit, quota, needed, numbers) for limit, quota, needed in quotas(limits, tokens)]
         judge(statuses)
         if limits.concurrent_requests is not None:
             self._held.setdefault(key_id, set()).add(lease)
@@ -161,13 +156,8 @@ class RedisLimiter(Limiter):
         return f"{self._connection.prefix}limit:{limit}:{key_id}"
 
     async def _run(self, script: str, keys: list[str], *arguments: str | int) -> Any:
-        given = [*keys, str(_BUCKET_MILLISECONDS), str(BUCKETS), *map(str, arguments)]
         async with self._connection.use() as client:
-            try:
-                # Redis names scripts by their SHA-1.
-                return await client.evalsha(sha1(script.encode(), usedforsecurity=False).hexdigest(), len(keys), *given)
-            except NoScriptError:
-                return await client.eval(script, len(keys), *given)
+            return await client.register_script(script)(keys=keys, args=[_BUCKET_MILLISECONDS, BUCKETS, *arguments])
 
 
 def _status(limit: str, quota: int, needed: int, numbers: list[int]) -> QuotaStatus:

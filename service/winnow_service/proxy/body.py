@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from fastapi import Request
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from winnow_service.errors import ClientDisconnected, ServiceError
+
+_JSON_TYPES: Final = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+}
 
 
 class Form(StrEnum):
@@ -42,7 +51,7 @@ async def read_json_object(request: Request, limit_bytes: int) -> JsonBody:
     except ValueError as error:
         raise ServiceError("invalid_json", problem=error) from None
     if not isinstance(value, dict):
-        raise ServiceError("not_an_object", found=_json_type(value))
+        raise ServiceError("not_an_object", found=_JSON_TYPES[type(value)])
     return JsonBody(body, value)
 
 
@@ -59,17 +68,3 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
     except ClientDisconnect:
         raise ClientDisconnected from None
     return bytes(body)
-
-
-def _json_type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a string"
-        case _:
-            return "an array"

@@ -30,7 +30,7 @@ from winnow_service.proxy.event_stream import EventStreamResponse
 from winnow_service.proxy.generation import Generation
 from winnow_service.proxy.headers import to_client
 from winnow_service.proxy.incidents import Incidents
-from winnow_service.proxy.request_facts import request_facts, started_at
+from winnow_service.proxy.request_facts import request_facts
 from winnow_service.proxy.upstream import as_served, upstream_request
 from winnow_service.runtime.client import RuntimeRequest
 from winnow_service.runtime.prefix import prefix_of
@@ -110,7 +110,7 @@ class Forwarder:
             raise
         if charge is None:
             return response
-        response.headers.update(charge.headers)
+        response.headers.update(charge.reservation.headers)
         return SettlingResponse(response, lambda: charge.settle(charge.used(response.status_code, generation.usage)))
 
     async def _forward(self, request: Request, content: bytes) -> Response:
@@ -174,14 +174,13 @@ class Forwarder:
         kinds = _decode_policies(asked.choice.policies)
         for name in kinds:
             self.metrics.policies.labels(name).inc()
-        scope, members = asked.request.scope, asked.body.members
+        members = asked.body.members
         several = bool(members.get("stream")) and has_several_answers(members, asked.form)
         return Generation(
             self.metrics,
             kinds.pop() if len(kinds) == 1 else _SEVERAL_POLICIES,
             self.runtime.model,
-            started_at(scope),
-            request_facts(scope),
+            request_facts(asked.request.scope),
             AnswerReader(asked.form, asked.choice.warnings, several=several),
         )
 

@@ -8,13 +8,7 @@ from collections.abc import Collection
 from enum import StrEnum
 from typing import Final
 
-from winnow_kernels.contract.attention_statistics import (
-    Statistics,
-    amount,
-    decode_context,
-    prefill_context,
-    section,
-)
+from winnow_kernels.contract.attention_statistics import Statistics, amount, decode_context, prefill_context, section
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.proxy.answer import REFUSED_STREAM, AnswerReader
@@ -41,7 +35,6 @@ class Generation:
 
     Args:
         decode_policy: what it asks for.
-        started: when its first byte came, by ``time.perf_counter``.
         facts: what becomes known of the request is written there.
         reader: of its answer.
 
@@ -50,24 +43,18 @@ class Generation:
     """
 
     def __init__(
-        self,
-        metrics: Metrics,
-        decode_policy: str,
-        model: str,
-        started: float,
-        facts: RequestFacts,
-        reader: AnswerReader,
+        self, metrics: Metrics, decode_policy: str, model: str, facts: RequestFacts, reader: AnswerReader
     ) -> None:
         facts.policy, facts.model = decode_policy, model
         self._facts = facts
         self._metrics = metrics
         self._labels = (decode_policy, model)
         self._model = model
-        self._started = started
+        self._started = facts.started
         self._reader = reader
         self._outcome = Outcome.FINISHED
         self._first_event: float | None = None
-        self._last_event = started
+        self._last_event = facts.started
         self._ended = False
         self._in_flight = metrics.generations_in_flight.labels(decode_policy)
         self._in_flight.inc()

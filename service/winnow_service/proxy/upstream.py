@@ -10,7 +10,7 @@ from winnow_service.errors import ServiceError
 from winnow_service.proxy.attention_field import Given, each_policy
 from winnow_service.proxy.headers import to_runtime
 from winnow_service.runtime.client import RuntimeRequest
-from winnow_service.runtime.served_model import ServedModelLookup, not_served
+from winnow_service.runtime.served_model import ServedModelLookup
 
 
 async def as_served(policies: Given, served: ServedModelLookup, authorization: str | None) -> Given:
@@ -23,8 +23,6 @@ async def as_served(policies: Given, served: ServedModelLookup, authorization: s
     if all(policy.is_dense for policy in (policies if isinstance(policies, list) else [policies])):
         return policies
     model = await served.get(authorization)
-    if model is None:
-        raise not_served()
     return each_policy(policies, model.check) if isinstance(policies, list) else model.check(policies)
 
 

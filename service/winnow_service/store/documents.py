@@ -42,8 +42,10 @@ class Document:
         return f'"{self.revision}"'
 
     @property
-    def updated_at(self) -> datetime:
-        return datetime.fromtimestamp(self.updated, UTC)
+    def written(self) -> dict[str, Any]:
+        """Revision, time and author, as operators see them."""
+        at = datetime.fromtimestamp(self.updated, UTC)
+        return {"revision": self.revision, "updated_at": at, "updated_by": self.author}
 
 
 @dataclass(frozen=True)

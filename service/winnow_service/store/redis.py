@@ -155,7 +155,7 @@ class RedisStore(Store):
     async def _listen(self) -> None:
         """Note every message; ends with an error when the connection does."""
         try:
-            subscription = (await self.connection.subscriber()).pubsub()
+            subscription = (await self.connection.client()).pubsub()
             try:
                 await subscription.subscribe(self._channel)
                 async for _ in subscription.listen():
