@@ -30,8 +30,8 @@ def _sentence(description: str) -> str:
 
 
 def _fields(properties: Mapping[str, Mapping[str, Any]]) -> str:
-    told = (f"`{name}`{_default(field)}" for name, field in properties.items() if name != "policy")
-    return ", ".join(told)
+    fields = (f"`{name}`{_default(field)}" for name, field in properties.items() if name != "policy")
+    return ", ".join(fields)
 
 
 def _default(field: Mapping[str, Any]) -> str:

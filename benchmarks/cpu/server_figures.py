@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -15,9 +17,6 @@ DENSE: Final = "dense"
 NATIVE: Final = "torch_native"
 BASELINES: Final = (DENSE, NATIVE)
 CONTROLS: Final = (*BASELINES, NOOP)
-
-BEGIN: Final = "<!-- cpu_server: begin -->"
-END: Final = "<!-- cpu_server: end -->"
 
 
 class Kind(StrEnum):
@@ -176,6 +175,11 @@ TITLES: Final = {
 def read_series(record: dict[str, Any]) -> list[Series]:
     """Read the measurements in a benchmark's record."""
     return [Series(**(entry | {"kind": Kind(entry["kind"])})) for entry in record["series"]]
+
+
+def cpu_server_table(path: Path) -> str:
+    """Return the record of ``benchmarks.cpu.server`` as Markdown."""
+    return markdown(json.loads(path.read_text()))
 
 
 def markdown(record: dict[str, Any]) -> str:

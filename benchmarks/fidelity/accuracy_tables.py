@@ -42,8 +42,8 @@ def tasks_table(path: Path) -> str:
     for length in sorted({row.length for row in record.rows}):
         for policy in policies:
             cells = {row.task: row for row in record.rows if (row.length, row.policy) == (length, policy)}
-            told = [_difference(cells.get(task), is_dense=policy == policies[0]) for task in tasks]
-            rows.append((f"{length:,}", policy, *told))
+            differences = [_difference(cells.get(task), is_dense=policy == policies[0]) for task in tasks]
+            rows.append((f"{length:,}", policy, *differences))
     return markdown_table(("length", "policy", *tasks), rows)
 
 

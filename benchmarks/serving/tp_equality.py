@@ -213,11 +213,11 @@ def compare(own: Any, other: Any) -> tuple[bool, float]:
 
 def line_of(row: Row) -> str:
     """Return a line about a row."""
-    told = row.parameters
+    found = row.parameters
     return (
-        f"{row.model}, {row.policy}, {told['gpus']} GPU: TPOT {row.measured:.2f} ms ({row.speedup:.2f}×), "
-        f"equal tokens {told['equal_tokens']} of {told['output_tokens']}, "
-        f"numbers equal: {told['numbers_equal']}, ratios within {told['largest_difference_of_ratios']:.1e}"
+        f"{row.model}, {row.policy}, {found['gpus']} GPU: TPOT {row.measured:.2f} ms ({row.speedup:.2f}×), "
+        f"equal tokens {found['equal_tokens']} of {found['output_tokens']}, "
+        f"numbers equal: {found['numbers_equal']}, ratios within {found['largest_difference_of_ratios']:.1e}"
     )
 
 

@@ -35,12 +35,6 @@ def replaced_between(document: str, begin: str, end: str, text: str, name: str =
     return f"{before}{begin}\n\n{text}\n\n{after}"
 
 
-def write_between(file: Path, begin: str, end: str, text: str) -> None:
-    """Replace what stands between two marks in a file. Raises as ``replaced_between`` does."""
-    document = file.read_text(encoding="utf-8")
-    file.write_text(replaced_between(document, begin, end, text, str(file)), encoding="utf-8")
-
-
 def number(value: float | None, form: str = ".3f") -> str:
     """Return a figure as a table has it; nothing if there is none."""
     return "" if value is None else format(value, form)

@@ -139,11 +139,11 @@ async def prepare(bare: Way, service: Way, plan: Plan) -> dict[str, Any]:
         if models[0] != models[1]:
             raise NotComparable(f"the runtime serves {models[0]}, the service {models[1]}")
         for way in (bare, service):
-            tokens = await _tokens_told(client, way, plan)
+            tokens = await _reported_tokens(client, way, plan)
             if tokens != plan.tokens:
                 raise NotComparable(f"{way.name}: an answer of {plan.tokens} tokens was asked for, and had {tokens}")
-        told = await client.get(f"{bare.address}/server_info", headers=bare.headers)
-        known = told.json() if told.status_code == httpx.codes.OK else {}
+        answer = await client.get(f"{bare.address}/server_info", headers=bare.headers)
+        known = answer.json() if answer.status_code == httpx.codes.OK else {}
     await _round(service, plan)
     facts = ("version", "attention_backend", "dtype", "kv_cache_dtype", "tp_size", "stream_interval")
     return {"model": models[0], **{name: known[name] for name in facts if known.get(name) is not None}}
@@ -233,18 +233,18 @@ async def _model(client: httpx.AsyncClient, way: Way) -> str:
     return str(answer.json()["data"][0]["id"]).rstrip("/").rpartition("/")[2]
 
 
-async def _tokens_told(client: httpx.AsyncClient, way: Way, plan: Plan) -> int | None:
+async def _reported_tokens(client: httpx.AsyncClient, way: Way, plan: Plan) -> int | None:
     """Ask for one answer, and return how many tokens it says that it has."""
     body = plan.body(0, plan.tokens) | {"stream_options": {"include_usage": True}}
-    told = None
+    tokens = None
     async with client.stream("POST", way.address + _ROUTE, json=body, headers=way.headers) as answer:
         if answer.status_code != httpx.codes.OK:
             raise NotComparable(f"{way.name}: status {answer.status_code}: {(await answer.aread()).decode()[:500]}")
         async for line in answer.aiter_lines():
             event = line.removeprefix("data: ")
             if event.startswith("{") and (usage := json.loads(event).get("usage")):
-                told = int(usage["completion_tokens"])
-    return told
+                tokens = int(usage["completion_tokens"])
+    return tokens
 
 
 async def _cpu_seconds(service: Way) -> float | None:

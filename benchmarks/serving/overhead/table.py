@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Final
 
 from winnow_evaluation.writing import markdown_table
 
-RECORD: Final = "benchmarks/results/service-overhead.json"
-PAGE: Final = "docs/load-tests.md"
-BEGIN: Final = "<!-- service_overhead: begin -->"
-END: Final = "<!-- service_overhead: end -->"
 _MIB: Final = 1024 * 1024
+
+
+def overhead_table(path: Path) -> str:
+    """Return the record of ``benchmarks.serving.service_overhead`` as Markdown."""
+    return markdown(json.loads(path.read_text()))
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -28,6 +28,8 @@ tokens, layers and query heads; ``share_error`` is reported less true share, ``s
 its absolute value over (token, layer), each a mean over query heads. Ratios are ratios of sums. Of what was not
 measured it has null.
 """
+SWEPT: Final = ("p", "budget", "budget_ratio", "window")
+"""Parameters that say how much a policy reads."""
 _IDENTITY: Final = ("model", "text", "phase", "policy", "parameters", "preset", "context")
 
 

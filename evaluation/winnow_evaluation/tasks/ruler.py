@@ -20,6 +20,7 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from winnow_evaluation.tasks.niah import NEEDLE_TASKS, NeedleTask, draw_distinct, summary_of
@@ -128,7 +129,7 @@ def make_niah(rng: random.Random, size: int, haystack: Haystack, task: NeedleTas
     )
 
 
-def make_vt(rng: random.Random, size: int) -> Sample:
+def make_vt(rng: random.Random, size: int, _haystack: Haystack) -> Sample:
     """Build a sample of about ``size`` words: a worked example, then one chain of five variables in noise."""
     example = _tracking(rng, _EXAMPLE_PARAGRAPHS, name_letters=3)
     solved = example.questions[0]
@@ -157,7 +158,7 @@ def _tracking(rng: random.Random, paragraphs: int, name_letters: int) -> Sample:
     return Sample(_VT.before + text, (question,), _SEPARATOR)
 
 
-def make_cwe(rng: random.Random, size: int) -> Sample:
+def make_cwe(rng: random.Random, size: int, _haystack: Haystack) -> Sample:
     """Build a sample of about ``size`` listed words: a worked example, then the list that is asked about."""
     short = size < SHORT_LIST
     # 20 or 40 words, ten of which come 3 or 10 times.
@@ -175,7 +176,7 @@ def _common(rng: random.Random, size: int, common_times: int, other_times: int) 
     return Sample(_CWE.before + numbered(listed), (question,), _SEPARATOR)
 
 
-def make_fwe(rng: random.Random, size: int) -> Sample:
+def make_fwe(rng: random.Random, size: int, _haystack: Haystack) -> Sample:
     """Build a sample of about ``size`` coded words and dots."""
     listed, answers = frequent_words(rng, size)
     question = Question(_FWE.question, " " + ", ".join(answers), tuple(answers), given=_FWE.given)
@@ -188,51 +189,29 @@ class RulerTask:
 
     Attributes:
         make: ``make(rng, size, haystack)`` builds a sample of about ``size`` words, or of the task's smallest size.
-        reads_text: whether the haystack is used at all.
         answer_tokens: how many output tokens RULER allows.
+        reads_text: whether the haystack is used at all.
     """
 
     name: str
     summary: str
     make: Callable[[random.Random, int, Haystack], Sample]
-    reads_text: bool
     answer_tokens: int
+    reads_text: bool = False
 
 
 def _needle_task(name: str, task: NeedleTask) -> RulerTask:
-    return RulerTask(
-        name,
-        summary_of(task, essay="real text"),
-        lambda rng, size, haystack: make_niah(rng, size, haystack, task),
-        reads_text=task.haystack == "essay",
-        answer_tokens=128,
-    )
+    make = partial(make_niah, task=task)
+    return RulerTask(name, summary_of(task, essay="real text"), make, 128, reads_text=task.haystack == "essay")
 
 
-RULER_TASKS: dict[str, RulerTask] = {
-    **{name: _needle_task(name, task) for name, task in NEEDLE_TASKS.items()},
-    "vt": RulerTask(
-        "vt",
-        "one chain of five variables in noise, after a worked example",
-        lambda rng, size, _haystack: make_vt(rng, size),
-        reads_text=False,
-        answer_tokens=30,
-    ),
-    "cwe": RulerTask(
-        "cwe",
-        "the 10 most common words of a numbered list, after a worked example",
-        lambda rng, size, _haystack: make_cwe(rng, size),
-        reads_text=False,
-        answer_tokens=120,
-    ),
-    "fwe": RulerTask(
-        "fwe",
-        "the 3 most frequent words of a coded text",
-        lambda rng, size, _haystack: make_fwe(rng, size),
-        reads_text=False,
-        answer_tokens=50,
-    ),
-}
+_TASKS = (
+    *(_needle_task(name, task) for name, task in NEEDLE_TASKS.items()),
+    RulerTask("vt", "one chain of five variables in noise, after a worked example", make_vt, 30),
+    RulerTask("cwe", "the 10 most common words of a numbered list, after a worked example", make_cwe, 120),
+    RulerTask("fwe", "the 3 most frequent words of a coded text", make_fwe, 50),
+)
+RULER_TASKS: dict[str, RulerTask] = {task.name: task for task in _TASKS}
 
 
 def ruler_tasks(haystack: Haystack) -> dict[str, Task]:

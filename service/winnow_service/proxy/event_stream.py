@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 import anyio
@@ -96,7 +96,8 @@ class EventStreamResponse(StreamingResponse):
         observer: StreamObserver | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(self._events(), status_code=answer.status)
+        self._body = self._events()
+        super().__init__(self._body, status_code=answer.status)
         self.raw_headers = to_client(answer.headers)
         self._answer = answer
         self._incidents = incidents
@@ -120,6 +121,8 @@ class EventStreamResponse(StreamingResponse):
             if self._on_end is not None:
                 self._on_end()
             with anyio.CancelScope(shield=True):
+                # Not left to the collector, which closes it in a task of its own.
+                await self._body.aclose()
                 await self._answer.close()
 
     async def _stream(self, send: Send) -> None:
@@ -136,18 +139,19 @@ class EventStreamResponse(StreamingResponse):
             async with stall:
                 await self.stream_response(bounded_send)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         splitter = EventSplitter()
         begun = False
         failure: RuntimeFailure | None = None
         try:
-            async for chunk in self._answer.chunks():
-                if events := splitter.feed(chunk):
-                    yield events if self._observer is None else self._observer.feed(events)
-                    if not begun:
-                        begun = True
-                        # uvloop writes when it gets its turn, which must not be after the end of a short answer.
-                        await asyncio.sleep(0)
+            async with aclosing(self._answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    if events := splitter.feed(chunk):
+                        yield events if self._observer is None else self._observer.feed(events)
+                        if not begun:
+                            begun = True
+                            # uvloop writes when it gets its turn, which must not be after the end of a short answer.
+                            await asyncio.sleep(0)
         except RuntimeFailure as error:
             failure = error
         # After [DONE] the client has everything; how the connection ends then is of no interest.

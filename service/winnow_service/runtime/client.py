@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -120,7 +120,7 @@ class RuntimeAnswer:
         self.headers: RawHeaders = list(response.raw_headers)
         self.is_event_stream = response.content_type == "text/event-stream"
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body, as it arrives.
 
         Raises:
@@ -128,8 +128,8 @@ class RuntimeAnswer:
         """
         assert self._patience is not None
         with _failures(self._address, self._patience.exhausted):
-            async with self._patience.wait() as limit:
-                async for chunk in self._body():
+            async with self._patience.wait() as limit, aclosing(self._body()) as body:
+                async for chunk in body:
                     # What the client does meanwhile is not the runtime's.
                     limit.reschedule(None)
                     self._patience.heard()
@@ -144,7 +144,7 @@ class RuntimeAnswer:
         self._response.close()
         self._span.end()
 
-    async def _body(self) -> AsyncIterator[bytes]:
+    async def _body(self) -> AsyncGenerator[bytes, None]:
         try:
             async for chunk, _ in self._response.content.iter_chunks():
                 if chunk:

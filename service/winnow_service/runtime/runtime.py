@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from math import ceil
 from typing import Final
@@ -132,16 +133,17 @@ class Call:
             raise
         self.status, self.headers, self.is_event_stream = answer.status, answer.headers, answer.is_event_stream
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body, as it arrives. Raises RuntimeFailure if no more of it is to come."""
         assert self._answer is not None
         begun = False
         try:
-            async for chunk in self._answer.chunks():
-                if not begun and self.status != UNAVAILABLE:
-                    begun = True
-                    self._permit.begun()
-                yield chunk
+            async with aclosing(self._answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    if not begun and self.status != UNAVAILABLE:
+                        begun = True
+                        self._permit.begun()
+                    yield chunk
         except RuntimeFailure as failure:
             # One of several behind a balancer says so in its head. The others may be well.
             self._fail(failure, balanced=any(name.lower() == RUNTIME_HEADER for name, _ in self.headers))

@@ -123,8 +123,8 @@ class ServedModelLookup:
         if answer.status_code != 200:
             raise _unusable(f"it answered {_PATH} with status {answer.status_code}")
         try:
-            told: Any = from_json(answer.content)
-            facts = told.get("winnow") if isinstance(told, dict) else None
+            reported: Any = from_json(answer.content)
+            facts = reported.get("winnow") if isinstance(reported, dict) else None
             return None if facts is None else ServedModel.model_validate(facts)
         except ValidationError as error:
             raise _unusable(f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)") from None

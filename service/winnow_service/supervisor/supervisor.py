@@ -30,11 +30,11 @@ class Supervisor:
 
     async def run(self) -> int:
         """Return the exit status: 0 if a signal said to stop, 1 if a program ended by itself."""
-        told_to_stop = asyncio.Event()
-        told_again = asyncio.Event()
+        stopped = asyncio.Event()
+        hurried = asyncio.Event()
 
         def stop() -> None:
-            (told_again if told_to_stop.is_set() else told_to_stop).set()
+            (hurried if stopped.is_set() else stopped).set()
 
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stop)
@@ -42,9 +42,9 @@ class Supervisor:
         adopt_orphans()
         runtime = await Child.start(self._runtime, self._display.line)
         service = await Child.start(self._service, self._display.line)
-        dead = await self._watch(runtime, service, told_to_stop)
+        dead = await self._watch(runtime, service, stopped)
         self._display.stopping()
-        await _stop(runtime, service, told_again)
+        await _stop(runtime, service, hurried)
         kill_children()
         if dead is None:
             return 0
@@ -54,9 +54,9 @@ class Supervisor:
             self._display.refused(dead.refusal)
         return 1
 
-    async def _watch(self, runtime: Child, service: Child, told_to_stop: asyncio.Event) -> Child | None:
+    async def _watch(self, runtime: Child, service: Child, stopped: asyncio.Event) -> Child | None:
         """Return who ended first; None if a signal said to stop."""
-        stop = asyncio.create_task(told_to_stop.wait())
+        stop = asyncio.create_task(stopped.wait())
         ready = asyncio.create_task(self._announce_readiness())
         ends = {asyncio.create_task(child.wait()): child for child in (runtime, service)}
         try:
