@@ -24,15 +24,9 @@ import httpx
 import typer
 
 from benchmarks.folders import RESULTS
-from benchmarks.serving.overhead.beside_runtime import (
-    NotComparable,
-    Plan,
-    Way,
-    measured_throughput,
-    measured_ttft,
-    prepare,
-)
+from benchmarks.serving.overhead.beside_runtime import Plan, Way, measured_throughput, measured_ttft, prepare
 from benchmarks.serving.overhead.beside_table import service_table
+from benchmarks.serving.overhead.streams import Incomplete
 from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
 
@@ -59,7 +53,7 @@ def run(
     plan = Plan(streams, tokens, prompt_words, ttft_seconds, throughput_seconds)
     try:
         record = asyncio.run(_measured(bare, service, plan))
-    except (NotComparable, httpx.TransportError, OSError) as error:
+    except (Incomplete, httpx.TransportError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     write_json(output, record)

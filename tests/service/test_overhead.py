@@ -14,7 +14,7 @@ from benchmarks.folders import RESULTS
 from benchmarks.serving.overhead import measure
 from benchmarks.serving.overhead.process import Pair, started
 from benchmarks.serving.overhead.standin import Pace
-from benchmarks.serving.overhead.streams import Tally, Target, stream
+from benchmarks.serving.overhead.streams import Incomplete, Tally, Target, stream
 from benchmarks.serving.overhead.table import markdown
 from benchmarks.serving.service_overhead import Plan, limited, measured, plain
 
@@ -68,7 +68,7 @@ async def test_a_stream_that_is_not_complete_is_not_measured(pair: Pair) -> None
     await stream(stranger, Pace(2, first=0.01, interval=0.01), tally)
     assert (tally.finished, tally.broken) == (1, 1)
     assert "401" in tally.refusals[0]
-    with pytest.raises(measure.Incomplete, match="0 of 3 streams were complete"):
+    with pytest.raises(Incomplete, match="0 of 3 streams were complete"):
         await measure.request_cost(pair.service, stranger, 3)
 
 

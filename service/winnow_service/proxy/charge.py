@@ -39,11 +39,6 @@ class Charge:
         with anyio.CancelScope(shield=True):
             await self.limiter.settle(self.reservation, tokens)
 
-    async def settle_failed(self, *, begun: bool) -> None:
-        """Charge what a request took that has no answer: all that was reserved if the runtime has begun it."""
-        # What the runtime has begun is not free because its client does not wait for the end.
-        await self.settle(self.reservation.tokens if begun else 0)
-
     def used(self, status: int, usage: ReportedUsage) -> int:
         """Return how many tokens an answer took: by its own account, else as far as that can be said."""
         if self.estimate is None or status != _OK:

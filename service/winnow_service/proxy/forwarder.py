@@ -82,7 +82,7 @@ class Forwarder:
             ServiceError: the runtime has not seen the request, or has not answered it.
         """
         body = await read_json_object(request, self.settings.max_body_bytes)
-        choice = choose(body.members, form, self.registry, caller.default_policy, caller.bounds)
+        choice = choose(body.members, form, self.registry, caller)
         key_id = None if caller is ANYONE else caller.id
         facts = request_facts(request.scope)
         facts.key_id = key_id
@@ -106,7 +106,9 @@ class Forwarder:
         except BaseException as error:
             if charge is not None:
                 is_timeout = isinstance(error, RuntimeFailure) and error.code == "request_timeout"
-                await charge.settle_failed(begun=ticket.runs and (isinstance(error, ClientDisconnected) or is_timeout))
+                # What the runtime has begun is not free because its client does not wait for the end.
+                begun = ticket.runs and (isinstance(error, ClientDisconnected) or is_timeout)
+                await charge.settle(charge.reservation.tokens if begun else 0)
             raise
         if charge is None:
             return response

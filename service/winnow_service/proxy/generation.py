@@ -43,7 +43,12 @@ class Generation:
     """
 
     def __init__(
-        self, metrics: Metrics, decode_policy: str, model: str, facts: RequestFacts, reader: AnswerReader
+        self,
+        metrics: Metrics,
+        decode_policy: str,
+        model: str,
+        facts: RequestFacts,
+        reader: AnswerReader,
     ) -> None:
         facts.policy, facts.model = decode_policy, model
         self._facts = facts
