@@ -45,7 +45,7 @@ def percent(ratio: float | None) -> str:
     return "" if ratio is None else f"{100 * ratio:.1f}"
 
 
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---") -> str:
+    """Return a table in Markdown; ``others`` aligns all columns but the first."""
+    lines = [headings, ["---", *[others] * (len(headings) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from winnow_evaluation.fidelity.record import SWEPT
-from winnow_evaluation.plotting import COLORS, save_plot
+from winnow_evaluation.plotting import COLORS, label_axes, save_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,12 +95,7 @@ def _draw_lines(
     # Powers of ten would have exponents too small to read.
     axes.yaxis.set_major_formatter(FuncFormatter(lambda nats, _: f"{nats:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("KV cache and index read, of what dense attention reads")
-    axes.set_ylabel("KL to dense attention, nats")
-    axes.set_title(title, loc="left")
-    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    label_axes(axes, title, "KV cache and index read, of what dense attention reads", "KL to dense attention, nats")
     figure.legend(loc="outside right upper", frameon=False)
 
 
