@@ -13,7 +13,7 @@ from typing import Literal
 
 from winnow_evaluation.tasks import filler_text
 from winnow_evaluation.tasks.sample import Question, Sample, Task
-from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS
+from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS, distinct, inserted
 
 Haystack = Literal["noise", "essay", "needles"]
 Kind = Literal["numbers", "words", "uuids"]
@@ -81,10 +81,7 @@ def draw_distinct(rng: random.Random, kind: Kind, count: int, between: str = " "
         "words": lambda: f"{rng.choice(ADJECTIVES)}{between}{rng.choice(NOUNS)}",
         "uuids": lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
     }[kind]
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        drawn[draw()] = None
-    return list(drawn)
+    return distinct(draw, count)
 
 
 def _join(names: list[str]) -> str:
@@ -123,9 +120,8 @@ def make(rng: random.Random, size: int, task: NeedleTask, questions: int = 1) ->
     else:
         filler = filler_text.essay if task.haystack == "essay" else filler_text.noise
         parts = filler(rng, size - needle_words * len(needles))
-        places = sorted((rng.randint(0, len(parts)) for _ in needles), reverse=True)
-        for place, (_, sentence, _) in zip(places, reversed(needles), strict=True):
-            parts.insert(place, sentence)
+        places = sorted(rng.randint(0, len(parts)) for _ in needles)
+        parts = inserted(parts, places, [sentence for _, sentence, _ in needles])
     separator = " " if task.haystack == "essay" else "\n"
     context = rng.choice(_INTRODUCTIONS).format(kind=_PLURAL[task.values]) + "\n\n" + separator.join(parts)
 

@@ -26,6 +26,7 @@ from itertools import pairwise
 from winnow_evaluation.tasks.niah import NEEDLE_TASKS, NeedleTask, draw_distinct, summary_of
 from winnow_evaluation.tasks.sample import Question, Sample, Task
 from winnow_evaluation.tasks.word_extraction import SHORT_LIST, common_words, frequent_words, numbered
+from winnow_evaluation.tasks.words import distinct, inserted
 
 Haystack = Callable[[random.Random, int], Sequence[str]]
 """``haystack(rng, words)`` is running text of about ``words`` words, sentence by sentence; a space joins them."""
@@ -100,14 +101,14 @@ def make_niah(rng: random.Random, size: int, haystack: Haystack, task: NeedleTas
         sentences = list(haystack(rng, max(1, size - _NEEDLE_WORDS * len(needles))))
         depths = sorted(rng.sample(_DEPTHS, len(needles)))
         places = [len(sentences) * depth // 100 for depth in depths]
-        text = " ".join(_inserted(sentences, places, needles))
+        text = " ".join(inserted(sentences, places, needles))
     else:
         if task.haystack == "noise":
             lines = [NOISE] * max(len(needles), (size - _NEEDLE_WORDS * len(needles)) // _NOISE_WORDS)
         else:
             lines = [_needle(task, key, value) for key, value in zip(keys[task.key_count :], drawn, strict=True)]
         places = sorted(rng.sample(range(len(lines)), len(needles)))
-        text = "\n".join(_inserted(lines, places, needles))
+        text = "\n".join(inserted(lines, places, needles))
 
     asked = rng.sample(list(values), task.keys_per_question)
     answers = [value for key in asked for value in values[key]]
@@ -140,10 +141,7 @@ def make_vt(rng: random.Random, size: int, _haystack: Haystack) -> Sample:
 
 
 def _tracking(rng: random.Random, paragraphs: int, name_letters: int) -> Sample:
-    names: dict[str, None] = {}
-    while len(names) < _HOPS + 1:
-        names["".join(rng.choices(string.ascii_uppercase, k=name_letters))] = None
-    variables = tuple(names)
+    variables = tuple(distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=name_letters)), _HOPS + 1))
     value = rng.randint(10_000, 99_998)
     # RULER's lines that copy a variable end in a space.
     chain = [f"VAR {variables[0]} = {value}", *(f"VAR {copy} = VAR {source} " for source, copy in pairwise(variables))]
@@ -154,7 +152,7 @@ def _tracking(rng: random.Random, paragraphs: int, name_letters: int) -> Sample:
         answer=" " + " ".join(variables),
         references=variables,
     )
-    text = "\n".join(_inserted([NOISE] * paragraphs, places, chain))
+    text = "\n".join(inserted([NOISE] * paragraphs, places, chain))
     return Sample(_VT.before + text, (question,), _SEPARATOR)
 
 
@@ -230,11 +228,3 @@ def ruler_tasks(haystack: Haystack) -> dict[str, Task]:
 
 def _needle(task: NeedleTask, key: str, value: str) -> str:
     return NEEDLE.format(kind=task.values, key=key, value=value)
-
-
-def _inserted(parts: Sequence[str], places: Sequence[int], inserts: Sequence[str]) -> list[str]:
-    """``parts`` with each of ``inserts`` before the part at its place; places ascend."""
-    result = list(parts)
-    for place, insert in reversed(list(zip(places, inserts, strict=True))):
-        result.insert(place, insert)
-    return result
