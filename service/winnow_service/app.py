@@ -15,10 +15,9 @@ from winnow_service.admission.drain import Drain
 from winnow_service.admission.queue import AdmissionQueue, QueueBounds
 from winnow_service.errors import StoreUnavailable, install_error_handlers
 from winnow_service.keys.keyring import Keyring
-from winnow_service.limits.fallback import FallbackLimiter
 from winnow_service.limits.limiter import Limiter
 from winnow_service.limits.memory import MemoryLimiter
-from winnow_service.limits.redis import RedisLimiter
+from winnow_service.limits.redis import FallbackLimiter, RedisLimiter
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.metrics.state import MeasuredStore, StateCollector
 from winnow_service.openapi import install_documentation

@@ -158,7 +158,7 @@ class ServiceError(Exception):
         self.code = code
         self.kind = known.kind
         self.status = status or known.status
-        self.message = message or known.message.format(**values)
+        self.message = known.message.format(**values) if message is None else message
         self.param = param
         self.headers = {name: value.format(**values) for name, value in known.headers.items()} | dict(headers or {})
         self.members: dict[str, Any] = {}
