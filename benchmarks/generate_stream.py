@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
+
+import httpx
 
 _PREFIX: Final = "data: "
 _END: Final = "data: [DONE]"
+_TIMEOUT_SECONDS: Final = 900
 
 
 def request_body(
@@ -41,3 +45,34 @@ def meta_of(events: Iterable[tuple[float, str]]) -> Iterator[tuple[float, dict[s
     reason = meta.get("finish_reason") or {}
     if reason.get("type") != "length":
         raise RuntimeError(f"the answer did not end as it should: {reason or 'the stream broke off'}")
+
+
+class GenerateClient:
+    """A running server. Use it as a context manager."""
+
+    def __init__(self, url: str, most: int = 1) -> None:
+        """For up to ``most`` requests at once."""
+        limits = httpx.Limits(max_connections=most + 1, max_keepalive_connections=most + 1)
+        self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS, limits=limits)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def empty_cache(self) -> None:
+        """Forget all prompts."""
+        self._http.post("/flush_cache", params={"timeout": 60}).raise_for_status()
+
+    def events(self, body: str) -> Iterator[tuple[float, str]]:
+        """Send a request; yield the lines that answer it, each with its time, by ``time.perf_counter``.
+
+        Raises:
+            httpx.HTTPError: the server refuses.
+        """
+        headers = {"Content-Type": "application/json"}
+        with self._http.stream("POST", "/generate", content=body, headers=headers) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                yield time.perf_counter(), line

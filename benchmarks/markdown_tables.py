@@ -1,30 +1,14 @@
-"""Pieces of the documentation's tables: Markdown, and how figures are told."""
+"""How the documentation's tables word figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def interval(mean: float | None, low: float | None, high: float | None) -> str:
     """Return a difference with its interval; nothing if there is none."""
     return "" if mean is None else f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
-
-
-def signed(value: float | None) -> str:
-    """Return a difference; nothing if there is none."""
-    return "" if value is None else f"{value:+.1f}"
-
-
-def percent(ratio: float | None) -> str:
-    """Return a ratio in percent, without the sign; nothing if there is none."""
-    return "" if ratio is None else f"{100 * ratio:.1f}"
 
 
 def in_thousands(tokens: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown_tables import markdown_table
+from winnow_evaluation.writing import markdown_table
 
 
 def policies_table(path: Path) -> str:
@@ -30,8 +30,8 @@ def _sentence(description: str) -> str:
 
 
 def _fields(properties: Mapping[str, Mapping[str, Any]]) -> str:
-    told = (f"`{name}`{_default(field)}" for name, field in properties.items() if name != "policy")
-    return ", ".join(told)
+    fields = (f"`{name}`{_default(field)}" for name, field in properties.items() if name != "policy")
+    return ", ".join(fields)
 
 
 def _default(field: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,11 +120,10 @@ def header_from_outside() -> dict[str, Any]:
 
 def header() -> dict[str, Any]:
     """Return what a record begins with: date, commit, device, and versions."""
-    known = surroundings()
-    versions = {name: metadata.version(name) for name in _DISTRIBUTIONS if any(metadata.distributions(name=name))}
-    described = known | {"versions": known["versions"] | {"cuda": torch.version.cuda} | versions}
+    described = surroundings(*_DISTRIBUTIONS)
+    described["versions"]["cuda"] = torch.version.cuda
     if not torch.cuda.is_available():
-        return described | {"device": known["cpu"]}
+        return described | {"device": described["cpu"]}
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return described | {
         "device": device.name,

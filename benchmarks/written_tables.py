@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
+from benchmarks.cpu.server_figures import cpu_server_table
 from benchmarks.fidelity import fidelity_tables
 from benchmarks.fidelity.accuracy_tables import (
     accuracy_table,
@@ -37,6 +38,7 @@ from benchmarks.kernels.tables import (
 )
 from benchmarks.policy_table import policies_table
 from benchmarks.serving.overhead.beside_table import service_table
+from benchmarks.serving.overhead.table import overhead_table
 from benchmarks.serving.tables import growth_table, ranks_table, serve_table, served_table, ttft_table
 
 _DOCS: Final = REPOSITORY / "docs"
@@ -130,6 +132,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "batches": ("serve-batches.json", serve_table),
     "ranks": ("tp.json", ranks_table),
     "dram": ("dram.json", dram_table),
+    "service-overhead": ("service-overhead.json", overhead_table),
+    "cpu-server": ("cpu-server.json", cpu_server_table),
     "service": ("service.json", service_table),
 }
 """By name: the record's file, and what makes Markdown of it."""

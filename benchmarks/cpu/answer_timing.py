@@ -7,14 +7,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any
 
-import httpx
-
-from benchmarks.generate_stream import meta_of, request_body
-
-_TIMEOUT_SECONDS: Final = 900
+from benchmarks.generate_stream import GenerateClient, meta_of, request_body
 
 
 @dataclass(frozen=True)
@@ -69,23 +64,8 @@ def read_timing(events: Iterable[tuple[float, str]]) -> Timing:
     return Timing(arrivals, meta["cached_tokens"], decode.get("attended_ratio"))
 
 
-class TimedServer:
-    """A running server. Use it as a context manager."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.close()
-
-    def empty_cache(self) -> None:
-        """Forget all prompts."""
-        self._http.post("/flush_cache", params={"timeout": 60}).raise_for_status()
+class TimedServer(GenerateClient):
+    """A running server that is asked one request at a time."""
 
     def ask(self, prompt: Sequence[int], tokens: int, attention: dict[str, Any] | None = None) -> Timing:
         """Stream an answer of ``tokens`` tokens.
@@ -96,7 +76,4 @@ class TimedServer:
         """
         content = json.dumps(request_body(prompt, tokens, attention))
         sent = time.perf_counter()
-        headers = {"Content-Type": "application/json"}
-        with self._http.stream("POST", "/generate", content=content, headers=headers) as response:
-            response.raise_for_status()
-            return read_timing((time.perf_counter() - sent, line) for line in response.iter_lines())
+        return read_timing((seconds - sent, line) for seconds, line in self.events(content))

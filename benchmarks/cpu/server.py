@@ -14,7 +14,6 @@ new one, gives a longer answer to the same prompt instead, which is cut into rou
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -122,24 +121,19 @@ def main(
     tolerance: Annotated[float, typer.Option(help="How much slower than dense is too slow.")] = 0.03,
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts and answers: does everything run?")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write JSON, after each length.")] = None,
-    table_of: Annotated[Path | None, typer.Option(help="Measure nothing; take this JSON.")] = None,
-    write_table: Annotated[Path | None, typer.Option(help="Markdown file whose tables to replace.")] = None,
 ) -> None:
     """Measure, print tables, write JSON. Exits with 1 if a policy is too slow as the server ships."""
-    if table_of is not None:
-        record = json.loads(table_of.read_text())
-    else:
-        if quick:
-            prefill, decode, crossover = prefill and "2048", decode and "512,2048", crossover and "512,2048"
-            prefill_rounds, rounds, tokens = 1, 2, 8
-        names = [name for name in policies.split(",") if name]
-        record = surroundings() | {"model": model.name, "tokens": tokens, "series": []}
-        shipped = Plan(numbers(prefill), prefill_rounds, numbers(decode), rounds, tokens, names)
-        without = Plan([], 1, numbers(crossover), rounds, tokens, names)
-        for of_length in chain(measure_shipped(model, shipped), measure_crossovers(model, without)):
-            record["series"] += [asdict(series) for series in of_length]
-            if output:
-                write_json(output, record)
+    if quick:
+        prefill, decode, crossover = prefill and "2048", decode and "512,2048", crossover and "512,2048"
+        prefill_rounds, rounds, tokens = 1, 2, 8
+    names = [name for name in policies.split(",") if name]
+    record = surroundings() | {"model": model.name, "tokens": tokens, "series": []}
+    shipped = Plan(numbers(prefill), prefill_rounds, numbers(decode), rounds, tokens, names)
+    without = Plan([], 1, numbers(crossover), rounds, tokens, names)
+    for of_length in chain(measure_shipped(model, shipped), measure_crossovers(model, without)):
+        record["series"] += [asdict(series) for series in of_length]
+        if output:
+            write_json(output, record)
     found = server_figures.figures(server_figures.read_series(record))
     print_tables(found)
     too_slow = server_figures.slower_policies(found, tolerance)
@@ -151,8 +145,6 @@ def main(
         console.print(
             "From these lengths on, policies are no slower than dense (each policy's declaration.py):", suggested
         )
-    if write_table:
-        server_figures.write_between_markers(write_table, server_figures.markdown(record))
     if too_slow:
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,15 +11,12 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.serving.noop_server import NOOP
-from winnow_evaluation.writing import replaced_between
+from winnow_evaluation.writing import markdown_table
 
 DENSE: Final = "dense"
 NATIVE: Final = "torch_native"
 BASELINES: Final = (DENSE, NATIVE)
 CONTROLS: Final = (*BASELINES, NOOP)
-
-BEGIN: Final = "<!-- cpu_server: begin -->"
-END: Final = "<!-- cpu_server: end -->"
 
 
 class Kind(StrEnum):
@@ -179,6 +177,11 @@ def read_series(record: dict[str, Any]) -> list[Series]:
     return [Series(**(entry | {"kind": Kind(entry["kind"])})) for entry in record["series"]]
 
 
+def cpu_server_table(path: Path) -> str:
+    """Return the record of ``benchmarks.cpu.server`` as Markdown."""
+    return markdown(json.loads(path.read_text()))
+
+
 def markdown(record: dict[str, Any]) -> str:
     """Return a benchmark's record as Markdown tables."""
     commit = record["commit"]["id"][:12] if record["commit"] else "unknown"
@@ -193,18 +196,8 @@ def markdown(record: dict[str, Any]) -> str:
     for kind in Kind:
         rows = [cells(figure) for figure in found if figure.series.kind == kind]
         if rows:
-            table = [headings(kind), ("---",) * len(headings(kind)), *rows]
-            parts += [f"**{TITLES[kind]}**", "\n".join(f"| {' | '.join(row)} |" for row in table)]
+            parts += [f"**{TITLES[kind]}**", markdown_table(headings(kind), rows).rstrip()]
     return "\n\n".join(parts)
-
-
-def write_between_markers(file: Path, text: str) -> None:
-    """Replace what stands between the two marker lines of ``file``.
-
-    Raises:
-        ValueError: the file does not have both markers, once each and in order.
-    """
-    file.write_text(replaced_between(file.read_text(), BEGIN, END, text, str(file)))
 
 
 def _cells(all_series: Sequence[Series]) -> list[dict[str, Series]]:

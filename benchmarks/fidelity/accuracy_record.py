@@ -68,7 +68,7 @@ class AccuracyRecord:
     def write(self, path: Path) -> None:
         """Write JSON."""
         content: dict[str, Any] = {"runs": [run.model_dump() for run in self.runs]}
-        content |= {"rows": [_told(row) for row in self.rows], "pools": [_told(row) for row in self.pools]}
+        content |= {"rows": [_known(row) for row in self.rows], "pools": [_known(row) for row in self.pools]}
         write_json(path, content)
 
     @classmethod
@@ -99,7 +99,7 @@ def _policies(report: Report, kept: Sequence[str] | None) -> dict[str, Any]:
     return {name: asked[name] for name in kept}
 
 
-def _told(row: CellRow) -> dict[str, Any]:
+def _known(row: CellRow) -> dict[str, Any]:
     return {name: value for name, value in row.model_dump().items() if value is not None}
 
 
@@ -116,10 +116,7 @@ def _rows(reported: Sequence[CellRow], samples: Sequence[SampleRecord], dense: s
         rows[0]
         if len(rows) == 1
         else measured_row(
-            task,
-            length,
-            records(task, length, policy),
-            None if policy == dense else records(task, length, dense),
+            task, length, records(task, length, policy), None if policy == dense else records(task, length, dense)
         )
         for (task, length, policy), rows in cells.items()
     ]

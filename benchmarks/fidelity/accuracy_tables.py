@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fidelity.accuracy_record import ALL, NEEDLES, AccuracyRecord
-from benchmarks.markdown_tables import commit_of, interval, markdown_table, percent, signed
+from benchmarks.markdown_tables import commit_of, interval
 from winnow_evaluation.over_http.report import CellRow
+from winnow_evaluation.writing import markdown_table, number, percent
 
 
 def accuracy_table(path: Path) -> str:
@@ -41,8 +42,8 @@ def tasks_table(path: Path) -> str:
     for length in sorted({row.length for row in record.rows}):
         for policy in policies:
             cells = {row.task: row for row in record.rows if (row.length, row.policy) == (length, policy)}
-            told = [_difference(cells.get(task), is_dense=policy == policies[0]) for task in tasks]
-            rows.append((f"{length:,}", policy, *told))
+            differences = [_difference(cells.get(task), is_dense=policy == policies[0]) for task in tasks]
+            rows.append((f"{length:,}", policy, *differences))
     return markdown_table(("length", "policy", *tasks), rows)
 
 
@@ -103,7 +104,7 @@ def _cost(row: CellRow) -> tuple[str, ...]:
 def _difference(row: CellRow | None, *, is_dense: bool) -> str:
     if row is None:
         return ""
-    return f"{row.accuracy:.1f}" if is_dense else signed(row.difference)
+    return f"{row.accuracy:.1f}" if is_dense else number(row.difference, "+.1f")
 
 
 def _runs(record: AccuracyRecord) -> str:

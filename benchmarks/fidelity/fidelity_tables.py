@@ -7,23 +7,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fidelity.accuracy_record import ALL, AccuracyRecord
-from benchmarks.markdown_tables import commit_of, markdown_table, percent, signed
+from benchmarks.markdown_tables import commit_of
 from winnow_evaluation.fidelity.record import FidelityRecord
 from winnow_evaluation.fidelity.table import row_label
+from winnow_evaluation.writing import markdown_table, number, percent
 
 _CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries", "delta_layers")
-_SUMMARY: Final[Mapping[str, Mapping[str, Any]]] = {
-    "tactic": {"p": 0.9},
-    "quest": {"budget": 1024},
-    "snapkv": {"budget": 1024},
-    "pyramidkv": {"budget": 1024},
-    "delta": {"budget": 1024},
-    "quoka": {"budget": 1024},
-    "streaming_llm": {"window": 1020},
-    "oracle_top_p": {"p": 0.9},
-    "oracle_top_k": {"budget": 1024},
-}
-"""Of each policy the row that the README shows."""
+_SUMMARY: Final = {"p": 0.9, "budget": 1024, "window": 1020}
+"""How much the policies read whose rows the README shows, by the field that says so."""
+_NOT_IN_SUMMARY: Final = "oracle_pages"
 
 
 def fidelity_table(path: Path) -> str:
@@ -39,9 +31,9 @@ def fidelity_table(path: Path) -> str:
             f"{row['loss_change']:+.3f}",
             percent(row["kv_read_ratio"]),
             percent(row["attended_ratio"]),
-            *(_number(row[name]) for name in ("reported_share", "true_share")),
-            _signed(row["share_error"]),
-            _number(row["share_error_p95"]),
+            *(number(row[name]) for name in ("reported_share", "true_share")),
+            number(row["share_error"], "+.3f"),
+            number(row["share_error_p95"]),
             percent(row["success"]),
             _worst(row),
         )
@@ -64,7 +56,7 @@ def changes_table(path: Path) -> str:
             _with_interval(row),
             f"{100 * row['top1']:.1f}",
             percent(row["kv_read_ratio"]),
-            *(_number(row[name]) for name in ("reported_share", "true_share")),
+            *(number(row[name]) for name in ("reported_share", "true_share")),
             percent(row["success"]),
         )
         for row in record.rows
@@ -99,7 +91,7 @@ def summary_table(path: Path) -> str:
             f"{row['kl']:.4f}",
             f"{100 * row['top1']:.1f}",
             percent(row["kv_read_ratio"]),
-            _number(row["true_share"]),
+            number(row["true_share"]),
         )
         for row in _longest(record.rows)
         if row["phase"] == "decode" and _is_summarised(row)
@@ -126,7 +118,7 @@ def overview_table(path: Path) -> str:
         if row is None:
             continue
         kl, reads = f"{row['kl']:.4f}", percent(row["kv_read_ratio"])
-        table.append((name, reads, kl, *(signed(lost[name, length]) for length in lengths)))
+        table.append((name, reads, kl, *(number(lost[name, length], "+.1f") for length in lengths)))
     headings = ("", "KV read %", "KL, nats", *(f"RULER {length // 1024}K, points" for length in lengths))
     return markdown_table(headings, table)
 
@@ -158,8 +150,8 @@ def _longest(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 def _is_summarised(row: Mapping[str, Any]) -> bool:
     if row["preset"] is not None or row["policy"] == "dense":
         return True
-    asked = _SUMMARY.get(row["policy"])
-    return asked is not None and _has(row["parameters"], asked)
+    asked = {name: value for name, value in _SUMMARY.items() if name in row["parameters"]}
+    return bool(asked) and row["policy"] != _NOT_IN_SUMMARY and _has(row["parameters"], asked)
 
 
 def _with_interval(row: Mapping[str, Any]) -> str:
@@ -169,14 +161,6 @@ def _with_interval(row: Mapping[str, Any]) -> str:
 
 def _kl_and_reads(row: Mapping[str, Any] | None) -> str:
     return "" if row is None else f"{row['kl']:.4f} ({percent(row['kv_read_ratio'])})"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.3f}"
 
 
 def _worst(row: Mapping[str, Any]) -> str:

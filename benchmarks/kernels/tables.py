@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown_tables import in_thousands, markdown_table
+from benchmarks.markdown_tables import in_thousands
 from benchmarks.records import Record, Row, case_of, devices_of
+from winnow_evaluation.writing import markdown_table
 
 
 def attention_table(path: Path) -> str:

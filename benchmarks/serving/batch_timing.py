@@ -9,14 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
-import httpx
+from benchmarks.generate_stream import GenerateClient, meta_of, request_body
 
-from benchmarks.generate_stream import meta_of, request_body
-
-_TIMEOUT_SECONDS: Final = 900
 _MIN_GAPS: Final = 4
 # Behind the moment from which on all requests decode: steps that still wait for what the last of them prepares.
 _STEPS_LEFT_OUT: Final = 2
@@ -157,27 +153,16 @@ def median_timing(timings: Sequence[BatchTiming]) -> BatchTiming:
     )
 
 
-class BatchServer:
-    """A running server. Use it as a context manager."""
+class BatchServer(GenerateClient):
+    """A running server that is asked batches of up to ``most`` requests."""
 
     def __init__(self, url: str, most: int) -> None:
-        """For batches of up to ``most`` requests."""
-        limits = httpx.Limits(max_connections=most + 1, max_keepalive_connections=most + 1)
-        self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS, limits=limits)
+        super().__init__(url, most)
         self._threads = ThreadPoolExecutor(most)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._threads.shutdown()
-        self._http.close()
-
-    def empty_cache(self) -> None:
-        """Forget all prompts."""
-        self._http.post("/flush_cache", params={"timeout": 60}).raise_for_status()
+        super().__exit__(*error)
 
     def cache_tokens(self) -> int:
         """Return how many tokens the KV cache has room for."""
@@ -211,11 +196,7 @@ class BatchServer:
         return list(self._threads.map(self._ask, bodies))
 
     def _ask(self, body: str) -> Stream:
-        sent = time.perf_counter()
-        headers = {"Content-Type": "application/json"}
-        with self._http.stream("POST", "/generate", content=body, headers=headers) as response:
-            response.raise_for_status()
-            return read_stream(sent, ((time.perf_counter(), line) for line in response.iter_lines()))
+        return read_stream(time.perf_counter(), self.events(body))
 
 
 def _mean_ratio(streams: Sequence[Stream], name: str) -> float | None:

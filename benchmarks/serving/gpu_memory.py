@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache
-from types import TracebackType
 from typing import Any, Final, Self
 
 import pynvml  # type: ignore[import-untyped]
@@ -35,9 +34,7 @@ class PeakMemory:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bytes is not None:
             self._done.set()
             self._thread.join()

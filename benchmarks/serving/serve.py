@@ -458,21 +458,21 @@ def table(rows: Sequence[Row]) -> Table:
     headings = ("model", "context", "batch", "backend", "policy", "figure", "unit", "dense", "", "spread")
     result = Table(*headings, "times as fast", "of bound", "of floor", "KV read")
     for row in rows:
-        told = row.parameters
-        read = told.get("kv_read_ratio")
+        parameters = row.parameters
+        read = parameters.get("kv_read_ratio")
         result.add_row(
             row.model,
             str(row.context),
             str(row.batch),
-            told["backend"],
+            parameters["backend"],
             row.policy,
-            told["figure"],
+            parameters["figure"],
             row.unit,
             "" if row.dense is None else f"{row.dense:.2f}",
             f"{row.measured:.2f}",
             "" if row.spread is None else f"{row.spread:.1%}",
             "" if row.speedup is None else f"{row.speedup:.2f}",
-            "" if told.get("part_of_bound") is None else f"{told['part_of_bound']:.0%}",
+            "" if parameters.get("part_of_bound") is None else f"{parameters['part_of_bound']:.0%}",
             "" if row.floor_ratio is None else f"{row.floor_ratio:.0%}",
             "" if read is None else f"{read:.1%}",
         )
@@ -484,7 +484,7 @@ def _rows(measured: Measured, model: str) -> Iterator[Row]:
     timing, contestant = measured.timing, measured.contestant
     shape = shape_named(model)
     kv_read_ratio = 0.0 if measured.backend == NOOP_BACKEND else timing.kv_read_ratio
-    told = {
+    parameters = {
         "backend": measured.backend,
         "attention": contestant.policy,
         "output_tokens": measured.output_tokens,
@@ -510,7 +510,7 @@ def _rows(measured: Measured, model: str) -> Iterator[Row]:
             bench=BENCH,
             model=model,
             policy=contestant.name,
-            parameters={"figure": figure, **told},
+            parameters={"figure": figure, **parameters},
             context=measured.cell.context,
             batch=measured.cell.batch,
             dense=None,
@@ -550,15 +550,15 @@ def _against(row: Row, rows: Sequence[Row]) -> Row:
     dense = baseline.measured
     speedup = row.measured / dense if rates else dense / row.measured
     floor = row.parameters["read_share"] * speedup if row.parameters["figure"] == "tpot" else None
-    told = dict(row.parameters)
+    parameters = dict(row.parameters)
     if row.parameters["backend"] == WINNOW:
         bounds = [other.measured for other in beside if other.parameters["backend"] == NOOP_BACKEND]
         if bounds:
-            told["part_of_bound"] = row.measured / best(bounds) if rates else best(bounds) / row.measured
+            parameters["part_of_bound"] = row.measured / best(bounds) if rates else best(bounds) / row.measured
         beyond = (_beside_the_cache(row), _beside_the_cache(baseline))
         if beyond[0] is not None and beyond[1] is not None:
-            told["memory_beyond_dense_bytes"] = beyond[0] - beyond[1]
-    return replace(row, dense=dense, speedup=speedup, floor_ratio=floor, parameters=told)
+            parameters["memory_beyond_dense_bytes"] = beyond[0] - beyond[1]
+    return replace(row, dense=dense, speedup=speedup, floor_ratio=floor, parameters=parameters)
 
 
 def _beside_the_cache(row: Row) -> int | None:

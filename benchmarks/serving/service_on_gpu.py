@@ -17,8 +17,6 @@ import asyncio
 import os
 import subprocess
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -26,17 +24,10 @@ import httpx
 import typer
 
 from benchmarks.folders import RESULTS
-from benchmarks.serving.overhead.beside_runtime import (
-    NotComparable,
-    Plan,
-    Way,
-    measured_throughput,
-    measured_ttft,
-    prepare,
-)
+from benchmarks.serving.overhead.beside_runtime import Plan, Way, measured_throughput, measured_ttft, prepare
 from benchmarks.serving.overhead.beside_table import service_table
-from winnow_evaluation.environment import checkout_commit, installed_versions
-from winnow_evaluation.machine import cpu
+from benchmarks.serving.overhead.streams import Incomplete
+from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
 
 RECORD: Final = RESULTS / "service.json"
@@ -62,7 +53,7 @@ def run(
     plan = Plan(streams, tokens, prompt_words, ttft_seconds, throughput_seconds)
     try:
         record = asyncio.run(_measured(bare, service, plan))
-    except (NotComparable, httpx.TransportError, OSError) as error:
+    except (Incomplete, httpx.TransportError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     write_json(output, record)
@@ -89,16 +80,7 @@ async def _measured(bare: Way, service: Way, plan: Plan) -> dict[str, Any]:
 
 def header() -> dict[str, Any]:
     """Return what a record begins with: date, commit, machine, and the versions that are installed here."""
-    commit, own = checkout_commit(), cpu()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.model_dump() if commit else None,
-        "device": _device(),
-        "cpu": own.model,
-        "cpu_threads": own.threads,
-        "load_average": os.getloadavg()[0],
-        "versions": installed_versions() | {name: metadata.version(name) for name in _SERVERS if _installed(name)},
-    }
+    return surroundings(*_SERVERS) | {"device": _device()}
 
 
 def _device() -> str | None:
@@ -110,10 +92,6 @@ def _device() -> str | None:
         return None
     name, _, driver = done.stdout.splitlines()[0].partition(", ")
     return f"{name}, driver {driver}"
-
-
-def _installed(name: str) -> bool:
-    return any(metadata.distributions(name=name))
 
 
 def _authorized(variable: str) -> dict[str, str]:

@@ -1,31 +1,28 @@
 """What the service costs, measured in front of a stand-in for the runtime.
 
-    python -m benchmarks.serving.service_overhead run
-    python -m benchmarks.serving.service_overhead table
+    python -m benchmarks.serving.service_overhead
 
-``run`` writes a record, ``table`` puts it into docs/load-tests.md. The stand-in computes nothing and streams at a set
-pace (``benchmarks.serving.overhead``): what is measured is the service alone, on one core, while stand-in and client
-share another. What a real runtime makes of it is measured on a machine with a GPU.
+It writes a record, of which ``benchmarks.written_tables`` makes the table in docs/load-tests.md. The stand-in computes
+nothing and streams at a set pace (``benchmarks.serving.overhead``): what is measured is the service alone, on one core,
+while stand-in and client share another. What a real runtime makes of it is measured on a machine with a GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import httpx
 import typer
 
-from benchmarks.folders import REPOSITORY
+from benchmarks.folders import RESULTS
 from benchmarks.serving.overhead import measure
 from benchmarks.serving.overhead.process import Pair, cores, started
 from benchmarks.serving.overhead.standin import MODEL
 from benchmarks.serving.overhead.streams import Target
-from benchmarks.serving.overhead.table import PAGE, RECORD, markdown, write_table
+from benchmarks.serving.overhead.table import markdown
 from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
 
@@ -33,8 +30,6 @@ from winnow_evaluation.writing import write_json
 _LIMITS: Final = {"requests_per_minute": 1_000_000, "tokens_per_minute": 1_000_000_000, "concurrent_requests": 100_000}
 
 _SERVERS: Final = ("fastapi", "uvicorn", "uvloop", "httpx")
-
-app = typer.Typer(help="Measure what the service costs.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)
@@ -104,9 +99,8 @@ async def measured(plan: Plan) -> dict[str, Any]:
         return found
 
 
-@app.command()
 def run(
-    output: Annotated[Path, typer.Option(help="Where the record goes.")] = REPOSITORY / RECORD,
+    output: Annotated[Path, typer.Option(help="Where the record goes.")] = RESULTS / "service-overhead.json",
     streams: Annotated[int, typer.Option(min=1, help="Streams open at once.")] = 64,
     interval: Annotated[float, typer.Option(min=0.001, help="Seconds between the chunks of a stream.")] = 0.02,
     seconds: Annotated[float, typer.Option(min=1, help="How long the cost of chunks is measured.")] = 20,
@@ -118,10 +112,8 @@ def run(
     memory_seconds = memory_minutes * 60
     plan = Plan(streams, interval, seconds, requests, many, memory_seconds, memory_seconds / 3, memory_seconds / 180)
     own, others = cores()
-    known = surroundings()
     header = {
-        **known,
-        "versions": known["versions"] | {name: metadata.version(name) for name in _SERVERS},
+        **surroundings(*_SERVERS),
         "runtime": f"{MODEL}: computes nothing, streams at a set pace",
         "cores": {"service": own, "stand-in and client": others},
     }
@@ -130,14 +122,5 @@ def run(
     typer.echo(markdown(record))
 
 
-@app.command()
-def table(
-    record: Annotated[Path, typer.Option(help="What `run` wrote.")] = REPOSITORY / RECORD,
-    page: Annotated[Path, typer.Option(help="The page with the table.")] = REPOSITORY / PAGE,
-) -> None:
-    """Put a record into the documentation."""
-    write_table(json.loads(record.read_text()), page)
-
-
 if __name__ == "__main__":
-    app()
+    typer.run(run)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.markdown_tables import in_thousands, markdown_table, percent
+from benchmarks.markdown_tables import in_thousands
 from benchmarks.records import Record, case_of, devices_of, headers_of
 from benchmarks.serving.ttft_growth import growths_of, name_of
+from winnow_evaluation.writing import markdown_table, percent
 
 
 def serve_table(path: Path) -> str:

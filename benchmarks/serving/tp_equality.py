@@ -36,20 +36,19 @@ from benchmarks.serving.batch_timing import BatchServer, timing_of
 from benchmarks.serving.serve import ROOM_FOR_CHUNKED, Prompts
 from sglang_winnow import crossover
 from tests.runtime import runtime_server
+from winnow_kernels.policies.registry import PARAMETERS
 
 BENCH: Final = "tensor parallelism"
 NEEDLE: Final = "needle"
 TOKENS: Final = 64
+_CHOSEN: Final = {"budget": 1024, "window": 1024, "p": 0.75}
+"""How much a policy reads, by the field that says so."""
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "dense": {},
-    "streaming_llm": {"decode": {"policy": "streaming_llm", "window": 1024}},
-    "quest": {"decode": {"policy": "quest", "budget": 1024}},
-    "snapkv": {"decode": {"policy": "snapkv", "budget": 1024}},
-    "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 1024}},
-    "delta": {"decode": {"policy": "delta", "budget": 1024}},
-    "tactic": {"decode": {"policy": "tactic", "p": 0.75}},
+    **{
+        name: {"decode": {"policy": name, **{field: _CHOSEN[field] for field in kind.model_fields if field in _CHOSEN}}}
+        for name, kind in PARAMETERS["decode"].items()
+    },
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.75, "max_tokens": 1024}},
-    "quoka": {"decode": {"policy": "quoka", "budget": 1024}},
 }
 
 console = Console(width=150)
@@ -214,11 +213,11 @@ def compare(own: Any, other: Any) -> tuple[bool, float]:
 
 def line_of(row: Row) -> str:
     """Return a line about a row."""
-    told = row.parameters
+    found = row.parameters
     return (
-        f"{row.model}, {row.policy}, {told['gpus']} GPU: TPOT {row.measured:.2f} ms ({row.speedup:.2f}×), "
-        f"equal tokens {told['equal_tokens']} of {told['output_tokens']}, "
-        f"numbers equal: {told['numbers_equal']}, ratios within {told['largest_difference_of_ratios']:.1e}"
+        f"{row.model}, {row.policy}, {found['gpus']} GPU: TPOT {row.measured:.2f} ms ({row.speedup:.2f}×), "
+        f"equal tokens {found['equal_tokens']} of {found['output_tokens']}, "
+        f"numbers equal: {found['numbers_equal']}, ratios within {found['largest_difference_of_ratios']:.1e}"
     )
 
 

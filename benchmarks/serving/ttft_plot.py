@@ -21,7 +21,7 @@ from benchmarks.folders import PLOTS
 from benchmarks.markdown_tables import in_thousands
 from benchmarks.records import Record, headers_of
 from benchmarks.serving.ttft_growth import MIN_LENGTHS, Growth, growths_of
-from winnow_evaluation.plotting import COLORS, save_plot
+from winnow_evaluation.plotting import COLORS, label_axes, save_plot
 
 _HEIGHT: Final = 5.0
 _MARKERS: Final = "osD^vP*X"
@@ -76,12 +76,7 @@ def _draw_growths(figure: Figure, title: str, growths: Sequence[Growth]) -> None
     axes.set_xticks(ticks, [in_thousands(tokens) for tokens in ticks])
     # Powers of ten would have exponents too small to read.
     axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g}"))
-    axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel("seconds")
-    axes.set_title(title, loc="left")
-    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    label_axes(axes, title, "tokens of the prompt", "seconds")
     axes.legend(title="policy (exponent over the longest half)", frameon=False)
 
 

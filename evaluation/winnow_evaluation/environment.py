@@ -22,15 +22,10 @@ class Commit(BaseModel):
     modified: bool
 
 
-def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the distributions that matter and are installed here."""
-    versions = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def installed_versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of the distributions that matter, and of ``more``, as far as they are installed here."""
+    installed = [name for name in (*_DISTRIBUTIONS, *more) if any(metadata.distributions(name=name))]
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in installed}
 
 
 def checkout_commit() -> Commit | None:

@@ -6,7 +6,6 @@ import os
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,12 @@ def cpu() -> Cpu:
     return Cpu(models[0] if models else platform.processor(), len(os.sched_getaffinity(0)))
 
 
-def surroundings() -> dict[str, Any]:
-    """Return date, commit, CPU, versions, and what else kept the machine busy as this was called."""
+def surroundings(*distributions: str) -> dict[str, Any]:
+    """Return date, commit, CPU, versions, and what else kept the machine busy as this was called.
+
+    Args:
+        distributions: whose versions are told, too, if they are installed.
+    """
     commit = checkout_commit()
     own = cpu()
     return {
@@ -39,5 +42,5 @@ def surroundings() -> dict[str, Any]:
         "cpu_threads": own.threads,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "load_average": os.getloadavg()[0],
-        "versions": installed_versions() | {"torch": metadata.version("torch")},
+        "versions": installed_versions("torch", *distributions),
     }

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from winnow_evaluation.writing import replaced_between
+from winnow_evaluation.writing import markdown_table, replaced_between
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
@@ -42,15 +42,12 @@ def accuracy_table(rows: Iterable[Mapping[str, Any]], tasks: Collection[str] | N
     cells = {(row["task"], row["length"]): row for row in rows}
     measured = dict.fromkeys(task for task, _ in cells)
     lengths = sorted({length for _, length in cells})
-    lines = [
-        f"| task | {' | '.join(f'{length:,}' for length in lengths)} |",
-        f"| --- |{' ---: |' * len(lengths)}",
+    written = [
+        (f"`{task}`", *(_accuracy(cells.get((task, length))) for length in lengths))
+        for task in tasks or measured
+        if task in measured
     ]
-    for task in tasks or measured:
-        if task in measured:
-            accuracies = [_accuracy(cells.get((task, length))) for length in lengths]
-            lines.append(f"| `{task}` | {' | '.join(accuracies)} |")
-    return lines
+    return markdown_table(("task", *(f"{length:,}" for length in lengths)), written, "---:").splitlines()
 
 
 def _accuracy(row: Mapping[str, Any] | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,8 +43,7 @@ class OfflineModel:
 
     def environment(self) -> dict[str, Any]:
         """Return what a benchmark's record begins with: the model, and what it runs on."""
-        record = surroundings()
-        record["versions"]["transformers"] = version("transformers")
+        record = surroundings("transformers")
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else record["cpu"]
         return {"model": self.folder.resolve().name, "device": device, **record}
 

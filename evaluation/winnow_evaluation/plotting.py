@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH_PIXELS: Final = 900
@@ -43,3 +44,13 @@ def save_plot(path: Path, height: float, draw: Callable[[Figure], None]) -> None
         figure = Figure(figsize=(WIDTH_PIXELS / _PIXELS_PER_INCH, height), layout="constrained")
         draw(figure)
         figure.savefig(path, metadata={"Date": None})
+
+
+def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Say what a plot of lines is of, over a grid that does not distract."""
+    axes.set_title(title, loc="left")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,9 @@
-"""Writing what was measured: records, and the parts of documents that are made of them."""
+"""Writing what was measured: records, tables, and the parts of documents that are made of them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,19 @@ def replaced_between(document: str, begin: str, end: str, text: str, name: str =
         raise ValueError(f"{name} must hold {begin!r} and {end!r}, once each and in this order")
     before, after = document[: document.index(begin)], document[document.index(end) :]
     return f"{before}{begin}\n\n{text}\n\n{after}"
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """Return a figure as a table has it; nothing if there is none."""
+    return "" if value is None else format(value, form)
+
+
+def percent(ratio: float | None) -> str:
+    """Return a ratio in percent, without the sign; nothing if there is none."""
+    return "" if ratio is None else f"{100 * ratio:.1f}"
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---") -> str:
+    """Return a table in Markdown; ``others`` aligns all columns but the first."""
+    lines = [headings, ["---", *[others] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -15,20 +15,17 @@ from winnow_service.admission.drain import Drain
 from winnow_service.admission.queue import AdmissionQueue, QueueBounds
 from winnow_service.errors import StoreUnavailable, install_error_handlers
 from winnow_service.keys.keyring import Keyring
-from winnow_service.limits.fallback import FallbackLimiter
 from winnow_service.limits.limiter import Limiter
 from winnow_service.limits.memory import MemoryLimiter
-from winnow_service.limits.redis import RedisLimiter
+from winnow_service.limits.redis import FallbackLimiter, RedisLimiter
 from winnow_service.metrics.instruments import Metrics
-from winnow_service.metrics.state import StateCollector
-from winnow_service.metrics.store import MeasuredStore
+from winnow_service.metrics.state import MeasuredStore, StateCollector
 from winnow_service.openapi import install_documentation
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.proxy import native_routes, openai_routes
 from winnow_service.proxy.entrance import EntranceMiddleware
 from winnow_service.proxy.forwarder import Forwarder
 from winnow_service.proxy.gate import GateMiddleware
-from winnow_service.proxy.refusals import count_refusals
 from winnow_service.routers import keys, operations, policies
 from winnow_service.runtime.runtime import Runtime
 from winnow_service.settings import Settings
@@ -68,7 +65,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        runtime = Runtime(settings, metrics, None if tracing is None else tracing.sending)
+        runtime = Runtime(settings, metrics, None if tracing is None else tracing.begin_span)
         queue = _queue(settings, drain, metrics)
         limiter = _limiter(store, mirror)
         app.state.forwarder = Forwarder(runtime, metrics, settings, registry, limiter, queue)
@@ -95,25 +92,17 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
     app.state.registry = registry
     app.state.keyring = keyring
     app.state.drain = drain
-    _install_middleware(app, settings, drain, metrics)
-    if tracing is not None:
-        tracing.install(app)
-    install_error_handlers(app)
-    count_refusals(app, metrics)
-    # Looked through in this order, for each request.
-    app.include_router(openai_routes.router)
-    app.include_router(native_routes.router)
-    app.include_router(operations.router)
-    app.include_router(policies.router)
-    app.include_router(keys.router)
-    install_documentation(app)
-    return app
-
-
-def _install_middleware(app: FastAPI, settings: Settings, drain: Drain, metrics: Metrics) -> None:
     # What is added later sees requests earlier.
     app.add_middleware(GateMiddleware, drain=drain, max_head_bytes=settings.max_header_bytes, metrics=metrics)
     app.add_middleware(EntranceMiddleware, metrics=metrics)
+    if tracing is not None:
+        tracing.install(app)
+    install_error_handlers(app, lambda code: metrics.refusals.labels(code).inc())
+    # Looked through in this order, for each request.
+    for routes in (openai_routes, native_routes, operations, policies, keys):
+        app.include_router(routes.router)
+    install_documentation(app)
+    return app
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

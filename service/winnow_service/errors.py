@@ -10,9 +10,9 @@ clients raise their own exceptions with our message::
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,50 +25,151 @@ logger = logging.getLogger(__name__)
 
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
-INVALID_REQUEST = "invalid_request_error"
-AUTHENTICATION_ERROR = "authentication_error"
-PERMISSION_ERROR = "permission_error"
-RATE_LIMIT_ERROR = "rate_limit_error"
-OVERLOADED = "overloaded_error"
-RUNTIME_ERROR = "runtime_error"
-STORE_ERROR = "store_error"
-INTERNAL_ERROR = "internal_error"
+_INVALID: Final = "invalid_request_error"
+_AUTHENTICATION: Final = "authentication_error"
+_PERMISSION: Final = "permission_error"
+_RATE_LIMIT: Final = "rate_limit_error"
+_OVERLOADED: Final = "overloaded_error"
+_RUNTIME: Final = "runtime_error"
+_STORE: Final = "store_error"
+_INTERNAL: Final = "internal_error"
+
+_CHALLENGE: Final = 'Bearer realm="winnow"'
+_CLOSE: Final = {"connection": "close"}
+_RETRY: Final = {"retry-after": "{retry_seconds}"}
+
+
+class _Known(NamedTuple):
+    """What is known of an error by its code: the message and the headers have places for values in them.
+
+    Attributes:
+        kind: by which OpenAI clients tell errors apart.
+    """
+
+    status: int
+    kind: str
+    message: str = "{problem}"
+    headers: Mapping[str, str] = {}
+
+
+# Every code that clients may read. Metrics have it as a label.
+_CODES: Final[Mapping[str, _Known]] = {
+    "invalid_json": _Known(400, _INVALID, "The request body is not valid JSON: {problem}."),
+    "not_an_object": _Known(400, _INVALID, "The request body must be a JSON object, not {found}."),
+    # The status is that of the exception.
+    "http_error": _Known(400, _INVALID),
+    "missing_key": _Known(
+        401, _AUTHENTICATION, "This needs a key: send Authorization: Bearer <key>.", {"www-authenticate": _CHALLENGE}
+    ),
+    "invalid_key": _Known(401, _AUTHENTICATION, headers={"www-authenticate": f'{_CHALLENGE}, error="invalid_token"'}),
+    # The status is the runtime's.
+    "runtime_refused": _Known(401, _INVALID, "The runtime refuses this request's authorization."),
+    "policy_forbidden": _Known(403, _PERMISSION, "{path}: {problem} (bounds of this key)"),
+    "scope_missing": _Known(
+        403,
+        _PERMISSION,
+        "This needs a key with the scope '{scope}'.",
+        {"www-authenticate": f'{_CHALLENGE}, error="insufficient_scope", scope="{{scope}}"'},
+    ),
+    "not_found": _Known(404, _INVALID, "There is no {what}."),
+    "method_not_allowed": _Known(405, _INVALID, "{method} is not one of {allowed}.", {"allow": "{allowed}"}),
+    "in_use": _Known(409, _INVALID),
+    "preset": _Known(409, _INVALID, "{name!r} is a preset: it can be neither replaced nor deleted. Use another name."),
+    # The answer has the current ETag, if there is one.
+    "precondition_failed": _Known(412, _INVALID),
+    "body_too_large": _Known(
+        413, _INVALID, "The request body is larger than the limit of {limit} bytes (WINNOW_MAX_BODY_BYTES)."
+    ),
+    "not_json": _Known(415, _INVALID, "The body must be JSON, and content-type must say so: application/json."),
+    "exceeds_limit": _Known(422, _INVALID, "{path}: {problem}"),
+    "invalid_field": _Known(422, _INVALID, "{path}: {problem}"),
+    "invalid_policy": _Known(422, _INVALID, "{path}: {problem}"),
+    "precondition_required": _Known(
+        428,
+        _INVALID,
+        "{what} exists. To replace or delete it, send If-Match with its ETag, or If-Match: * for any.",
+        {"etag": "{etag}"},
+    ),
+    "key_queue_full": _Known(
+        429, _RATE_LIMIT, "{waiting} requests of this key are waiting already (WINNOW_MAX_QUEUED_PER_KEY).", _RETRY
+    ),
+    "rate_limited": _Known(429, _RATE_LIMIT),
+    "headers_too_large": _Known(
+        431, _INVALID, "The request's path and headers are longer than {limit} bytes (WINNOW_MAX_HEADER_BYTES).", _CLOSE
+    ),
+    # nginx's status. Nobody reads this body.
+    "client_disconnected": _Known(499, _INVALID, "The client closed the connection."),
+    "internal_error": _Known(500, _INTERNAL, "Internal error."),
+    "runtime_died": _Known(502, _RUNTIME, "The runtime ended its answer before it was complete: {problem}."),
+    "runtime_unusable": _Known(502, _RUNTIME, "The runtime does not tell what it serves: {problem}."),
+    "circuit_open": _Known(
+        503, _RUNTIME, "The runtime has failed several times in a row, and is not asked for a while.", _RETRY
+    ),
+    # The connection is closed, so that the next request goes to another replica.
+    "draining": _Known(
+        503, _OVERLOADED, "The service is about to end. Send the request again.", {"retry-after": "1", **_CLOSE}
+    ),
+    "queue_full": _Known(503, _OVERLOADED, "{waiting} requests are waiting already (WINNOW_MAX_QUEUED).", _RETRY),
+    "queue_timeout": _Known(
+        503, _OVERLOADED, "The request was not begun within {seconds:g} seconds (WINNOW_QUEUE_TIMEOUT_SECONDS).", _RETRY
+    ),
+    # The runtime never saw the request, so a client may send it again.
+    "runtime_unavailable": _Known(503, _RUNTIME, "The runtime cannot be reached: {problem}.", {"retry-after": "5"}),
+    "store_unavailable": _Known(
+        503, _STORE, "The store of policies and keys is not available: {problem}.", {"retry-after": "1"}
+    ),
+    "first_token_timeout": _Known(
+        504, _RUNTIME, "The runtime gave no token within {seconds:g} seconds (WINNOW_FIRST_TOKEN_TIMEOUT_SECONDS)."
+    ),
+    "request_timeout": _Known(
+        504, _RUNTIME, "The answer was not complete within {seconds:g} seconds (WINNOW_REQUEST_TIMEOUT_SECONDS)."
+    ),
+    "runtime_timeout": _Known(504, _RUNTIME, "The runtime sent nothing for {seconds:g} seconds."),
+}
+# URIs by which RFC 9457 tells kinds of problems apart, where there is another than ours: the IETF's RateLimit draft's.
+_TYPES: Final = {"rate_limited": "https://iana.org/assignments/http-problem-types#quota-exceeded"}
 
 
 class ServiceError(Exception):
-    """An answer that is an error: its HTTP status and the fields of its body.
+    """An answer that is an error.
+
+    Args:
+        code: in the table, which has the status, the kind, the message and the headers.
+        status, message: in place of those in the table.
+        param: the field that is wrong.
+        headers: beside those in the table.
+        values: for the places in the message and the headers.
 
     Attributes:
-        problem_type: the URI by which RFC 9457 tells kinds of problems apart; one of ours, from ``code``, by default.
         members: further members of the problem details document.
     """
 
-    problem_type: str | None = None
-
     def __init__(
         self,
-        status: int,
-        message: str,
-        *,
-        kind: str,
         code: str,
+        *,
+        status: int | None = None,
+        message: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
-        members: Mapping[str, Any] | None = None,
+        **values: object,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
+        known = _CODES[code]
         self.code = code
+        self.kind = known.kind
+        self.status = status or known.status
+        self.message = known.message.format(**values) if message is None else message
         self.param = param
-        self.headers = dict(headers or {})
-        self.members = dict(members or {})
+        self.headers = {name: value.format(**values) for name, value in known.headers.items()} | dict(headers or {})
+        self.members: dict[str, Any] = {}
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
+        # HTTPStatus does not know nginx's 499.
+        title = "Client Closed Request" if self.status == 499 else HTTPStatus(self.status).phrase
         return {
-            "type": self.problem_type or f"urn:winnow:problem:{self.code}",
-            "title": _title(self.status),
+            "type": _TYPES.get(self.code, f"urn:winnow:problem:{self.code}"),
+            "title": title,
             "status": self.status,
             "detail": self.message,
             **self.members,
@@ -76,261 +177,99 @@ class ServiceError(Exception):
         }
 
 
-# Every code that clients may read, with its status and the kind by which OpenAI clients tell errors apart. Metrics have
-# the code as a label.
-CODES: Final[Mapping[str, tuple[int, str]]] = {
-    "invalid_json": (400, INVALID_REQUEST),
-    "not_an_object": (400, INVALID_REQUEST),
-    "missing_key": (401, AUTHENTICATION_ERROR),
-    "invalid_key": (401, AUTHENTICATION_ERROR),
-    "policy_forbidden": (403, PERMISSION_ERROR),
-    "scope_missing": (403, PERMISSION_ERROR),
-    "not_found": (404, INVALID_REQUEST),
-    "in_use": (409, INVALID_REQUEST),
-    "preset": (409, INVALID_REQUEST),
-    "precondition_failed": (412, INVALID_REQUEST),
-    "body_too_large": (413, INVALID_REQUEST),
-    "not_json": (415, INVALID_REQUEST),
-    "exceeds_limit": (422, INVALID_REQUEST),
-    "invalid_field": (422, INVALID_REQUEST),
-    "invalid_policy": (422, INVALID_REQUEST),
-    "precondition_required": (428, INVALID_REQUEST),
-    "key_queue_full": (429, RATE_LIMIT_ERROR),
-    "rate_limited": (429, RATE_LIMIT_ERROR),
-    # nginx's.
-    "client_disconnected": (499, INVALID_REQUEST),
-    "runtime_died": (502, RUNTIME_ERROR),
-    "runtime_unusable": (502, RUNTIME_ERROR),
-    "circuit_open": (503, RUNTIME_ERROR),
-    "draining": (503, OVERLOADED),
-    "queue_full": (503, OVERLOADED),
-    "queue_timeout": (503, OVERLOADED),
-    "runtime_unavailable": (503, RUNTIME_ERROR),
-    "store_unavailable": (503, STORE_ERROR),
-    "first_token_timeout": (504, RUNTIME_ERROR),
-    "request_timeout": (504, RUNTIME_ERROR),
-    "runtime_timeout": (504, RUNTIME_ERROR),
-}
-
-
-class TableError(ServiceError):
-    """An error whose status and kind are those of its ``code`` in the table."""
-
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        members: Mapping[str, Any] | None = None,
-    ) -> None:
-        status, kind = CODES[code]
-        super().__init__(status, message, kind=kind, code=code, param=param, headers=headers, members=members)
-
-
-class InvalidBody(TableError):
-    """The request body is not a JSON object (400)."""
-
-    def __init__(self, message: str, code: str = "invalid_json") -> None:
-        super().__init__(code, message)
-
-
-class InvalidField(TableError):
-    """A field of the request is not what it must be (422)."""
-
-    def __init__(self, path: str, problem: str, code: str = "invalid_field") -> None:
-        super().__init__(code, f"{path}: {problem}", param=path)
-
-
-class NotFound(TableError):
-    """There is no such thing (404)."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__("not_found", f"There is no {what}.")
-
-
-class InvalidPolicy(TableError):
-    """A policy that cannot be served (422).
+class FieldError(ServiceError):
+    """A field of the request is not what it must be.
 
     Attributes:
         path: the field, such as ``attention.decode.budget``.
         problem: what is wrong with it.
     """
 
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__("invalid_policy", f"{path}: {problem}", param=path)
+    CODE: str
+
+    def __init__(self, path: str, problem: str, code: str | None = None) -> None:
+        super().__init__(code or self.CODE, param=path, path=path, problem=problem)
         self.path = path
         self.problem = problem
 
 
-class PolicyForbidden(TableError):
-    """A policy that the key's bounds do not allow (403).
+class InvalidField(FieldError):
+    """It is not what it must be, whoever asks (422)."""
 
-    Attributes:
-        path: the field.
-        problem: what it must be.
-    """
-
-    def __init__(self, path: str, problem: str) -> None:
-        message = f"{path}: {problem} (bounds of this key)"
-        super().__init__("policy_forbidden", message, param=path)
-        self.path = path
-        self.problem = problem
+    CODE = "invalid_field"
 
 
-class AlreadyExists(TableError):
-    """There is one of that name, and the request does not say which state of it it would replace (428)."""
+class InvalidPolicy(FieldError):
+    """A policy that cannot be served (422)."""
 
-    def __init__(self, what: str, etag: str) -> None:
-        message = f"{what} exists. To replace or delete it, send If-Match with its ETag, or If-Match: * for any."
-        super().__init__("precondition_required", message, param="If-Match", headers={"etag": etag})
+    CODE = "invalid_policy"
 
 
-class PreconditionFailed(TableError):
-    """What If-Match or If-None-Match asks for does not hold (412). The answer has the current ETag, if there is one."""
+class PolicyForbidden(FieldError):
+    """A policy that the key's bounds do not allow (403)."""
 
-    def __init__(self, message: str, etag: str | None) -> None:
-        headers = {} if etag is None else {"etag": etag}
-        super().__init__("precondition_failed", message, headers=headers)
+    CODE = "policy_forbidden"
 
 
-class InUse(TableError):
-    """It cannot go, or be another, while something else needs it (409)."""
+class RateLimited(ServiceError):
+    """Limits of the key are used up (429)."""
 
-    def __init__(self, message: str, code: str = "in_use") -> None:
-        super().__init__(code, message)
-
-
-class Unauthenticated(TableError):
-    """No key, or one that is not valid (401)."""
-
-    def __init__(self, message: str, code: str) -> None:
-        challenge = 'Bearer realm="winnow"' + (', error="invalid_token"' if code == "invalid_key" else "")
-        super().__init__(code, message, headers={"www-authenticate": challenge})
+    def __init__(self, limits: Sequence[str], problem: str, headers: Mapping[str, str]) -> None:
+        super().__init__("rate_limited", problem=problem, headers=headers)
+        self.members = {"violated-policies": list(limits)}
 
 
-class ScopeMissing(TableError):
-    """The key is valid, but not for this (403)."""
-
-    def __init__(self, scope: str) -> None:
-        super().__init__(
-            "scope_missing",
-            f"This needs a key with the scope {scope!r}.",
-            headers={"www-authenticate": f'Bearer realm="winnow", error="insufficient_scope", scope="{scope}"'},
-        )
-
-
-class RateLimited(TableError):
-    """Limits of the key are used up (429). The type is that of the IETF's RateLimit draft."""
-
-    problem_type = "https://iana.org/assignments/http-problem-types#quota-exceeded"
-
-    def __init__(self, limits: Sequence[str], message: str, headers: Mapping[str, str]) -> None:
-        super().__init__("rate_limited", message, headers=headers, members={"violated-policies": list(limits)})
-
-
-class StoreUnavailable(TableError):
-    """The store of policies and keys cannot be read or written now (503).
-
-    Attributes:
-        detail: why.
-    """
+class StoreUnavailable(ServiceError):
+    """The store of policies and keys cannot be read or written now (503); ``detail`` says why."""
 
     def __init__(self, detail: str) -> None:
+        super().__init__("store_unavailable", problem=detail)
         self.detail = detail
-        message = f"The store of policies and keys is not available: {detail}."
-        super().__init__("store_unavailable", message, headers={"retry-after": "1"})
 
 
-class BodyTooLarge(TableError):
-    """The request body is longer than the service reads (413)."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        message = f"The request body is larger than the limit of {limit_bytes} bytes (WINNOW_MAX_BODY_BYTES)."
-        super().__init__("body_too_large", message)
-
-
-class NotJson(TableError):
-    """The request does not say that its body is JSON (415)."""
+class ClientDisconnected(ServiceError):
+    """The client left before it had its answer."""
 
     def __init__(self) -> None:
-        message = "The body must be JSON, and content-type must say so: application/json."
-        super().__init__("not_json", message, param="content-type")
+        super().__init__("client_disconnected")
 
 
-class ClientDisconnected(TableError):
-    """The client left before it had its answer. Nobody reads this body; the status is nginx's 499."""
-
-    def __init__(self) -> None:
-        super().__init__("client_disconnected", "The client closed the connection.")
-
-
-class RuntimeFailure(TableError):
+class RuntimeFailure(ServiceError):
     """The runtime did not give an answer. ``code`` names the kind of failure and is a metric label."""
-
-
-class RuntimeUnavailable(RuntimeFailure):
-    """No connection: the runtime never saw the request, so a client may send it again (503)."""
-
-    def __init__(self, detail: str) -> None:
-        message = f"The runtime cannot be reached: {detail}."
-        super().__init__("runtime_unavailable", message, headers={"retry-after": "5"})
-
-
-class RuntimeTimeout(RuntimeFailure):
-    """The runtime was silent for longer than the service waits (504)."""
-
-    def __init__(self, silence_seconds: float) -> None:
-        message = f"The runtime sent nothing for {silence_seconds:g} seconds."
-        super().__init__("runtime_timeout", message)
-
-
-class RuntimeDied(RuntimeFailure):
-    """The runtime ended its answer before the answer was complete (502)."""
-
-    def __init__(self, detail: str) -> None:
-        message = f"The runtime ended its answer before it was complete: {detail}."
-        super().__init__("runtime_died", message)
-
-
-class RuntimeUnusable(RuntimeFailure):
-    """The runtime answered, but not with what the service needs of it (502)."""
-
-    def __init__(self, detail: str) -> None:
-        message = f"The runtime does not tell what it serves: {detail}."
-        super().__init__("runtime_unusable", message)
 
 
 class RuntimeRefused(ServiceError):
     """The runtime wants an authorization that the client did not send (401 or 403)."""
 
     def __init__(self, status: int) -> None:
-        message = "The runtime refuses this request's authorization."
-        super().__init__(status, message, kind=INVALID_REQUEST, code="runtime_refused")
+        super().__init__("runtime_refused", status=status)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error of ``app`` in the one shape."""
+def install_error_handlers(app: FastAPI, refused: Callable[[str], object] = lambda _: None) -> None:
+    """Answer every error of ``app`` in the one shape.
+
+    Args:
+        refused: called with the code of what the service itself refuses, which failures of the runtime are not.
+    """
 
     async def service_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ServiceError)
+        if not isinstance(error, RuntimeFailure | ClientDisconnected):
+            refused(error.code)
         return problem_response(error)
 
     async def http_exception(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = "not_found" if error.status_code == 404 else "http_error"
         return problem_response(
-            ServiceError(error.status_code, error.detail, kind=INVALID_REQUEST, code=code, headers=error.headers)
+            ServiceError(code, status=error.status_code, message=error.detail, headers=error.headers)
         )
 
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         logger.error("Unexpected error", exc_info=error)
         # This answer does not pass through the middleware that gives others their id.
-        headers = {REQUEST_ID_HEADER: request.headers.get(REQUEST_ID_HEADER, "")}
-        return problem_response(
-            ServiceError(500, "Internal error.", kind=INTERNAL_ERROR, code="internal_error", headers=headers)
-        )
+        request_id = {REQUEST_ID_HEADER: request.headers.get(REQUEST_ID_HEADER, "")}
+        return problem_response(ServiceError("internal_error", headers=request_id))
 
     async def invalid_parameter(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -347,11 +286,3 @@ def install_error_handlers(app: FastAPI) -> None:
 def problem_response(error: ServiceError) -> JSONResponse:
     """The answer that ``error`` is."""
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers, media_type=PROBLEM_MEDIA_TYPE)
-
-
-def _title(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        # nginx's 499.
-        return "Client Closed Request"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.routing import compile_path
 
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_service.errors import INVALID_REQUEST, PROBLEM_MEDIA_TYPE, ServiceError, problem_response
+from winnow_service.errors import PROBLEM_MEDIA_TYPE, ServiceError, problem_response
 
 _REF: Final = "#/components/schemas/{model}"
 POLICY: Final[dict[str, Any]] = {"$ref": "#/components/schemas/AttentionPolicy"}
@@ -114,15 +114,7 @@ def install_documentation(app: FastAPI) -> None:
 
     async def method_not_allowed(request: Request, _: Exception) -> Response:
         allowed = ", ".join(sorted(_documented_methods(app, request.url.path)))
-        return problem_response(
-            ServiceError(
-                405,
-                f"{request.method} is not one of {allowed}.",
-                kind=INVALID_REQUEST,
-                code="method_not_allowed",
-                headers={"allow": allowed},
-            )
-        )
+        return problem_response(ServiceError("method_not_allowed", method=request.method, allowed=allowed))
 
     def with_schemas() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -9,7 +9,8 @@ from pydantic import AnyUrl, Field, SecretStr, UrlConstraints, field_validator, 
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from winnow_service.logs import LogFormat, LogLevel
-from winnow_service.store.open import StoreAddressError, parse_store_url
+from winnow_service.store.open import parse_store_url
+from winnow_service.store.redis_connection import StoreAddressError
 
 RuntimeUrl = Annotated[AnyUrl, UrlConstraints(allowed_schemes=["http", "https"], host_required=True)]
 _ONE_RUNTIME: Final = (
@@ -28,9 +29,7 @@ class Settings(BaseSettings):
     )
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1, description="Largest request body that is read.")
     max_header_bytes: int = Field(
-        default=64 * 1024,
-        ge=1024,
-        description="Longest head of a request (its first line and headers) that is read.",
+        default=64 * 1024, ge=1024, description="Longest head of a request (its first line and headers) that is read."
     )
     max_running: int = Field(default=1024, ge=1, description="Generation requests that are sent at once.")
     max_queued: int = Field(default=1024, ge=0, description="Generation requests that may wait for others to end.")

@@ -22,8 +22,7 @@ from tests.service.test_policies_api import problem
 from tests.service.waiting import eventually
 from winnow_service.errors import RateLimited
 from winnow_service.limits import redis as redis_limits
-from winnow_service.limits.limiter import Limiter, Reservation
-from winnow_service.limits.limits import Limits
+from winnow_service.limits.limiter import Limiter, Limits, Reservation
 from winnow_service.limits.memory import MemoryLimiter
 from winnow_service.limits.redis import RedisLimiter
 from winnow_service.proxy.answer import AnswerReader

@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from tests.service.conftest import Deployment
 from tests.service.waiting import eventually
-from winnow_service.errors import BodyTooLarge, install_error_handlers
+from winnow_service.errors import ServiceError, install_error_handlers
 from winnow_service.keys.tokens import new_token
 from winnow_service.logs import LogFormat, LogLevel, configure_logging
 from winnow_service.metrics.instruments import Metrics
@@ -145,7 +145,7 @@ def app() -> FastAPI:
 
     @made.get("/refused")
     async def refused() -> None:
-        raise BodyTooLarge(5)
+        raise ServiceError("body_too_large", limit=5)
 
     @made.get("/broken")
     async def broken() -> None:

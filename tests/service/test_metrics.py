@@ -21,14 +21,15 @@ from tests.service.control import ADMIN_KEY, bearer, make_key, processes, replic
 from tests.service.test_attention import SERVED
 from tests.service.test_forwarding import Samples, key, samples
 from tests.service.waiting import eventually
+from winnow_kernels.contract.attention_statistics import decode_context, prefill_context
 from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.errors import StoreUnavailable
 from winnow_service.metrics.instruments import Metrics
-from winnow_service.metrics.store import MeasuredStore
+from winnow_service.metrics.state import MeasuredStore
 from winnow_service.proxy.answer import AnswerReader
 from winnow_service.proxy.body import Form
 from winnow_service.proxy.generation import Generation
-from winnow_service.proxy.reported_usage import ReportedUsage, decode_context, prefill_context
+from winnow_service.proxy.reported_usage import ReportedUsage
 from winnow_service.proxy.request_facts import RequestFacts
 from winnow_service.store.sqlite import SqliteStore
 
@@ -182,7 +183,7 @@ async def test_a_client_that_leaves_is_counted_once(measured: Deployment, stream
 
 
 def generation_of(metrics: Metrics) -> Generation:
-    return Generation(metrics, "default", MODEL, 0.0, RequestFacts(), AnswerReader(Form.NATIVE))
+    return Generation(metrics, "default", MODEL, RequestFacts(), AnswerReader(Form.NATIVE))
 
 
 def test_an_abandoned_native_stream_tells_what_it_took() -> None:

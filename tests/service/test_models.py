@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 from tests.gguf_files import write_gguf, write_wheel
 from winnow_service.cli.main import app
 from winnow_service.models import cache, catalogue, getting, package
-from winnow_service.models.catalogue import CATALOGUE, Adapted, Model, Package, Shipped
-from winnow_service.models.errors import ModelError
+from winnow_service.models.catalogue import CATALOGUE, Adapted, Model, ModelError, Package, Shipped
 
 MEMBER = "tiny_gguf/tiny.gguf"
 

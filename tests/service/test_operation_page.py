@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from winnow_service.admission.refusals import Draining, KeyQueueFull, QueueFull, QueueTimeout
-from winnow_service.errors import RuntimeTimeout, RuntimeUnavailable, ServiceError
-from winnow_service.runtime.failures import CircuitOpen, FirstTokenTimeout, RequestTimeout
+from winnow_service.errors import RuntimeFailure, ServiceError
 from winnow_service.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs/operation.md").read_text()
 TABLE = PAGE.partition("## Settings")[2]
-REFUSALS: list[ServiceError] = [KeyQueueFull(1, 1), QueueFull(1, 1), QueueTimeout(1, 1), CircuitOpen(1), Draining()]
-TIMEOUTS: list[ServiceError] = [RuntimeUnavailable(""), FirstTokenTimeout(1), RequestTimeout(1)]
+CODES = ("key_queue_full", "queue_full", "queue_timeout", "circuit_open", "draining")
+REFUSALS = [ServiceError(code, waiting=1, seconds=1, retry_seconds=1) for code in CODES]
+FAILURES = ("runtime_unavailable", "first_token_timeout", "request_timeout")
+TIMEOUTS = [RuntimeFailure(code, problem="", seconds=1) for code in FAILURES]
 
 
 def test_settings_and_their_defaults() -> None:
@@ -45,4 +45,4 @@ def test_statuses_and_codes() -> None:
         assert f"{error.status} `{error.code}`" in PAGE
     for error in REFUSALS:
         assert error.headers["retry-after"]
-    assert f"`{RuntimeTimeout(1).code}`" in PAGE
+    assert f"`{RuntimeFailure('runtime_timeout', seconds=1).code}`" in PAGE

@@ -10,13 +10,13 @@ from dataclasses import asdict
 import pytest
 import pytest_asyncio
 
+from benchmarks.folders import RESULTS
 from benchmarks.serving.overhead import measure
 from benchmarks.serving.overhead.process import Pair, started
 from benchmarks.serving.overhead.standin import Pace
-from benchmarks.serving.overhead.streams import Tally, Target, stream
-from benchmarks.serving.overhead.table import BEGIN, END, PAGE, RECORD, markdown, write_table
+from benchmarks.serving.overhead.streams import Incomplete, Tally, Target, stream
+from benchmarks.serving.overhead.table import markdown
 from benchmarks.serving.service_overhead import Plan, limited, measured, plain
-from tests.service.test_up import ROOT
 
 STREAMS = 600
 AT_ONCE = 500
@@ -56,7 +56,7 @@ async def test_everything_is_measured_and_written_down() -> None:
         assert ttft["added"] == ttft["through"] - ttft["direct"]
     assert found["many_streams"]["finished"] == 8
     assert len(found["memory"]["samples"]) == 6
-    record = json.loads((ROOT / RECORD).read_text()) | {"measured": found}
+    record = json.loads((RESULTS / "service-overhead.json").read_text()) | {"measured": found}
     assert "8 of 8 open at once, 8 complete" in markdown(record)
 
 
@@ -68,20 +68,8 @@ async def test_a_stream_that_is_not_complete_is_not_measured(pair: Pair) -> None
     await stream(stranger, Pace(2, first=0.01, interval=0.01), tally)
     assert (tally.finished, tally.broken) == (1, 1)
     assert "401" in tally.refusals[0]
-    with pytest.raises(measure.Incomplete, match="0 of 3 streams were complete"):
+    with pytest.raises(Incomplete, match="0 of 3 streams were complete"):
         await measure.request_cost(pair.service, stranger, 3)
-
-
-def test_the_table_is_that_of_the_record() -> None:
-    page = (ROOT / PAGE).read_text()
-    assert page.count(BEGIN) == page.count(END) == 1
-    record = json.loads((ROOT / RECORD).read_text())
-    assert page.partition(BEGIN)[2].partition(END)[0].strip() == markdown(record)
-
-
-def test_a_page_without_a_place_for_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="once each and in this order"):
-        write_table(json.loads((ROOT / RECORD).read_text()), ROOT / "README.md")
 
 
 @pytest.mark.parametrize(("left_behind", "is_flat"), [(0, True), (64, True), (1024, False)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow_service.admission.queue import AdmissionQueue, QueueBounds, QueueTicket
-from winnow_service.admission.refusals import Draining, KeyQueueFull, QueueFull, QueueTimeout
+from winnow_service.errors import ServiceError
 
 WAITING, PER_KEY = 6, 4
 
@@ -21,6 +23,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@contextmanager
+def refused(code: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[ServiceError]]:
+    with pytest.raises(ServiceError, match=match) as caught:
+        yield caught
+    assert caught.value.code == code
 
 
 def queue_of(capacity: int, seconds: float = 30.0, waits: list[float] | None = None) -> tuple[AdmissionQueue, Clock]:
@@ -34,11 +43,11 @@ async def test_bounds_of_a_key_and_of_all() -> None:
     running = queue.join("a")
     assert running.runs
     waiting = [queue.join("a") for _ in range(PER_KEY)]
-    with pytest.raises(KeyQueueFull) as of_key:
+    with refused("key_queue_full") as of_key:
         queue.join("a")
     assert (of_key.value.status, of_key.value.headers) == (429, {"retry-after": "1"})
     waiting += [queue.join("b") for _ in range(WAITING - PER_KEY)]
-    with pytest.raises(QueueFull) as of_all:
+    with refused("queue_full") as of_all:
         queue.join("c")
     assert of_all.value.status == 503
     assert (queue.running, queue.waiting) == (1, WAITING)
@@ -51,14 +60,14 @@ async def test_without_keys_one_bound_holds() -> None:
     queue.join(None)
     for _ in range(WAITING):
         queue.join(None)
-    with pytest.raises(QueueFull):
+    with refused("queue_full"):
         queue.join(None)
 
 
 async def test_a_wait_ends_in_time_and_the_next_is_not_lost() -> None:
     queue, _ = queue_of(1, seconds=0.05)
     running, late, next_one = queue.join("a"), queue.join("a"), queue.join("a")
-    with pytest.raises(QueueTimeout, match=r"0\.05 seconds"):
+    with refused("queue_timeout", r"0\.05 seconds"):
         await late.turn()
     late.leave()
     turn = asyncio.create_task(next_one.turn())
@@ -89,11 +98,11 @@ async def test_closing_refuses_those_who_wait_and_those_who_come() -> None:
     turn = asyncio.create_task(waiting.turn())
     await asyncio.sleep(0)
     queue.close()
-    with pytest.raises(Draining):
+    with refused("draining"):
         await turn
-    with pytest.raises(Draining):
+    with refused("draining"):
         await not_yet.turn()
-    with pytest.raises(Draining):
+    with refused("draining"):
         queue.join("c")
     assert running.runs
     for ticket in (running, waiting, not_yet):
@@ -122,12 +131,12 @@ async def test_retry_after_follows_the_pace_and_waits_are_measured() -> None:
     assert waits == [0.0] + [4.0] * 10
     for _ in range(PER_KEY):
         queue.join("a")
-    with pytest.raises(KeyQueueFull) as full:
+    with refused("key_queue_full") as full:
         queue.join("a")
     # Four wait, and one ends every four seconds or so.
     assert 13 <= int(full.value.headers["retry-after"]) <= 16
     clock.now += 3600
-    with pytest.raises(KeyQueueFull) as later:
+    with refused("key_queue_full") as later:
         queue.join("a")
     assert later.value.headers == {"retry-after": "60"}
 
@@ -163,12 +172,16 @@ def test_whatever_happens_the_bounds_hold_and_nobody_waits_for_nothing(operation
         tickets: list[QueueTicket] = []
         for operation, key, number in operations:
             if operation == "join":
+                refused_for = ""
                 try:
                     tickets.append(queue.join(key))
-                except KeyQueueFull:
-                    assert waiting_of(tickets, key) == PER_KEY
-                except QueueFull:
-                    assert queue.waiting == WAITING
+                except ServiceError as full:
+                    refused_for = full.code
+                is_full = {
+                    "key_queue_full": waiting_of(tickets, key) == PER_KEY,
+                    "queue_full": queue.waiting == WAITING,
+                }
+                assert not refused_for or is_full[refused_for]
             elif operation == "leave" and tickets:
                 tickets.pop(number % len(tickets)).leave()
             elif operation == "capacity":

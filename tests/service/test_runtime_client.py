@@ -15,7 +15,7 @@ import pytest_asyncio
 from pydantic import AnyUrl
 
 from tests.service.waiting import eventually
-from winnow_service.errors import RuntimeDied, RuntimeUnavailable
+from winnow_service.errors import RuntimeFailure
 from winnow_service.runtime.client import RuntimeClient, RuntimeRequest
 from winnow_service.settings import Settings
 
@@ -158,8 +158,9 @@ async def test_no_header_is_added_but_what_http_asks_for(runtime: Runtime, clien
 
 async def test_an_answer_that_cannot_be_decoded_is_a_failure(runtime: Runtime, client: RuntimeClient) -> None:
     runtime.answer = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}"
-    with pytest.raises(RuntimeDied):
+    with pytest.raises(RuntimeFailure) as caught:
         await client.get("/server_info", 5)
+    assert caught.value.code == "runtime_died"
 
 
 @pytest.fixture
@@ -186,8 +187,9 @@ async def test_tls_is_spoken_with_a_runtime_whose_certificate_is_known(
     try:
         assert [await ask(knowing) for _ in range(2)] == [b"{}"] * 2
         assert len(runtime.heads) == 1
-        with pytest.raises(RuntimeUnavailable, match="certificate"):
+        with pytest.raises(RuntimeFailure, match="certificate") as caught:
             await ask(unknowing)
+        assert caught.value.code == "runtime_unavailable"
     finally:
         await knowing.close()
         await unknowing.close()

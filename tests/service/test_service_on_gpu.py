@@ -23,6 +23,7 @@ from benchmarks.serving.overhead.beside_runtime import (
 from benchmarks.serving.overhead.beside_table import service_table
 from benchmarks.serving.overhead.process import started
 from benchmarks.serving.overhead.standin import MODEL
+from benchmarks.serving.overhead.streams import Incomplete
 from benchmarks.serving.service_on_gpu import app, header
 
 PLAN = Plan(streams=4, tokens=16, prompt_words=20, ttft_seconds=0, throughput_seconds=0)
@@ -64,7 +65,7 @@ async def test_what_cannot_be_compared_is_not(ways: tuple[Way, Way]) -> None:
     # The stand-in counts chunks, of which the last ends the answer: a plan that it cannot keep.
     with pytest.raises(NotComparable, match="asked for, and had"):
         await prepare(bare, service, _Short(**vars(PLAN)))
-    with pytest.raises(NotComparable, match="0 of 16 streams were complete"):
+    with pytest.raises(Incomplete, match="0 of 16 streams were complete"):
         await measured_throughput(replace(bare, address=service.address), service, PLAN)
 
 

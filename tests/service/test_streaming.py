@@ -20,7 +20,7 @@ from winnow_service.errors import RuntimeFailure
 from winnow_service.headers import RawHeaders
 from winnow_service.proxy.event_stream import EventSplitter, EventStreamResponse
 from winnow_service.proxy.incidents import Incidents
-from winnow_service.runtime.runtime import Answer
+from winnow_service.runtime.runtime import Call
 
 STREAMING_ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
 
@@ -137,7 +137,7 @@ async def test_the_first_event_is_written_before_the_second_is_read() -> None:
         def client_left(self) -> None:
             order.append("left")
 
-    response = EventStreamResponse(cast(Answer, Whole()), cast(Incidents, Noted()), stall_seconds=1)
+    response = EventStreamResponse(cast(Call, Whole()), cast(Incidents, Noted()), stall_seconds=1)
     await response({"type": "http"}, stays, send)
     assert order[:3] == ["read first", "written first", "read second"]
     assert "closed" in order

@@ -84,7 +84,7 @@ async def traced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Traced]:
             monkeypatch.setenv(name, value)
         tracing = tracing_from_environment(environment)
         assert tracing is not None
-        to_runtime = RuntimeClient(AnyUrl(address), "runtime", Settings(), tracing.sending)
+        to_runtime = RuntimeClient(AnyUrl(address), "runtime", Settings(), tracing.begin_span)
         stack.push_async_callback(to_runtime.close)
         app = forwarding(to_runtime)
         tracing.install(app)

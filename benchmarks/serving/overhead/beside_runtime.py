@@ -8,12 +8,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, Final
 
 import httpx
 
-from benchmarks.serving.overhead.streams import Tally, read, request_bytes
+from benchmarks.serving.overhead.streams import Incomplete, Tally, p95, read, request_bytes
 
 _ROUTE: Final = "/v1/completions"
 _CPU_METRIC: Final = "winnow_process_cpu_seconds_total "
@@ -24,7 +24,7 @@ _MIN_PAIRS: Final = 20
 _MIN_ROUNDS: Final = 2
 
 
-class NotComparable(Exception):
+class NotComparable(Incomplete):
     """The two ways do not lead to the same answers. The message says what differs."""
 
 
@@ -139,11 +139,11 @@ async def prepare(bare: Way, service: Way, plan: Plan) -> dict[str, Any]:
         if models[0] != models[1]:
             raise NotComparable(f"the runtime serves {models[0]}, the service {models[1]}")
         for way in (bare, service):
-            tokens = await _tokens_told(client, way, plan)
+            tokens = await _reported_tokens(client, way, plan)
             if tokens != plan.tokens:
                 raise NotComparable(f"{way.name}: an answer of {plan.tokens} tokens was asked for, and had {tokens}")
-        told = await client.get(f"{bare.address}/server_info", headers=bare.headers)
-        known = told.json() if told.status_code == httpx.codes.OK else {}
+        answer = await client.get(f"{bare.address}/server_info", headers=bare.headers)
+        known = answer.json() if answer.status_code == httpx.codes.OK else {}
     await _round(service, plan)
     facts = ("version", "attention_backend", "dtype", "kv_cache_dtype", "tp_size", "stream_interval")
     return {"model": models[0], **{name: known[name] for name in facts if known.get(name) is not None}}
@@ -159,11 +159,11 @@ async def measured_ttft(bare: Way, service: Way, plan: Plan) -> Ttft:
             tally = Tally()
             request = request_bytes(way.address, _ROUTE, way.headers, plan.body(0, tokens=1))
             found[way.name] = await read(way.address, request, tally)
-            _check(way, tally, 1)
+            tally.check(1, way.name)
         pairs.append((found[bare.name], found[service.name]))
     low, high = _interval(pairs)
     bares, services = zip(*pairs, strict=True)
-    return Ttft(len(pairs), median(bares), median(services), _added(pairs), low, high, _p95(bares), _p95(services))
+    return Ttft(len(pairs), median(bares), median(services), _added(pairs), low, high, p95(bares), p95(services))
 
 
 async def measured_throughput(bare: Way, service: Way, plan: Plan) -> Throughput:
@@ -212,17 +212,12 @@ async def _round(way: Way, plan: Plan) -> tuple[float, list[float]]:
     began = time.perf_counter()
     await asyncio.gather(*(one_after_the_other() for _ in range(plan.streams)))
     elapsed = time.perf_counter() - began
-    _check(way, tally, plan.requests)
+    tally.check(plan.requests, way.name)
     return elapsed, firsts
 
 
 def _in_turn(bare: Way, service: Way, number: int) -> tuple[Way, Way]:
     return (service, bare) if number % 2 else (bare, service)
-
-
-def _check(way: Way, tally: Tally, streams: int) -> None:
-    if tally.finished != streams:
-        raise NotComparable(f"{way.name}: {tally.finished} of {streams} streams were complete: {tally.refusals[:1]}")
 
 
 async def _model(client: httpx.AsyncClient, way: Way) -> str:
@@ -233,18 +228,18 @@ async def _model(client: httpx.AsyncClient, way: Way) -> str:
     return str(answer.json()["data"][0]["id"]).rstrip("/").rpartition("/")[2]
 
 
-async def _tokens_told(client: httpx.AsyncClient, way: Way, plan: Plan) -> int | None:
+async def _reported_tokens(client: httpx.AsyncClient, way: Way, plan: Plan) -> int | None:
     """Ask for one answer, and return how many tokens it says that it has."""
     body = plan.body(0, plan.tokens) | {"stream_options": {"include_usage": True}}
-    told = None
+    tokens = None
     async with client.stream("POST", way.address + _ROUTE, json=body, headers=way.headers) as answer:
         if answer.status_code != httpx.codes.OK:
             raise NotComparable(f"{way.name}: status {answer.status_code}: {(await answer.aread()).decode()[:500]}")
         async for line in answer.aiter_lines():
             event = line.removeprefix("data: ")
             if event.startswith("{") and (usage := json.loads(event).get("usage")):
-                told = int(usage["completion_tokens"])
-    return told
+                tokens = int(usage["completion_tokens"])
+    return tokens
 
 
 async def _cpu_seconds(service: Way) -> float | None:
@@ -262,7 +257,3 @@ def _interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     draw = random.Random(0)
     found = sorted(_added(draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
     return found[_RESAMPLES * 25 // 1000], found[_RESAMPLES * 975 // 1000 - 1]
-
-
-def _p95(values: Sequence[float]) -> float:
-    return quantiles(values, n=20)[-1]

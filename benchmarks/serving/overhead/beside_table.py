@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown_tables import commit_of, markdown_table
+from benchmarks.markdown_tables import commit_of
+from winnow_evaluation.writing import markdown_table
 
 ASKED_TTFT_SECONDS = 0.003
 """Most that the service may add to the time to the first token, at the median."""

@@ -8,21 +8,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from statistics import linear_regression, median, quantiles
+from statistics import linear_regression, median
 from typing import Final
 
 from benchmarks.serving.overhead.process import Pair, Running
 from benchmarks.serving.overhead.standin import Pace
-from benchmarks.serving.overhead.streams import Tally, Target, stream
+from benchmarks.serving.overhead.streams import Incomplete, Tally, Target, p95, stream
 
 _MINUTE: Final = 60.0
 _BEGINNING_SECONDS: Final = 2.0
 _LONG: Final = Pace(250, first=0.05, interval=0.02)
 _SHORT: Final = Pace(50, first=0.05, interval=0.02)
-
-
-class Incomplete(Exception):
-    """Streams did not come to their end: there is nothing to measure."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ async def chunk_cost(service: Running, target: Target, streams: int, interval: f
     if tally.open != streams:
         raise Incomplete(f"only {tally.open} of {streams} streams lasted")
     await asyncio.gather(*reading)
-    _check(tally, streams)
+    tally.check(streams)
     return ChunkCost(streams, events / elapsed, cpu / events * 1e6, cpu / elapsed)
 
 
@@ -137,7 +133,7 @@ async def request_cost(service: Running, target: Target, requests: int) -> Reque
     for _ in range(requests):
         await stream(target, Pace(1, first=0.0, interval=0.0), tally)
     cpu = service.cpu_seconds() - cpu
-    _check(tally, requests)
+    tally.check(requests)
     return RequestCost(requests, cpu / requests * 1e6)
 
 
@@ -151,9 +147,9 @@ async def added_ttft(pair: Pair, target: Target, requests: int, beside: int) -> 
         for _ in range(requests):
             direct.append(await stream(direct_target, pace, tally))
             through.append(await stream(target, pace, tally))
-    _check(tally, 2 * requests)
+    tally.check(2 * requests)
     middle, middle_through = median(direct), median(through)
-    return AddedTtft(requests, beside, middle, middle_through, middle_through - middle, _p95(direct), _p95(through))
+    return AddedTtft(requests, beside, middle, middle_through, middle_through - middle, p95(direct), p95(through))
 
 
 async def many_streams(service: Running, target: Target, streams: int, seconds: float) -> ManyStreams:
@@ -221,12 +217,3 @@ async def _background(
     finally:
         stopping = True
         await asyncio.gather(*tasks)
-
-
-def _check(tally: Tally, streams: int) -> None:
-    if tally.finished != streams:
-        raise Incomplete(f"{tally.finished} of {streams} streams were complete: {tally.refusals[:1]}")
-
-
-def _p95(values: Sequence[float]) -> float:
-    return quantiles(values, n=20)[-1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import quantiles
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -15,6 +16,10 @@ from benchmarks.serving.overhead.standin import MODEL, Pace
 _ROUTE: Final = "/v1/chat/completions"
 _EVENT: Final = b"data: "
 _DONE: Final = b"data: [DONE]\n\n"
+
+
+class Incomplete(Exception):
+    """Streams did not come to their end: there is nothing to measure."""
 
 
 @dataclass
@@ -35,6 +40,11 @@ class Tally:
     broken: int = 0
     events: int = 0
     refusals: list[str] = field(default_factory=list)
+
+    def check(self, streams: int, where: str = "the service") -> None:
+        """Raise Incomplete if fewer than ``streams`` were complete."""
+        if self.finished != streams:
+            raise Incomplete(f"{where}: {self.finished} of {streams} streams were complete: {self.refusals[:1]}")
 
 
 @dataclass(frozen=True)
@@ -131,3 +141,8 @@ async def read(address: str, request: bytes, tally: Tally) -> float:
     _, protocol = await loop.create_connection(lambda: _Stream(request, tally), url.hostname, url.port)
     await protocol.ended
     return float("inf") if protocol.first_event is None else protocol.first_event
+
+
+def p95(values: Sequence[float]) -> float:
+    """Return the 95th percentile."""
+    return quantiles(values, n=20)[-1]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
-from winnow_evaluation.writing import replaced_between
+from winnow_evaluation.writing import markdown_table
 
-RECORD: Final = "benchmarks/results/service-overhead.json"
-PAGE: Final = "docs/load-tests.md"
-BEGIN: Final = "<!-- service_overhead: begin -->"
-END: Final = "<!-- service_overhead: end -->"
 _MIB: Final = 1024 * 1024
+
+
+def overhead_table(path: Path) -> str:
+    """Return the record of ``benchmarks.serving.service_overhead`` as Markdown."""
+    return markdown(json.loads(path.read_text()))
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -21,7 +23,7 @@ def markdown(record: dict[str, Any]) -> str:
     if header["commit"] and header["commit"]["modified"]:
         commit += " with changes"
     many, memory = found["many_streams"], found["memory"]
-    rows = [("measured", "", "")]
+    rows: list[tuple[str, str, str]] = []
     for caller, words in (("plain", "no policy, no limits"), ("limited", "a policy by name, a key with limits")):
         chunks = found["chunk_cost"][caller]
         what = f"CPU time for a chunk; {chunks['streams']} streams, {chunks['chunks_per_second']:,.0f} chunks a second"
@@ -55,15 +57,4 @@ def markdown(record: dict[str, Any]) -> str:
         f" and client on core {header['cores']['stand-in and client']}; {versions}; commit {commit},"
         f" {header['date'][:10]}. The runtime is a stand-in that computes nothing."
     )
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "| --- | --- | --- |")
-    return about + "\n\n" + "\n".join(lines)
-
-
-def write_table(record: dict[str, Any], page: Path) -> None:
-    """Replace what stands between the two marker lines of ``page``.
-
-    Raises:
-        ValueError: the page does not have both, once each and in order.
-    """
-    page.write_text(replaced_between(page.read_text(), BEGIN, END, markdown(record), str(page)))
+    return about + "\n\n" + markdown_table(("measured", "", ""), rows).rstrip()

@@ -16,9 +16,7 @@ from winnow_evaluation.fidelity.record import FidelityRecord, merged
 from winnow_evaluation.options import OptionError, check_output, parse_policy, parse_tasks
 from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text import Kind
-from winnow_service.cli.models import ConsoleProgress
-from winnow_service.models.errors import ModelError
-from winnow_service.models.getting import resolve
+from winnow_service.cli.models import resolved
 
 _MIN_CONTEXT: Final = 64
 _COMMANDS: Final = ("run", "merge", "plot")
@@ -38,8 +36,7 @@ def run(
         Kind, typer.Option(help="Held-out text of winnow text whose true continuation is predicted.")
     ] = "prose",
     text_folder: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="Text files of your own instead, each a document."),
+        Path | None, typer.Option(exists=True, file_okay=False, help="Text files of your own instead, each a document.")
     ] = None,
     tasks: Annotated[
         str | None, typer.Option(help="Tasks or groups of winnow eval instead, with commas; their answers follow.")
@@ -68,8 +65,7 @@ def run(
     seed: Annotated[int, typer.Option(min=0, help="Of the tasks' prompts.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16"),
+        str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16")
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Prompts held at a time.", show_default="as many as fit")
@@ -95,11 +91,7 @@ def run(
         raise typer.BadParameter(str(error), param_hint=error.option) from error
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype} is none of float32, bfloat16, float16", param_hint="--dtype")
-    try:
-        with ConsoleProgress.shown() as progress:
-            folder = resolve(model, progress)
-    except ModelError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from error
+    folder = resolved(model)
     # Imports torch and transformers, which takes seconds: after the options have been read.
     from winnow_evaluation.fidelity.session import Options, Session, SessionError  # noqa: PLC0415
 

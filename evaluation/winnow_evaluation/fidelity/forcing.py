@@ -50,12 +50,12 @@ class Outcome:
     @classmethod
     def joined(cls, parts: Sequence[Outcome], dim: int) -> Outcome:
         """Return parts as one, along the prompts (0) or along the tokens (1)."""
-        told = [part.reported_share for part in parts if part.reported_share is not None]
+        reported = [part.reported_share for part in parts if part.reported_share is not None]
         return cls(
             torch.cat([part.hidden for part in parts], dim),
             {name: torch.cat([part.counts[name] for part in parts], dim) for name in parts[0].counts},
             torch.cat([part.true_share for part in parts], dim + 1),
-            torch.cat(told, dim + 1) if told else None,
+            torch.cat(reported, dim + 1) if reported else None,
         )
 
 

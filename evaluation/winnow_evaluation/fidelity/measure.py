@@ -76,7 +76,7 @@ class Plan:
         Args:
             model: what reads them.
             prompts: and what follows each.
-            advance: told what was measured last.
+            advance: called with what was measured last.
         """
         rows = _Rows()
         for begin in range(0, len(prompts), self.batch):
@@ -85,9 +85,9 @@ class Plan:
                 batch = _Batch(model, some, self)
                 advance("dense")
                 batch.measure_decode(rows, advance)
-            yield rows.told()
+            yield rows.rows()
             for _ in batch.measured_prefills(min(len(some), self.prefilled - begin), rows, advance):
-                yield rows.told()
+                yield rows.rows()
 
 
 class _Rows:
@@ -101,7 +101,7 @@ class _Rows:
         about = {"phase": phase, "policy": policy, "parameters": parameters, "preset": preset}
         return self._results.setdefault(repr(about), (about, Result()))[1]
 
-    def told(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """Return the rows."""
         return [about | result.row() for about, result in self._results.values()]
 

@@ -9,7 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from winnow_evaluation.plotting import COLORS, save_plot
+from winnow_evaluation.fidelity.record import SWEPT
+from winnow_evaluation.plotting import COLORS, label_axes, save_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,6 @@ _NAMES: Final = {
     "oracle_top_k": "oracle: best tokens",
     "oracle_pages": "oracle: best pages of 16",
 }
-_SWEPT: Final = ("p", "budget", "budget_ratio", "window")
 _TICKS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _GREY: Final = "#707070"
 
@@ -55,7 +55,7 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, A
     lines: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["phase"] == "decode" and row["policy"] != "dense" and row["preset"] is None:
-            alike = {name: value for name, value in row["parameters"].items() if name not in _SWEPT}
+            alike = {name: value for name, value in row["parameters"].items() if name not in SWEPT}
             lines[_line(row), json.dumps(alike, sort_keys=True)].append(row)
     labels = [label for label, _ in lines]
     return {
@@ -95,12 +95,7 @@ def _draw_lines(
     # Powers of ten would have exponents too small to read.
     axes.yaxis.set_major_formatter(FuncFormatter(lambda nats, _: f"{nats:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("KV cache and index read, of what dense attention reads")
-    axes.set_ylabel("KL to dense attention, nats")
-    axes.set_title(title, loc="left")
-    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    label_axes(axes, title, "KV cache and index read, of what dense attention reads", "KL to dense attention, nats")
     figure.legend(loc="outside right upper", frameon=False)
 
 

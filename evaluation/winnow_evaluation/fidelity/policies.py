@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from winnow_evaluation.fidelity.oracles import Oracle, TopP, TopPages, TopTokens
+from winnow_evaluation.fidelity.record import SWEPT
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
 from winnow_kernels.policies.delta.parameters import Delta
@@ -55,14 +56,14 @@ class Measured:
 
     def parameters(self) -> dict[str, Any]:
         """Return what tells it from others of its name."""
-        told = self.policy.model_dump(mode="json", exclude_none=True)
-        own = told.pop("prefill" if self.is_prefill else "decode")
+        parameters = self.policy.model_dump(mode="json", exclude_none=True)
+        own = parameters.pop("prefill" if self.is_prefill else "decode")
         own.pop("policy")
         if self.policy.has_dense_prefill:
-            told.pop("prefill")
+            parameters.pop("prefill")
         if self.is_prefill:
-            told.pop("decode")
-        return {**own, **told}
+            parameters.pop("decode")
+        return {**own, **parameters}
 
     @property
     def named(self) -> tuple[str, dict[str, Any], str | None]:
@@ -72,9 +73,9 @@ class Measured:
     @property
     def label(self) -> str:
         """What it is called while it is being measured."""
-        told = self.parameters()
-        shown = [f"{name} {told[name]:g}" for name in ("p", "budget", "budget_ratio", "window") if name in told]
-        stops = ["early termination"] if "early_termination" in told else []
+        parameters = self.parameters()
+        shown = [f"{name} {parameters[name]:g}" for name in SWEPT if name in parameters]
+        stops = ["early termination"] if "early_termination" in parameters else []
         return ", ".join([" ".join([self.name, *shown]), *stops]) + (f" ({self.preset})" if self.preset else "")
 
 

@@ -15,32 +15,10 @@ from typing import Any, Final
 
 from winnow_evaluation.writing import write_json
 
-KEYS: Final = (
-    "model",
-    "text",
-    "phase",
-    "policy",
-    "parameters",
-    "preset",
-    "context",
-    "prompts",
-    "tokens",
-    "kl",
-    "top1",
-    "loss_change",
-    "kv_read_ratio",
-    "attended_ratio",
-    "terminated_ratio",
-    "skipped_ratio",
-    "reported_share",
-    "true_share",
-    "share_error",
-    "share_error_p95",
-    "success",
-    "worst_layer",
-    "true_share_by_layer",
-    "intervals",
-    "run",
+KEYS: Final = tuple(
+    "model text phase policy parameters preset context prompts tokens kl top1 loss_change kv_read_ratio attended_ratio "
+    "terminated_ratio skipped_ratio reported_share true_share share_error share_error_p95 success worst_layer "
+    "true_share_by_layer intervals run".split()
 )
 """What a row has.
 
@@ -50,6 +28,8 @@ tokens, layers and query heads; ``share_error`` is reported less true share, ``s
 its absolute value over (token, layer), each a mean over query heads. Ratios are ratios of sums. Of what was not
 measured it has null.
 """
+SWEPT: Final = ("p", "budget", "budget_ratio", "window")
+"""Parameters that say how much a policy reads."""
 _IDENTITY: Final = ("model", "text", "phase", "policy", "parameters", "preset", "context")
 
 

@@ -8,6 +8,9 @@ from typing import Any, Final
 from rich import box
 from rich.table import Table
 
+from winnow_evaluation.writing import number, percent
+
+_SHARES: Final = (("reported_share", ".3f"), ("true_share", ".3f"), ("share_error", "+.3f"), ("share_error_p95", ".3f"))
 _SHOWN: Final = ("p", "budget", "budget_ratio", "window", "share")
 
 
@@ -42,20 +45,9 @@ def results_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
             f"{row['kl']:.4f} [{low:.4f}, {high:.4f}]",
             f"{100 * row['top1']:.1f}",
             f"{row['loss_change']:+.4f}",
-            *(_percent(row[name]) for name in ("kv_read_ratio", "attended_ratio")),
-            *(_number(row[name], sign) for name, sign in _SHARES),
-            _percent(row["success"]),
+            *(percent(row[name]) for name in ("kv_read_ratio", "attended_ratio")),
+            *(number(row[name], form) for name, form in _SHARES),
+            percent(row["success"]),
             "" if worst is None else f"{worst['layer']}: {worst['true_share']:.3f}",
         )
     return table
-
-
-_SHARES: Final = (("reported_share", ""), ("true_share", ""), ("share_error", "+"), ("share_error_p95", ""))
-
-
-def _number(value: float | None, sign: str) -> str:
-    return "" if value is None else f"{value:{sign}.3f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}"

@@ -4,7 +4,7 @@ Each object gives one request's ratios. Over many requests the ratios are of sum
 denominator: the tokens in context, added up over decode steps or over prefilled queries. The sums over layers and KV
 heads multiply every denominator of one model alike and cancel.
 
-The shares that early termination and an estimating policy tell have denominators that the objects do not give (tiles
+The shares that early termination and an estimating policy report have denominators that the objects do not give (tiles
 selected, for one). They are weighted by the same tokens in context, which is exact where all requests are alike.
 """
 
@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from winnow_kernels.contract.attention_statistics import amount, decode_context, prefill_context, section
 
-@dataclass(frozen=True)
-class PhaseRatios:
-    """Ratios of sums over requests, of one phase (decode or prefill); None where no response reported them."""
-
-    attended: float | None
-    kv_read: float | None
+_Weighted = list[tuple[Mapping[str, Any], float]]
 
 
 @dataclass(frozen=True)
@@ -29,16 +25,18 @@ class AttentionRatios:
 
     Attributes:
         estimated_share: the attention mass that the policy believes to have attended.
-        terminated: the part of (layer, KV head, step) whose traversal stopped early.
-        skipped: tiles skipped by the tiles selected.
+        terminated_ratio: the part of (layer, KV head, step) whose traversal stopped early.
+        skipped_ratio: tiles skipped by the tiles selected.
         cached_tokens: mean tokens of a prompt that were found cached.
     """
 
-    decode: PhaseRatios
-    prefill: PhaseRatios
+    decode_attended_ratio: float | None
+    decode_kv_read_ratio: float | None
+    prefill_attended_ratio: float | None
+    prefill_kv_read_ratio: float | None
     estimated_share: float | None
-    terminated: float | None
-    skipped: float | None
+    terminated_ratio: float | None
+    skipped_ratio: float | None
     cached_tokens: float | None
 
 
@@ -47,56 +45,27 @@ def attention_ratios(objects: Iterable[Mapping[str, Any]]) -> AttentionRatios | 
     known = list(objects)
     if not known:
         return None
-    decode = _weighted((section(each, "decode") for each in known), _decode_context)
-    prefill = _weighted((section(each, "prefill") for each in known), _prefill_context)
+    decode = _weighted((section(each, "decode") for each in known), decode_context)
+    prefill = _weighted((section(each, "prefill") for each in known), prefill_context)
     termination = [(section(phase, "early_termination"), weight) for phase, weight in decode]
-    cached = [(section(each, "prefill"), 1.0) for each in known]
     return AttentionRatios(
-        decode=_phase_ratios(decode),
-        prefill=_phase_ratios(prefill),
+        decode_attended_ratio=_ratio(decode, "attended_ratio"),
+        decode_kv_read_ratio=_ratio(decode, "kv_read_ratio"),
+        prefill_attended_ratio=_ratio(prefill, "attended_ratio"),
+        prefill_kv_read_ratio=_ratio(prefill, "kv_read_ratio"),
         estimated_share=_ratio(decode, "estimated_share"),
-        terminated=_ratio(termination, "terminated_ratio"),
-        skipped=_ratio(termination, "skipped_ratio"),
-        cached_tokens=_ratio(cached, "cached_tokens"),
+        terminated_ratio=_ratio(termination, "terminated_ratio"),
+        skipped_ratio=_ratio(termination, "skipped_ratio"),
+        cached_tokens=_ratio([(section(each, "prefill"), 1.0) for each in known], "cached_tokens"),
     )
-
-
-_Weighted = list[tuple[Mapping[str, Any], float]]
-
-
-def section(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an object in ``holder``; an empty one if there is none."""
-    found = holder.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _weighted(sections: Iterable[Mapping[str, Any]], context: Callable[[Mapping[str, Any]], float]) -> _Weighted:
     return [(phase, weight) for phase in sections if (weight := context(phase)) > 0]
 
 
-def _decode_context(decode: Mapping[str, Any]) -> float:
-    """Tokens in context added up over decode steps; ``context_tokens`` is the context of the last step."""
-    steps, last = _number(decode, "steps") or 0.0, _number(decode, "context_tokens") or 0.0
-    return steps * last - steps * (steps - 1) / 2
-
-
-def _prefill_context(prefill: Mapping[str, Any]) -> float:
-    """Tokens in causal context added up over the queries of ``tokens`` prefilled behind ``cached_tokens``."""
-    tokens, cached = _number(prefill, "tokens") or 0.0, _number(prefill, "cached_tokens") or 0.0
-    return tokens * cached + tokens * (tokens + 1) / 2
-
-
-def _phase_ratios(weighted: _Weighted) -> PhaseRatios:
-    return PhaseRatios(attended=_ratio(weighted, "attended_ratio"), kv_read=_ratio(weighted, "kv_read_ratio"))
-
-
 def _ratio(weighted: _Weighted, field: str) -> float | None:
-    reported = [(number, weight) for phase, weight in weighted if (number := _number(phase, field)) is not None]
+    reported = [(number, weight) for phase, weight in weighted if (number := amount(phase, field)) is not None]
     if not reported:
         return None
     return sum(number * weight for number, weight in reported) / sum(weight for _, weight in reported)
-
-
-def _number(holder: Mapping[str, Any], field: str) -> float | None:
-    number = holder.get(field)
-    return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None

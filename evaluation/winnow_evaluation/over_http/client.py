@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -106,9 +105,7 @@ class OpenAIClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._sdk.close()
 
     def with_attention(self, attention: Mapping[str, Any] | str | None) -> Self:
@@ -148,8 +145,7 @@ class OpenAIClient:
                 continue
         device, version = reported.get("device"), reported.get("version")
         return ServerFacts(
-            device=device if isinstance(device, str) else None,
-            version=version if isinstance(version, str) else None,
+            device=device if isinstance(device, str) else None, version=version if isinstance(version, str) else None
         )
 
     async def tokenize(self, text: str) -> int | None:

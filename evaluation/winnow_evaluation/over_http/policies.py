@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from winnow_evaluation.options import OptionError, parse_policy
-from winnow_evaluation.over_http.attention_ratios import section
+from winnow_kernels.contract.attention_statistics import section
 
 Attention = Mapping[str, Any] | str
 """What a request carries as ``attention``: a policy, or the name of one that the server knows."""

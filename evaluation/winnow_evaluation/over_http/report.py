@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -19,7 +18,8 @@ from rich.table import Table
 from winnow_evaluation.environment import Commit
 from winnow_evaluation.over_http.attention_ratios import attention_ratios
 from winnow_evaluation.over_http.policies import readable_label
-from winnow_evaluation.tasks.scoring import mean_score, paired_difference
+from winnow_evaluation.tasks.scoring import Mean, mean_score, paired_difference
+from winnow_evaluation.writing import write_json
 
 _LEGEND_WIDTH = 120
 
@@ -133,14 +133,7 @@ class Report(_Model):
 
     def write(self, path: Path) -> None:
         """Write the document so that a reader sees the old file or the new one, never a part."""
-        draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-        draft.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-
-
-def unfitting_row(task: str, length: int, smallest_tokens: int, policy: str | None = None) -> CellRow:
-    """The row of a cell whose smallest sample is longer than its length."""
-    return CellRow(task=task, length=length, policy=policy, status="does not fit", smallest_tokens=smallest_tokens)
+        write_json(path, self.model_dump(mode="json"))
 
 
 def measured_row(
@@ -152,9 +145,10 @@ def measured_row(
         first: the first policy's records of the same samples in the same order; None for the first policy itself.
     """
     answered = [record for record in records if record.error is None]
-    score = mean_score([record.score for record in records])
-    difference = first and paired_difference([record.score for record in records], [record.score for record in first])
+    scores = [record.score for record in records]
+    difference = None if first is None else paired_difference(scores, [record.score for record in first])
     ratios = attention_ratios(record.attention for record in answered if record.attention is not None)
+    means = ("prompt_tokens", "latency", "ttft", "tpot")
     return CellRow(
         task=task,
         length=length,
@@ -162,37 +156,12 @@ def measured_row(
         status="measured",
         samples=len(records),
         errors=len(records) - len(answered),
-        accuracy=100 * score.mean,
-        accuracy_low=100 * score.low,
-        accuracy_high=100 * score.high,
-        difference=100 * difference.mean if difference else None,
-        difference_low=100 * difference.low if difference else None,
-        difference_high=100 * difference.high if difference else None,
+        **_in_percent("accuracy", mean_score(scores)),
+        **({} if difference is None else _in_percent("difference", difference)),
         size=fmean(record.size for record in records),
-        prompt_tokens=_mean([record.prompt_tokens for record in answered]),
-        cached_tokens=ratios and ratios.cached_tokens,
-        latency=_mean([record.latency for record in answered]),
-        ttft=_mean([record.ttft for record in answered]),
-        tpot=_mean([record.tpot for record in answered]),
-        decode_attended_ratio=ratios and ratios.decode.attended,
-        decode_kv_read_ratio=ratios and ratios.decode.kv_read,
-        prefill_attended_ratio=ratios and ratios.prefill.attended,
-        prefill_kv_read_ratio=ratios and ratios.prefill.kv_read,
-        estimated_share=ratios and ratios.estimated_share,
-        terminated_ratio=ratios and ratios.terminated,
-        skipped_ratio=ratios and ratios.skipped,
+        **{name: _mean([getattr(record, name) for record in answered]) for name in means},
+        **({} if ratios is None else asdict(ratios)),
     )
-
-
-def error_counts(records: Sequence[SampleRecord]) -> list[tuple[str, int]]:
-    """The distinct errors, the most frequent first."""
-    return Counter(record.error for record in records if record.error is not None).most_common()
-
-
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    text: Callable[[CellRow], str]
 
 
 def results_table(rows: Sequence[CellRow], *, plain: bool, policies: bool = False) -> Table:
@@ -202,13 +171,13 @@ def results_table(rows: Sequence[CellRow], *, plain: bool, policies: bool = Fals
         plain: draw it in Markdown.
         policies: show the policies' labels.
     """
-    columns = list(_columns(rows, policies=policies))
+    columns = dict(_columns(rows, policies=policies))
     table = Table(box=box.MARKDOWN if plain else box.SIMPLE_HEAD)
-    for column in columns:
-        heading = column.title.replace("\n", " ") if plain else column.title
-        table.add_column(heading, justify="left" if column.title in ("task", "policy") else "right", no_wrap=True)
+    for title in columns:
+        heading = title.replace("\n", " ") if plain else title
+        table.add_column(heading, justify="left" if title in ("task", "policy") else "right", no_wrap=True)
     for row in rows:
-        cells = [column.text(row) for column in columns]
+        cells = [text(row) for text in columns.values()]
         if row.status == "does not fit":
             need = f"needs {row.smallest_tokens}" if row.smallest_tokens else "refused"
             names = 3 if policies else 2
@@ -217,26 +186,30 @@ def results_table(rows: Sequence[CellRow], *, plain: bool, policies: bool = Fals
     return table
 
 
+_Column = tuple[str, Callable[[CellRow], str]]
+"""A title, and the text of a row's cell."""
+
+
 def _columns(rows: Sequence[CellRow], *, policies: bool) -> Iterator[_Column]:
     def reported(title: str, field: str, digits: int) -> Iterator[_Column]:
         if any(getattr(row, field) is not None for row in rows):
-            yield _Column(title, lambda row: _cell(getattr(row, field), digits))
+            yield (title, lambda row: _cell(getattr(row, field), digits))
 
-    yield _Column("task", lambda row: row.task)
-    yield _Column("length", lambda row: str(row.length))
+    yield ("task", lambda row: row.task)
+    yield ("length", lambda row: str(row.length))
     if policies:
-        yield _Column("policy", lambda row: escape(row.policy or "-"))
-    yield _Column("accuracy\n% [95 %]", lambda row: _with_interval(row, "accuracy", ".1f"))
+        yield ("policy", lambda row: escape(row.policy or "-"))
+    yield ("accuracy\n% [95 %]", lambda row: _with_interval(row, "accuracy", ".1f"))
     if any(row.difference is not None for row in rows):
-        yield _Column("difference\npoints [95 %]", lambda row: _with_interval(row, "difference", "+.1f"))
-    yield _Column("samples", lambda row: str(row.samples))
-    yield _Column("errors", lambda row: f"[bold red]{row.errors}[/]" if row.errors else "0")
-    yield _Column("prompt\ntokens", lambda row: _cell(row.prompt_tokens, 0))
+        yield ("difference\npoints [95 %]", lambda row: _with_interval(row, "difference", "+.1f"))
+    yield ("samples", lambda row: str(row.samples))
+    yield ("errors", lambda row: f"[bold red]{row.errors}[/]" if row.errors else "0")
+    yield ("prompt\ntokens", lambda row: _cell(row.prompt_tokens, 0))
     if policies:
         yield from reported("cached\ntokens", "cached_tokens", 0)
-    yield _Column("latency\ns", lambda row: _cell(row.latency, 3))
-    yield _Column("TTFT\ns", lambda row: _cell(row.ttft, 3))
-    yield _Column("TPOT\nms", lambda row: _cell(row.tpot, 2, scale=1000))
+    yield ("latency\ns", lambda row: _cell(row.latency, 3))
+    yield ("TTFT\ns", lambda row: _cell(row.ttft, 3))
+    yield ("TPOT\nms", lambda row: _cell(row.tpot, 2, scale=1000))
     for phase in ("decode", "prefill"):
         yield from reported(f"{phase}\nattended", f"{phase}_attended_ratio", 4)
         yield from reported(f"{phase}\nKV read", f"{phase}_kv_read_ratio", 4)
@@ -253,7 +226,8 @@ def print_results(console: Console, report: Report) -> None:
     console.print(results_table(report.rows, plain=not console.is_terminal, policies=several or named))
     for paragraph in _legend(report, tuple(asked)):
         console.print(paragraph, style="dim", markup=False, highlight=False, width=min(console.width, _LEGEND_WIDTH))
-    for error, count in error_counts(report.samples):
+    errors = Counter(record.error for record in report.samples if record.error is not None)
+    for error, count in errors.most_common():
         console.print(f"{count} x error: {error}", style="red", markup=False)
     if asked and report.samples and not any(record.attention for record in report.samples):
         console.print("No response told its attention: the server may have ignored --policy.", style="yellow")
@@ -273,6 +247,10 @@ def _legend(report: Report, labels: Sequence[str]) -> Iterator[str]:
         )
     if any(row.estimated_share is not None or row.terminated_ratio is not None for row in report.rows):
         yield "Estimated share, terminated and skipped ratio: means weighted by the tokens in context of all steps."
+
+
+def _in_percent(name: str, mean: Mean) -> dict[str, float]:
+    return {name: 100 * mean.mean, f"{name}_low": 100 * mean.low, f"{name}_high": 100 * mean.high}
 
 
 def _mean(numbers: Sequence[float | None]) -> float | None:

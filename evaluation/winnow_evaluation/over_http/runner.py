@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from winnow_evaluation.over_http.answers import Answer, RequestError
 from winnow_evaluation.over_http.policies import NO_POLICY, AskedPolicy, not_followed
-from winnow_evaluation.over_http.report import CellRow, SampleRecord, measured_row, unfitting_row
+from winnow_evaluation.over_http.report import CellRow, SampleRecord, measured_row
 from winnow_evaluation.over_http.token_counts import token_counter
 from winnow_evaluation.tasks.generation import PreparedSample, SampleGenerator, SampleKey
 from winnow_evaluation.tasks.scoring import found_fraction
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from winnow_evaluation.over_http.requests import Prompt
 
 _MAX_ATTEMPTS = 8
+_KEPT_OF_ANSWER = ("prompt_tokens", "completion_tokens", "latency", "ttft", "tpot", "finish_reason")
 _PROBE = "Which way does the river run?"
 _PROBE_GIVEN = " The river runs"
 
@@ -65,19 +66,12 @@ class CellResult:
 
 
 class Progress(Protocol):
-    """Receives events that show how far an evaluation is."""
+    """Shows how far an evaluation is."""
 
-    def sizing(self, task: str, length: int) -> None:
-        """The sizes of a cell's samples are being looked for."""
-
-    def asking(self, task: str, length: int) -> None:
-        """A cell's samples begin to be asked."""
-
-    def answered(self, record: SampleRecord) -> None:
-        """A sample is done with one policy."""
-
-    def finished(self, row: CellRow) -> None:
-        """A cell is done; called for each of its rows."""
+    def sizing(self, task: str, length: int) -> None: ...
+    def asking(self, task: str, length: int) -> None: ...
+    def answered(self, record: SampleRecord) -> None: ...
+    def finished(self, row: CellRow) -> None: ...
 
 
 async def run_plan(
@@ -147,9 +141,9 @@ class _Cell:
 
     async def run(self, sizes: CellSizes) -> CellResult:
         if sizes.smallest_tokens is not None:
-            need = sizes.smallest_tokens
+            about: dict[str, Any] = {"task": self.task, "length": self.length, "smallest_tokens": sizes.smallest_tokens}
             labels = (policy.label for policy in self.plan.policies)
-            return CellResult(tuple(unfitting_row(self.task, self.length, need, label) for label in labels))
+            return CellResult(tuple(CellRow(**about, policy=label, status="does not fit") for label in labels))
         under_way = asyncio.Semaphore(self.plan.samples_at_once)
         asked = []
         async with asyncio.TaskGroup() as group:
@@ -241,12 +235,7 @@ class _Cell:
 
 
 def _record_of(
-    key: SampleKey,
-    length: int,
-    policy: AskedPolicy,
-    size: int,
-    sample: PreparedSample,
-    outcome: Answer | RequestError,
+    key: SampleKey, length: int, policy: AskedPolicy, size: int, sample: PreparedSample, outcome: Answer | RequestError
 ) -> SampleRecord:
     answer = outcome if isinstance(outcome, Answer) else None
     return SampleRecord(
@@ -257,15 +246,10 @@ def _record_of(
         index=key.index,
         size=size,
         prompt_sha256=hashlib.sha256((sample.prompt + sample.given).encode()).hexdigest(),
-        prompt_tokens=answer and answer.prompt_tokens,
-        completion_tokens=answer and answer.completion_tokens,
         output=answer.text if answer else "",
         references=sample.references,
         score=found_fraction(answer.text, sample.references) if answer else 0.0,
-        latency=answer and answer.latency,
-        ttft=answer and answer.ttft,
-        tpot=answer and answer.tpot,
-        finish_reason=answer and answer.finish_reason,
+        **{name: answer and getattr(answer, name) for name in _KEPT_OF_ANSWER},
         attention=dict(answer.attention) if answer and answer.attention else None,
         error=str(outcome) if isinstance(outcome, RequestError) else None,
     )

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from winnow_evaluation.over_http.report import CellRow, Report
 from winnow_evaluation.tasks import TASKS
-from winnow_evaluation.writing import replaced_between
+from winnow_evaluation.writing import markdown_table, replaced_between
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _MISSING = "–"
@@ -117,11 +117,11 @@ def _table(results: _Results, length: int, at_least: float, reports: Iterable[Re
             shown.append(task)
     lines = [f"**{length:,} tokens** ({'; '.join(origins)}):", ""]
     if shown:
-        lines.append(f"| task | {' | '.join(map(_escaped, results.labels))} |")
-        lines.append(f"| --- |{' ---: |' * len(results.labels)}")
-    for task in shown:
-        cells = [_cell(results.rows.get((length, task, label))) for label in results.labels]
-        lines.append(f"| `{task}` | {' | '.join(cells)} |")
+        rows = [
+            (f"`{task}`", *(_cell(results.rows.get((length, task, label))) for label in results.labels))
+            for task in shown
+        ]
+        lines += markdown_table(("task", *map(_escaped, results.labels)), rows, "---:").splitlines()
     if shown and (below or unfit):
         lines.append("")
     left_out = []

@@ -13,7 +13,7 @@ from typing import Literal
 
 from winnow_evaluation.tasks import filler_text
 from winnow_evaluation.tasks.sample import Question, Sample, Task
-from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS
+from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS, distinct, inserted
 
 Haystack = Literal["noise", "essay", "needles"]
 Kind = Literal["numbers", "words", "uuids"]
@@ -61,7 +61,7 @@ class NeedleTask:
     keys_per_question: int = 1
 
 
-RULER = {
+NEEDLE_TASKS = {
     "niah_single_1": NeedleTask("noise", "words", "numbers"),
     "niah_single_2": NeedleTask("essay", "words", "numbers"),
     "niah_single_3": NeedleTask("essay", "words", "uuids"),
@@ -74,19 +74,14 @@ RULER = {
 """The parameters of RULER's ``synthetic.yaml``."""
 
 
-def _draw(rng: random.Random, kind: Kind) -> str:
-    if kind == "numbers":
-        return str(rng.randint(1_000_000, 9_999_999))
-    if kind == "words":
-        return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-def _draw_distinct(rng: random.Random, kind: Kind, count: int) -> list[str]:
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        drawn[_draw(rng, kind)] = None
-    return list(drawn)
+def draw_distinct(rng: random.Random, kind: Kind, count: int, between: str = " ") -> list[str]:
+    """Draw keys or values, no two alike; ``between`` joins the two words of one."""
+    draw: Callable[[], str] = {
+        "numbers": lambda: str(rng.randint(1_000_000, 9_999_999)),
+        "words": lambda: f"{rng.choice(ADJECTIVES)}{between}{rng.choice(NOUNS)}",
+        "uuids": lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+    }[kind]
+    return distinct(draw, count)
 
 
 def _join(names: list[str]) -> str:
@@ -109,8 +104,8 @@ def make(rng: random.Random, size: int, task: NeedleTask, questions: int = 1) ->
     key_count = max(task.key_count, task.keys_per_question)
     if task.haystack == "needles":
         key_count = max(key_count, size // (needle_words * task.values_per_key))
-    keys = _draw_distinct(rng, task.keys, key_count)
-    drawn = _draw_distinct(rng, task.values, key_count * task.values_per_key)
+    keys = draw_distinct(rng, task.keys, key_count)
+    drawn = draw_distinct(rng, task.values, key_count * task.values_per_key)
     owners = [key for key in keys for _ in range(task.values_per_key)]
     needles = [
         (key, needle.format(kind=kind, key=key, value=value), value) for key, value in zip(owners, drawn, strict=True)
@@ -125,9 +120,8 @@ def make(rng: random.Random, size: int, task: NeedleTask, questions: int = 1) ->
     else:
         filler = filler_text.essay if task.haystack == "essay" else filler_text.noise
         parts = filler(rng, size - needle_words * len(needles))
-        places = sorted((rng.randint(0, len(parts)) for _ in needles), reverse=True)
-        for place, (_, sentence, _) in zip(places, reversed(needles), strict=True):
-            parts.insert(place, sentence)
+        places = sorted(rng.randint(0, len(parts)) for _ in needles)
+        parts = inserted(parts, places, [sentence for _, sentence, _ in needles])
     separator = " " if task.haystack == "essay" else "\n"
     context = rng.choice(_INTRODUCTIONS).format(kind=_PLURAL[task.values]) + "\n\n" + separator.join(parts)
 
@@ -152,11 +146,14 @@ def _named(task: NeedleTask) -> Callable[[random.Random, int], Sample]:
     return lambda rng, size: make(rng, size, task)
 
 
-def _summary(task: NeedleTask) -> str:
-    haystack = "other needles" if task.haystack == "needles" else task.haystack
+def summary_of(task: NeedleTask, essay: str = "essay") -> str:
+    """Return a task in a line; ``essay`` is what its running text is called."""
+    haystack = {"noise": "noise", "essay": essay, "needles": "other needles"}[task.haystack]
     count = f"{task.key_count} keys" if task.key_count > 1 else "one key"
     each = f", {task.values_per_key} {task.values} each" if task.values_per_key > 1 else f", {task.values}"
     return f"{count} ({task.keys}){each}, in {haystack}; {task.keys_per_question} asked for"
 
 
-TASKS = [Task(name, _summary(task), _named(task), answer_tokens=lambda _size: 192) for name, task in RULER.items()]
+TASKS = [
+    Task(name, summary_of(task), _named(task), answer_tokens=lambda _size: 192) for name, task in NEEDLE_TASKS.items()
+]

@@ -18,21 +18,18 @@ from __future__ import annotations
 
 import random
 import string
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Literal
 
+from winnow_evaluation.tasks.niah import NEEDLE_TASKS, NeedleTask, draw_distinct, summary_of
 from winnow_evaluation.tasks.sample import Question, Sample, Task
 from winnow_evaluation.tasks.word_extraction import SHORT_LIST, common_words, frequent_words, numbered
-from winnow_evaluation.tasks.words import ADJECTIVES, NOUNS
+from winnow_evaluation.tasks.words import distinct, inserted
 
 Haystack = Callable[[random.Random, int], Sequence[str]]
 """``haystack(rng, words)`` is running text of about ``words`` words, sentence by sentence; a space joins them."""
-
-Filler = Literal["noise", "essay", "needles"]
-Kind = Literal["numbers", "words", "uuids"]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -91,53 +88,29 @@ _EXAMPLE_PARAGRAPHS = 14
 """Lines of noise in the worked example of ``vt``: what fits 500 tokens of SmolLM2's tokenizer."""
 
 
-@dataclass(frozen=True)
-class NeedleTask:
-    """What RULER's ``synthetic.yaml`` says of one of its needle tasks."""
-
-    filler: Filler
-    keys: Kind = "words"
-    values: Kind = "numbers"
-    key_count: int = 1
-    values_per_key: int = 1
-    keys_asked: int = 1
-
-
-NEEDLE_TASKS = {
-    "niah_single_1": NeedleTask("noise"),
-    "niah_single_2": NeedleTask("essay"),
-    "niah_single_3": NeedleTask("essay", values="uuids"),
-    "niah_multikey_1": NeedleTask("essay", key_count=4),
-    "niah_multikey_2": NeedleTask("needles"),
-    "niah_multikey_3": NeedleTask("needles", keys="uuids", values="uuids"),
-    "niah_multivalue": NeedleTask("essay", values_per_key=4),
-    "niah_multiquery": NeedleTask("essay", key_count=4, keys_asked=4),
-}
-
-
 def make_niah(rng: random.Random, size: int, haystack: Haystack, task: NeedleTask) -> Sample:
-    """Build a sample of about ``size`` words whose question asks for ``task.keys_asked`` of its keys."""
-    distractors = max(task.key_count * task.values_per_key, size // _NEEDLE_WORDS) if task.filler == "needles" else 0
-    keys = _distinct(rng, task.keys, task.key_count + distractors)
-    drawn = iter(_distinct(rng, task.values, task.key_count * task.values_per_key + distractors))
+    """Build a sample of about ``size`` words whose question asks for ``task.keys_per_question`` of its keys."""
+    distractors = max(task.key_count * task.values_per_key, size // _NEEDLE_WORDS) if task.haystack == "needles" else 0
+    keys = draw_distinct(rng, task.keys, task.key_count + distractors, "-")
+    drawn = iter(draw_distinct(rng, task.values, task.key_count * task.values_per_key + distractors, "-"))
     values = {key: [next(drawn) for _ in range(task.values_per_key)] for key in keys[: task.key_count]}
     needles = [_needle(task, key, value) for key, owned in values.items() for value in owned]
     rng.shuffle(needles)
 
-    if task.filler == "essay":
+    if task.haystack == "essay":
         sentences = list(haystack(rng, max(1, size - _NEEDLE_WORDS * len(needles))))
         depths = sorted(rng.sample(_DEPTHS, len(needles)))
         places = [len(sentences) * depth // 100 for depth in depths]
-        text = " ".join(_inserted(sentences, places, needles))
+        text = " ".join(inserted(sentences, places, needles))
     else:
-        if task.filler == "noise":
+        if task.haystack == "noise":
             lines = [NOISE] * max(len(needles), (size - _NEEDLE_WORDS * len(needles)) // _NOISE_WORDS)
         else:
             lines = [_needle(task, key, value) for key, value in zip(keys[task.key_count :], drawn, strict=True)]
         places = sorted(rng.sample(range(len(lines)), len(needles)))
-        text = "\n".join(_inserted(lines, places, needles))
+        text = "\n".join(inserted(lines, places, needles))
 
-    asked = rng.sample(list(values), task.keys_asked)
+    asked = rng.sample(list(values), task.keys_per_question)
     answers = [value for key in asked for value in values[key]]
     one = len(answers) == 1
     template = _NIAH_ONE if one else _NIAH_SEVERAL
@@ -157,7 +130,7 @@ def make_niah(rng: random.Random, size: int, haystack: Haystack, task: NeedleTas
     )
 
 
-def make_vt(rng: random.Random, size: int) -> Sample:
+def make_vt(rng: random.Random, size: int, _haystack: Haystack) -> Sample:
     """Build a sample of about ``size`` words: a worked example, then one chain of five variables in noise."""
     example = _tracking(rng, _EXAMPLE_PARAGRAPHS, name_letters=3)
     solved = example.questions[0]
@@ -168,10 +141,7 @@ def make_vt(rng: random.Random, size: int) -> Sample:
 
 
 def _tracking(rng: random.Random, paragraphs: int, name_letters: int) -> Sample:
-    names: dict[str, None] = {}
-    while len(names) < _HOPS + 1:
-        names["".join(rng.choices(string.ascii_uppercase, k=name_letters))] = None
-    variables = tuple(names)
+    variables = tuple(distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=name_letters)), _HOPS + 1))
     value = rng.randint(10_000, 99_998)
     # RULER's lines that copy a variable end in a space.
     chain = [f"VAR {variables[0]} = {value}", *(f"VAR {copy} = VAR {source} " for source, copy in pairwise(variables))]
@@ -182,11 +152,11 @@ def _tracking(rng: random.Random, paragraphs: int, name_letters: int) -> Sample:
         answer=" " + " ".join(variables),
         references=variables,
     )
-    text = "\n".join(_inserted([NOISE] * paragraphs, places, chain))
+    text = "\n".join(inserted([NOISE] * paragraphs, places, chain))
     return Sample(_VT.before + text, (question,), _SEPARATOR)
 
 
-def make_cwe(rng: random.Random, size: int) -> Sample:
+def make_cwe(rng: random.Random, size: int, _haystack: Haystack) -> Sample:
     """Build a sample of about ``size`` listed words: a worked example, then the list that is asked about."""
     short = size < SHORT_LIST
     # 20 or 40 words, ten of which come 3 or 10 times.
@@ -204,7 +174,7 @@ def _common(rng: random.Random, size: int, common_times: int, other_times: int) 
     return Sample(_CWE.before + numbered(listed), (question,), _SEPARATOR)
 
 
-def make_fwe(rng: random.Random, size: int) -> Sample:
+def make_fwe(rng: random.Random, size: int, _haystack: Haystack) -> Sample:
     """Build a sample of about ``size`` coded words and dots."""
     listed, answers = frequent_words(rng, size)
     question = Question(_FWE.question, " " + ", ".join(answers), tuple(answers), given=_FWE.given)
@@ -217,54 +187,29 @@ class RulerTask:
 
     Attributes:
         make: ``make(rng, size, haystack)`` builds a sample of about ``size`` words, or of the task's smallest size.
-        reads_text: whether the haystack is used at all.
         answer_tokens: how many output tokens RULER allows.
+        reads_text: whether the haystack is used at all.
     """
 
     name: str
     summary: str
     make: Callable[[random.Random, int, Haystack], Sample]
-    reads_text: bool
     answer_tokens: int
+    reads_text: bool = False
 
 
 def _needle_task(name: str, task: NeedleTask) -> RulerTask:
-    filler = {"noise": "noise", "essay": "real text", "needles": "other needles"}[task.filler]
-    keys = f"{task.key_count} keys" if task.key_count > 1 else "one key"
-    values = f"{task.values_per_key} {task.values} each" if task.values_per_key > 1 else task.values
-    return RulerTask(
-        name,
-        f"{keys} ({task.keys}), {values}, in {filler}; {task.keys_asked} asked for",
-        lambda rng, size, haystack: make_niah(rng, size, haystack, task),
-        reads_text=task.filler == "essay",
-        answer_tokens=128,
-    )
+    make = partial(make_niah, task=task)
+    return RulerTask(name, summary_of(task, essay="real text"), make, 128, reads_text=task.haystack == "essay")
 
 
-RULER_TASKS: dict[str, RulerTask] = {
-    **{name: _needle_task(name, task) for name, task in NEEDLE_TASKS.items()},
-    "vt": RulerTask(
-        "vt",
-        "one chain of five variables in noise, after a worked example",
-        lambda rng, size, _haystack: make_vt(rng, size),
-        reads_text=False,
-        answer_tokens=30,
-    ),
-    "cwe": RulerTask(
-        "cwe",
-        "the 10 most common words of a numbered list, after a worked example",
-        lambda rng, size, _haystack: make_cwe(rng, size),
-        reads_text=False,
-        answer_tokens=120,
-    ),
-    "fwe": RulerTask(
-        "fwe",
-        "the 3 most frequent words of a coded text",
-        lambda rng, size, _haystack: make_fwe(rng, size),
-        reads_text=False,
-        answer_tokens=50,
-    ),
-}
+_TASKS = (
+    *(_needle_task(name, task) for name, task in NEEDLE_TASKS.items()),
+    RulerTask("vt", "one chain of five variables in noise, after a worked example", make_vt, 30),
+    RulerTask("cwe", "the 10 most common words of a numbered list, after a worked example", make_cwe, 120),
+    RulerTask("fwe", "the 3 most frequent words of a coded text", make_fwe, 50),
+)
+RULER_TASKS: dict[str, RulerTask] = {task.name: task for task in _TASKS}
 
 
 def ruler_tasks(haystack: Haystack) -> dict[str, Task]:
@@ -283,26 +228,3 @@ def ruler_tasks(haystack: Haystack) -> dict[str, Task]:
 
 def _needle(task: NeedleTask, key: str, value: str) -> str:
     return NEEDLE.format(kind=task.values, key=key, value=value)
-
-
-def _inserted(parts: Sequence[str], places: Sequence[int], inserts: Sequence[str]) -> list[str]:
-    """``parts`` with each of ``inserts`` before the part at its place; places ascend."""
-    result = list(parts)
-    for place, insert in reversed(list(zip(places, inserts, strict=True))):
-        result.insert(place, insert)
-    return result
-
-
-def _distinct(rng: random.Random, kind: Kind, count: int) -> list[str]:
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        drawn[_draw(rng, kind)] = None
-    return list(drawn)
-
-
-def _draw(rng: random.Random, kind: Kind) -> str:
-    if kind == "numbers":
-        return str(rng.randint(1_000_000, 9_999_999))
-    if kind == "words":
-        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

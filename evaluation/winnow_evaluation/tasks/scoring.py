@@ -24,15 +24,15 @@ def found_fraction(output: str, references: Sequence[str]) -> float:
 
 
 @dataclass(frozen=True)
-class MeanScore:
-    """A mean of scores in 0 to 1 and its 95 % interval, all as fractions."""
+class Mean:
+    """A mean of scores in 0 to 1, or of their differences, and its 95 % interval; all as fractions."""
 
     mean: float
     low: float
     high: float
 
 
-def mean_score(scores: Sequence[float]) -> MeanScore:
+def mean_score(scores: Sequence[float]) -> Mean:
     """The mean with its Wilson score interval.
 
     The interval is made for scores of 0 or 1. Scores between them vary less around the same mean, so for them it is
@@ -51,22 +51,13 @@ def mean_score(scores: Sequence[float]) -> MeanScore:
     centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
     spread = mean * (1 - mean) / count + z2 / (4 * count**2)
     half = _NORMAL_QUANTILE_95 * math.sqrt(max(0.0, spread)) / (1 + z2 / count)
-    return MeanScore(mean=mean, low=max(0.0, min(mean, centre - half)), high=min(1.0, max(mean, centre + half)))
-
-
-@dataclass(frozen=True)
-class MeanDifference:
-    """A mean of paired differences in -1 to 1 and its 95 % interval, all as fractions."""
-
-    mean: float
-    low: float
-    high: float
+    return Mean(mean=mean, low=max(0.0, min(mean, centre - half)), high=min(1.0, max(mean, centre + half)))
 
 
 PAIRED_INTERVAL = "95 % MOVER interval of the Wilson score intervals of mean gain and mean loss, paired by sample"
 
 
-def paired_difference(scores: Sequence[float], base: Sequence[float]) -> MeanDifference:
+def paired_difference(scores: Sequence[float], base: Sequence[float]) -> Mean:
     """The mean of ``scores[i] - base[i]`` with its interval.
 
     A difference is a gain less a loss, of which at most one is not 0. Their means have Wilson score intervals, which
@@ -90,7 +81,7 @@ def paired_difference(scores: Sequence[float], base: Sequence[float]) -> MeanDif
     mean = gain.mean - loss.mean
     below = _combined(gain.mean - gain.low, loss.high - loss.mean, correlation)
     above = _combined(gain.high - gain.mean, loss.mean - loss.low, correlation)
-    return MeanDifference(mean=mean, low=max(-1.0, mean - below), high=min(1.0, mean + above))
+    return Mean(mean=mean, low=max(-1.0, mean - below), high=min(1.0, mean + above))
 
 
 def _combined(gain: float, loss: float, correlation: float) -> float:

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from winnow_evaluation.tasks import filler_text
 from winnow_evaluation.tasks.sample import Question, Sample, Task
+from winnow_evaluation.tasks.words import distinct, inserted
 
 RULER_HOPS = 4
 
@@ -32,12 +33,10 @@ _QUESTIONS = (
 
 def make(rng: random.Random, size: int, chains: int = 1, hops: int = RULER_HOPS) -> Sample:
     """Build a sample of about ``size`` words with ``chains`` chains of ``hops`` copies; each chain gets a question."""
-    names: dict[str, None] = {}
-    while len(names) < chains * (hops + 1):
-        names["".join(rng.choices(string.ascii_uppercase, k=5))] = None
+    names = distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=5)), chains * (hops + 1))
     values = rng.sample(range(10_000, 100_000), chains)
     first, copy = rng.choice(_STYLES)
-    groups = [list(names)[i * (hops + 1) : (i + 1) * (hops + 1)] for i in range(chains)]
+    groups = [names[i * (hops + 1) : (i + 1) * (hops + 1)] for i in range(chains)]
 
     parts = filler_text.noise(rng, size - 5 * len(names))
     inserts: list[tuple[int, str]] = []
@@ -46,11 +45,9 @@ def make(rng: random.Random, size: int, chains: int = 1, hops: int = RULER_HOPS)
         lines += [copy.format(name=name, source=source) for source, name in pairwise(group)]
         places = sorted(rng.randint(0, len(parts)) for _ in lines)
         inserts += zip(places, lines, strict=True)
-    # From the last to the first, so that places stay right and lines that share one stay in order.
+    # Lines that share a place stay in order.
     inserts.sort(key=itemgetter(0))
-    for place, line in reversed(inserts):
-        parts.insert(place, line)
-
+    parts = inserted(parts, [place for place, _ in inserts], [line for _, line in inserts])
     context = rng.choice(_INTRODUCTIONS) + "\n\n" + "\n".join(parts)
     wording = rng.choice(_QUESTIONS)
     questions = [

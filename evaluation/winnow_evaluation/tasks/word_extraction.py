@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 
 from winnow_evaluation.tasks.sample import Question, Sample, Task
-from winnow_evaluation.tasks.words import compound_words
+from winnow_evaluation.tasks.words import compound_words, distinct
 
 COMMON_WORDS = 10
 FREQUENT_WORDS = 3
@@ -73,9 +73,7 @@ def frequent_words(rng: random.Random, size: int) -> tuple[list[str], list[str]]
     """About ``size`` coded words and dots in random order, and the three most frequent words."""
     count = max(size, 120)
     ranks = max(FREQUENT_WORDS + 2, count // 12)
-    coded: dict[str, None] = {}
-    while len(coded) < ranks - 1:
-        coded["".join(rng.choices(string.ascii_lowercase, k=6))] = None
+    coded = distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), ranks - 1)
     vocabulary = ["...", *coded]
     listed = [word for rank, word in enumerate(vocabulary, 1) for _ in range(int(count / (ZETA_2 * rank * rank)))]
     rng.shuffle(listed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from functools import cache
 
 NOUNS = tuple(
@@ -140,3 +141,19 @@ def compound_words(rng: random.Random, count: int) -> list[str]:
     while len(chosen) < count:
         chosen[rng.choice(NOUNS) + rng.choice(NOUNS)] = None
     return list(chosen)
+
+
+def distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """Draw until there are ``count`` that differ; in the order of their first."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[draw()] = None
+    return list(drawn)
+
+
+def inserted(parts: Sequence[str], places: Sequence[int], inserts: Sequence[str]) -> list[str]:
+    """``parts`` with each of ``inserts`` before the part at its place; places ascend."""
+    result = list(parts)
+    for place, insert in reversed(list(zip(places, inserts, strict=True))):
+        result.insert(place, insert)
+    return result

@@ -138,33 +138,27 @@ def _is_prose(part: _Part) -> bool:
 
 def _joined(parts: Iterable[_Part]) -> Iterator[tuple[str, str]]:
     """Join parts to texts of at most ``MAX_CHARACTERS``, each named for its first part."""
+    cut = ((part, _packed(("", paragraph) for paragraph in part.paragraphs)) for part in parts)
+    return _packed(
+        (f"{part.path}#{number}" if number else part.path, text)
+        for part, texts in cut
+        for number, (_, text) in enumerate(texts)
+    )
+
+
+def _packed(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Join named texts to some of at most ``MAX_CHARACTERS``, or of one text, each named for its first."""
     name, length = "", 0
     pieces: list[str] = []
-    for part in parts:
-        for number, text in enumerate(_cut(part.paragraphs)):
-            if pieces and length + len(text) > MAX_CHARACTERS:
-                yield name, "\n\n".join(pieces)
-                pieces, length = [], 0
-            if not pieces:
-                name = f"{part.path}#{number}" if number else part.path
-            pieces.append(text)
-            length += len(text) + 2
+    for own_name, text in texts:
+        if pieces and length + len(text) > MAX_CHARACTERS:
+            yield name, "\n\n".join(pieces)
+            pieces, length = [], 0
+        name = name if pieces else own_name
+        pieces.append(text)
+        length += len(text) + 2
     if pieces:
         yield name, "\n\n".join(pieces)
-
-
-def _cut(paragraphs: Iterable[str]) -> Iterator[str]:
-    """Join paragraphs to texts of at most ``MAX_CHARACTERS``, or of one paragraph."""
-    pieces: list[str] = []
-    length = 0
-    for paragraph in paragraphs:
-        if pieces and length + len(paragraph) > MAX_CHARACTERS:
-            yield "\n\n".join(pieces)
-            pieces, length = [], 0
-        pieces.append(paragraph)
-        length += len(paragraph) + 2
-    if pieces:
-        yield "\n\n".join(pieces)
 
 
 def _natural(path: str) -> list[tuple[bool, int, str]]:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO, get_args
 
+from winnow_evaluation.writing import write_json
+
 Kind = Literal["prose", "code"]
 Split = Literal["train", "validation", "test"]
 
@@ -111,9 +113,7 @@ def write_collection(folder: Path, documents: Sequence[Document], about: Mapping
         for split in SPLITS:
             with _shard(folder, kind, split).open("w", encoding="utf-8") as file:
                 write_lines(file, (each for each in documents if (each.kind, each.split) == (kind, split)))
-    draft = folder / f"{_COLLECTION}.part"
-    draft.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    draft.replace(folder / _COLLECTION)
+    write_json(folder / _COLLECTION, about)
 
 
 def _shard(folder: Path, kind: Kind, split: Split) -> Path:

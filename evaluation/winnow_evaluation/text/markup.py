@@ -9,13 +9,7 @@ from typing import Final
 
 from lxml import etree, html
 
-_MAIN: Final = (
-    "//*[@role='main']",
-    "//main",
-    "//div[@id='page-content']",
-    "//div[@id='content']",
-    "//body",
-)
+_MAIN: Final = ("//*[@role='main']", "//main", "//div[@id='page-content']", "//div[@id='content']", "//body")
 """Where a page's own text lies, in the order of preference."""
 
 _DROPPED_TAGS: Final = frozenset(

@@ -33,9 +33,9 @@ class Row:
 
 
 def _needles(rng: random.Random, words: int, questions: int) -> tuple[str, Sample]:
-    name = rng.choice(list(niah.RULER))
+    name = rng.choice(list(niah.NEEDLE_TASKS))
     if rng.random() < 0.3:
-        return name, niah.make(rng, words, niah.RULER[name], questions)
+        return name, niah.make(rng, words, niah.NEEDLE_TASKS[name], questions)
     values_per_key = rng.choice((1, 1, 2, 3, 4, 4, 5))
     most = max(1, words // (30 * values_per_key))
     key_count = min(most, rng.choice((1, 4, 8, 16, 32, 64, 128)))

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from smollm2_training.needles import Prose
 from smollm2_training.turns import Conversation, Turn
-from winnow_evaluation.tasks.ruler import NEEDLE, NEEDLE_TASKS, RULER_TASKS, NeedleTask, make_niah
+from winnow_evaluation.tasks.niah import NEEDLE_TASKS, NeedleTask
+from winnow_evaluation.tasks.ruler import NEEDLE, RULER_TASKS, make_niah
 from winnow_evaluation.tasks.sample import Question
 
 _MAX_NEEDLES = 32
@@ -24,14 +25,14 @@ def make(rng: random.Random, name: str, size: int, questions: int, prose: Prose)
     if task is None:
         sample = RULER_TASKS[name].make(rng, size, prose)
         return Conversation(name, sample.context + sample.separator, [_turn(sample.questions[0])])
-    if questions > 1 and task.filler != "needles" and task.keys_asked == 1:
+    if questions > 1 and task.haystack != "needles" and task.keys_per_question == 1:
         room = min(_MAX_NEEDLES, size // _WORDS_PER_NEEDLE) // task.values_per_key
         task = replace(task, key_count=max(task.key_count, min(questions, room)))
     sample = make_niah(rng, size, prose, task)
     told = _told(sample.context, task)
     first = sample.questions[0]
     turns = [_turn(first)]
-    if task.keys_asked == 1:
+    if task.keys_per_question == 1:
         asked = next(key for key, values in told.items() if first.references[0] in values)
         turns = [_turn(first, told[asked])]
         others = [key for key in told if key != asked]

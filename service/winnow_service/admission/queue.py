@@ -7,17 +7,18 @@ its turn. So keys that ask for more than there is end up with equal shares, what
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from winnow_service.admission.refusals import Draining, KeyQueueFull, QueueFull, QueueTimeout
+from winnow_service.errors import ServiceError
 
 # Retry-After is estimated from so many requests that ended last, within these bounds.
 _REMEMBERED_ENDS: Final = 32
-_RETRY_SECONDS: Final = (1.0, 60.0)
+_RETRY_SECONDS: Final = (1, 60)
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,20 @@ class AdmissionQueue:
             key: whose turns these are. None is nobody's: all of these share turns, and one bound.
 
         Raises:
-            KeyQueueFull, QueueFull, Draining: there is none.
+            ServiceError: there is none.
         """
         if self._closed:
-            raise Draining
+            raise ServiceError("draining")
         self.admit_waiting()
-        ticket = QueueTicket(self, key)
+        ticket = QueueTicket(self, key, self._clock())
         if self.running < self._capacity():
             self._run(ticket)
             return ticket
         waiting = len(self._waiting.get(key, ()))
         if key is not None and waiting >= self._bounds.waiting_per_key:
-            raise KeyQueueFull(waiting, self._retry_seconds(waiting))
+            raise ServiceError("key_queue_full", waiting=waiting, retry_seconds=self._retry_seconds(waiting))
         if self.waiting >= self._bounds.waiting:
-            raise QueueFull(self.waiting, self._retry_seconds(self.waiting))
+            raise ServiceError("queue_full", waiting=self.waiting, retry_seconds=self._retry_seconds(self.waiting))
         self._waiting.setdefault(key, {})[ticket] = None
         self.waiting += 1
         return ticket
@@ -105,9 +106,10 @@ class AdmissionQueue:
             async with asyncio.timeout(self._bounds.seconds):
                 await ticket.waited
         except TimeoutError:
-            raise QueueTimeout(self._bounds.seconds, self._retry_seconds(self.waiting)) from None
+            retry_seconds = self._retry_seconds(self.waiting)
+            raise ServiceError("queue_timeout", seconds=self._bounds.seconds, retry_seconds=retry_seconds) from None
         if not ticket.runs:
-            raise Draining
+            raise ServiceError("draining")
 
     def leave(self, ticket: QueueTicket) -> None:
         """Give up ``ticket``, whether it waits or runs."""
@@ -125,7 +127,8 @@ class AdmissionQueue:
         self.running += 1
         self._running[ticket.key] += 1
         self._waited(self._clock() - ticket.joined)
-        ticket.run()
+        ticket.runs = True
+        ticket.end_wait()
 
     def _remove(self, ticket: QueueTicket) -> None:
         tickets = self._waiting[ticket.key]
@@ -134,17 +137,13 @@ class AdmissionQueue:
             del self._waiting[ticket.key]
         self.waiting -= 1
 
-    def _retry_seconds(self, before: int) -> float:
+    def _retry_seconds(self, before: int) -> int:
         """Until so many who wait have had their turn, if requests go on ending as they did."""
         shortest, longest = _RETRY_SECONDS
         if len(self._ends) < 2:
             return shortest
         each = (self._clock() - self._ends[0]) / len(self._ends)
-        return min(max(before * each, shortest), longest)
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        return self._clock
+        return math.ceil(min(max(before * each, shortest), longest))
 
 
 class QueueTicket:
@@ -157,11 +156,11 @@ class QueueTicket:
 
     __slots__ = ("_left", "_queue", "joined", "key", "runs", "waited")
 
-    def __init__(self, queue: AdmissionQueue, key: str | None) -> None:
+    def __init__(self, queue: AdmissionQueue, key: str | None, joined: float) -> None:
         self._queue = queue
         self._left = False
         self.key = key
-        self.joined = queue.clock()
+        self.joined = joined
         self.runs = False
         self.waited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -169,8 +168,7 @@ class QueueTicket:
         """Wait for its turn.
 
         Raises:
-            QueueTimeout: it has waited as long as one may.
-            Draining: its turn will not come.
+            ServiceError: it has waited as long as one may, or its turn will not come.
         """
         if not self.runs:
             await self._queue.wait(self)
@@ -183,11 +181,6 @@ class QueueTicket:
         self._queue.leave(self)
         self.runs = False
         self.waited.cancel()
-
-    def run(self) -> None:
-        """Its turn has come."""
-        self.runs = True
-        self.end_wait()
 
     def end_wait(self) -> None:
         """It waits no more, whether its turn has come or will not."""

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import typer
 
 import winnow_service
+from winnow_service.cli.terminal import PASSED_ON, module_command
 
 _OWN_CHECKOUT = Path(winnow_service.__file__).resolve().parents[2]
-_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 app = typer.Typer(help="Time attention on a GPU, and SGLang with it.", no_args_is_help=True)
 
 
-@app.callback()
-def bench() -> None:
-    """Time attention on a GPU, and SGLang with it."""
-
-
-@app.command(context_settings=_PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASSED_ON, add_help_option=False)
 def attention(context: typer.Context) -> None:
     """Time a layer with each policy beside dense decode: run (the default), merge; each has its --help."""
     _start("kernels.layer", context.args)
 
 
-@app.command(context_settings=_PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASSED_ON, add_help_option=False)
 def serve(context: typer.Context) -> None:
     """Serve a model with random weights and time it with each policy: run (the default), merge; each has its --help."""
     _start("serving.serve", context.args)
 
 
-@app.command(context_settings=_PASSED_ON, add_help_option=False)
+@app.command(context_settings=PASSED_ON, add_help_option=False)
 def plots(context: typer.Context) -> None:
     """Draw what attention and serve have recorded."""
     _start("speedup_plots", context.args, subcommands=False)
@@ -55,7 +49,6 @@ def checkout() -> Path:
 def _start(module: str, arguments: list[str], *, subcommands: bool = True) -> None:
     if subcommands and (not arguments or arguments[0].startswith("-")) and arguments != ["--help"]:
         arguments = ["run", *arguments]
-    # In a process of its own: the service's never imports torch.
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     path = os.pathsep.join(filter(None, (str(checkout()), os.environ.get("PYTHONPATH"))))
+    command = module_command(f"benchmarks.{module}", arguments)
     raise typer.Exit(subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +13,8 @@ import typer
 from winnow_evaluation.options import OptionError, parse_tasks
 from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.tasks.generation import SampleKey, prepare
-from winnow_service.cli.models import ConsoleProgress
-from winnow_service.models import getting
-from winnow_service.models.errors import ModelError
+from winnow_service.cli.models import resolved
+from winnow_service.cli.terminal import module_command
 
 PROFILE_FILE = "delta_profile.json"
 """Where the server looks for it, in the model's folder."""
@@ -40,8 +38,7 @@ def delta(
     ],
     samples: Annotated[int, typer.Option(min=1, max=100_000, help="Prompts, dealt out to the tasks in turn.")] = 24,
     words: Annotated[
-        int,
-        typer.Option(min=16, max=1_000_000, help="Most English words of a prompt; fewer if the context is short."),
+        int, typer.Option(min=16, max=1_000_000, help="Most English words of a prompt; fewer if the context is short.")
     ] = 3000,
     steps: Annotated[int, typer.Option(min=1, help="Most decode steps of an answer.")] = 64,
     tasks: Annotated[
@@ -56,11 +53,7 @@ def delta(
     ] = None,
 ) -> None:
     """Find the Δ-layers of a model for the policy ``delta``: the layers that select best for those after them."""
-    try:
-        with ConsoleProgress.shown() as progress:
-            folder = getting.resolve(model, progress)
-    except ModelError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from error
+    folder = resolved(model)
     if not (folder / "config.json").is_file():
         raise typer.BadParameter(f"{folder} has no config.json", param_hint="--model")
     try:
@@ -106,14 +99,9 @@ def _sizes_that_fit(keys: Sequence[SampleKey], words: int, folder: Path, steps: 
 
 def _run(module: str, folder: Path, prompts: Iterable[str], *arguments: str, capture: bool = False) -> str:
     """Run a module of ``sglang_winnow`` on prompts; return its output if it is captured."""
-    # The model runs in a process of its own: the service's never imports torch.
-    done = subprocess.run(
-        [sys.executable, "-m", f"sglang_winnow.{module}", "--model", str(folder), *arguments],
-        input=json.dumps(list(prompts)),
-        stdout=subprocess.PIPE if capture else None,
-        text=True,
-        check=False,
-    )
+    stdout = subprocess.PIPE if capture else None
+    command = module_command(f"sglang_winnow.{module}", ["--model", str(folder), *arguments])
+    done = subprocess.run(command, input=json.dumps(list(prompts)), stdout=stdout, text=True, check=False)
     if done.returncode:
         raise typer.Exit(1)
     return done.stdout or ""

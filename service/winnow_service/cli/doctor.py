@@ -54,13 +54,19 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: what was found, what is supported, and what to do about a difference."""
+    """One line of the report: what was found, what is supported, and what to do about a difference, if there is one."""
 
     name: str
     found: str
     supported: str
-    status: Status
     remedy: str = ""
+    optional: bool = False
+
+    @property
+    def status(self) -> Status:
+        if not self.remedy:
+            return Status.OK
+        return Status.OPTIONAL if self.optional else Status.FAILED
 
 
 class ProbeError(Exception):
@@ -106,14 +112,14 @@ def check_package(name: str, supported: SpecifierSet, remedy: str) -> Check:
     try:
         return check_version(name, version(name), supported, remedy)
     except PackageNotFoundError:
-        return Check(name, "not installed", _shown(supported), Status.FAILED, remedy)
+        return Check(name, "not installed", _shown(supported), remedy)
 
 
 def check_version(name: str, found: str, supported: SpecifierSet, remedy: str) -> Check:
     """Check one version number."""
-    if supported.contains(Version(found), prereleases=True):
-        return Check(name, found, _shown(supported), Status.OK)
-    return Check(name, found, _shown(supported), Status.FAILED, f"{found} is outside {_shown(supported)}; {remedy}")
+    is_supported = supported.contains(Version(found), prereleases=True)
+    difference = "" if is_supported else f"{found} is outside {_shown(supported)}; {remedy}"
+    return Check(name, found, _shown(supported), difference)
 
 
 def sglang_requirements() -> dict[str, SpecifierSet]:
@@ -134,19 +140,17 @@ def device_checks() -> Iterator[Check]:
     try:
         facts = probe()
     except ProbeError as error:
-        yield Check("device", "unknown", "CUDA or CPU", Status.FAILED, f"{error}; {RUNTIME_REMEDY}")
+        yield Check("device", "unknown", "CUDA or CPU", f"{error}; {RUNTIME_REMEDY}")
         return
-    yield Check("device", str(facts["device"]), "CUDA or CPU", Status.OK)
+    yield Check("device", str(facts["device"]), "CUDA or CPU")
     active = facts["platform"] == _CPU_PLATFORM
-    found = "active" if active else "inactive"
-    supported = "inactive with CUDA" if facts["cuda"] else "active without CUDA"
-    if active != facts["cuda"]:
-        yield Check("CPU platform plugin", found, supported, Status.OK)
-    else:
-        remedy = (
-            f"SGLang chose {facts['platform']}; reinstall sglang-winnow and unset SGLANG_PLATFORM and SGLANG_PLUGINS"
-        )
-        yield Check("CPU platform plugin", found, supported, Status.FAILED, remedy)
+    remedy = f"SGLang chose {facts['platform']}; reinstall sglang-winnow and unset SGLANG_PLATFORM and SGLANG_PLUGINS"
+    yield Check(
+        "CPU platform plugin",
+        "active" if active else "inactive",
+        "inactive with CUDA" if facts["cuda"] else "active without CUDA",
+        "" if active != facts["cuda"] else remedy,
+    )
 
 
 def probe() -> dict[str, object]:
@@ -174,17 +178,14 @@ def probe() -> dict[str, object]:
 
 def upstream_check(runtime_url: str) -> Check:
     """Check that requests reach the runtime at ``runtime_url`` with all their fields."""
-    name, supported = "runtime", "passes all fields on"
     try:
         settings = Settings.model_validate({"runtime_url": runtime_url})
     except ValidationError as error:
-        return Check(name, runtime_url, supported, Status.FAILED, error.errors()[0]["msg"])
-    verdict = asyncio.run(_ask_upstream(settings))
-    if verdict.lost is not None:
-        return Check(name, runtime_url, supported, Status.FAILED, verdict.lost)
-    if not verdict.certain:
-        return Check(name, runtime_url, supported, Status.FAILED, "no answer that tells: is it up, and without a key?")
-    return Check(name, runtime_url, supported, Status.OK)
+        problem = error.errors()[0]["msg"]
+    else:
+        verdict = asyncio.run(_ask_upstream(settings))
+        problem = verdict.lost or ("" if verdict.certain else "no answer that tells: is it up, and without a key?")
+    return Check("runtime", runtime_url, "passes all fields on", problem)
 
 
 async def _ask_upstream(settings: Settings) -> FieldsVerdict:
@@ -199,10 +200,8 @@ def program_checks() -> Iterator[Check]:
     """Look for the programs that the tests start; serving needs none of them."""
     for name in ("redis-server", "prometheus", "haproxy"):
         path = shutil.which(name)
-        if path:
-            yield Check(name, path, "for the tests", Status.OK)
-        else:
-            yield Check(name, "not found", "for the tests", Status.OPTIONAL, f"apt-get install {name}")
+        remedy = "" if path else f"apt-get install {name}"
+        yield Check(name, path or "not found", "for the tests", remedy, optional=True)
 
 
 def _shown(supported: SpecifierSet) -> str:
@@ -212,6 +211,6 @@ def _shown(supported: SpecifierSet) -> str:
 def _table(checks: list[Check]) -> Table:
     table = Table("", "found", "supported", "")
     for check in checks:
-        note = "ok" if check.status is Status.OK else check.remedy
-        table.add_row(*map(Text, (check.name, check.found, check.supported)), Text(note, style=check.status.value))
+        note = Text(check.remedy or "ok", style=check.status.value)
+        table.add_row(*map(Text, (check.name, check.found, check.supported)), note)
     return table

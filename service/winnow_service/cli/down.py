@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from winnow_service.cli.terminal import fail
 from winnow_service.cli.up import STATE_DIRECTORY
 from winnow_service.supervisor import state
 
@@ -29,6 +30,5 @@ def down(
     with suppress(ProcessLookupError):
         os.kill(running.pid, signal.SIGTERM)
     if not state.wait_until_ended(state_dir, _TIMEOUT_SECONDS):
-        typer.echo(f"error: process {running.pid} still runs after {_TIMEOUT_SECONDS:g} seconds", err=True)
-        raise typer.Exit(1)
+        fail(f"process {running.pid} still runs after {_TIMEOUT_SECONDS:g} seconds")
     typer.echo(f"stopped winnow up at {running.address}")

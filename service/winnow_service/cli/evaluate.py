@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,7 @@ import typer
 from rich.console import Console
 
 from winnow_evaluation.environment import checkout_commit, installed_versions
-from winnow_evaluation.options import (
-    OptionError,
-    check_output,
-    parse_lengths,
-    parse_tasks,
-    task_groups,
-)
+from winnow_evaluation.options import OptionError, check_output, parse_lengths, parse_tasks, task_groups
 from winnow_evaluation.over_http.answers import RequestError
 from winnow_evaluation.over_http.policies import parse_policies
 from winnow_evaluation.over_http.progress import ConsoleProgress
@@ -32,9 +27,10 @@ from winnow_evaluation.tasks.scoring import PAIRED_INTERVAL
 from winnow_evaluation.tasks.wording import Wording, reading_text, ruler_catalogue
 from winnow_evaluation.text import TextError, text_folder
 from winnow_evaluation.text.documents import collection
+from winnow_service.cli.terminal import console_of_width
 
 if TYPE_CHECKING:
-    from winnow_evaluation.over_http.client import OpenAIClient, ServedModel, ServerFacts
+    from winnow_evaluation.over_http.client import OpenAIClient
 
 # Wide enough for the table with all its columns, where there is no terminal to fit it to.
 _PLAIN_WIDTH = 400
@@ -80,8 +76,7 @@ def evaluate(
         ),
     ] = None,
     policies: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="More policies: a file with a JSON object of policies by name."),
+        Path | None, typer.Option(dir_okay=False, help="More policies: a file with a JSON object of policies by name.")
     ] = None,
     api: Annotated[
         Api,
@@ -135,17 +130,20 @@ def evaluate(
         "api": api.value,
         "timeout": timeout,
     }
-    evaluation = _Evaluation(plan, options, hardware, output)
+    about = {
+        "versions": installed_versions(),
+        "commit": checkout_commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+        "options": options,
+        "difference_interval": PAIRED_INTERVAL if len(plan.policies) > 1 else None,
+    }
+    evaluation = _Evaluation(plan, about, hardware, output)
     # Imports the OpenAI SDK, which takes half a second: no other command is to wait for it.
     from winnow_evaluation.over_http.client import OpenAIClient  # noqa: PLC0415
 
     client = OpenAIClient(
-        url,
-        model=model,
-        api=api,
-        api_key=api_key,
-        timeout=timeout,
-        connections=concurrency + _SPARE_CONNECTIONS,
+        url, model=model, api=api, api_key=api_key, timeout=timeout, connections=concurrency + _SPARE_CONNECTIONS
     )
     failure = None
     try:
@@ -160,25 +158,22 @@ def evaluate(
         failure = typer.Exit(_INTERRUPTED)
         Console(stderr=True).print("Interrupted: the results below are those of the finished cells.", style="yellow")
     if evaluation.report is not None and evaluation.report.rows:
-        print_results(_console(), evaluation.report)
+        print_results(console_of_width(_PLAIN_WIDTH), evaluation.report)
     if failure is not None:
         raise failure
     if evaluation.failed:
         raise typer.Exit(1)
 
 
+@dataclass
 class _Evaluation:
-    """An evaluation under way, and its report as far as it has come."""
+    """An evaluation under way, and its report as far as it has come; ``about`` is what its header has anyway."""
 
-    def __init__(self, plan: Plan, options: dict[str, Any], hardware: str | None, output: Path | None) -> None:
-        self.report: Report | None = None
-        self._plan = plan
-        self._options = options
-        self._hardware = hardware
-        self._output = output
-        self._date = datetime.now(UTC).isoformat(timespec="seconds")
-        self._versions = installed_versions()
-        self._commit = checkout_commit()
+    plan: Plan
+    about: dict[str, Any]
+    hardware: str | None
+    output: Path | None
+    report: Report | None = None
 
     @property
     def failed(self) -> bool:
@@ -193,41 +188,28 @@ class _Evaluation:
             OptionError: a length is longer than the model's context.
             RequestError: the server cannot be used.
         """
+        plan = self.plan
         async with client:
             model = await client.select_model()
-            longest = self._plan.lengths[-1]
+            longest = plan.lengths[-1]
             if model.max_tokens is not None and longest > model.max_tokens:
                 raise OptionError(
                     "--lengths", f"{longest} is more than the context of {model.name}, {model.max_tokens} tokens"
                 )
             facts = await client.facts()
+            served = {"url": client.url, "model": model.name, "model_max_tokens": model.max_tokens}
+            served |= {"device": self.hardware or facts.device, "server_version": facts.version}
             rows: list[CellRow] = []
             records: list[SampleRecord] = []
-            with ConsoleProgress(Console(stderr=True), self._plan) as progress:
-                async for cell in run_plan(self._plan, client, generator, progress):
+            with ConsoleProgress(Console(stderr=True), plan) as progress:
+                async for cell in run_plan(plan, client, generator, progress):
                     rows += cell.rows
                     records += cell.records
-                    complete = len(rows) == len(self._plan.tasks) * len(self._plan.lengths) * len(self._plan.policies)
-                    header = self._header(client.url, model, facts, complete)
+                    complete = len(rows) == len(plan.tasks) * len(plan.lengths) * len(plan.policies)
+                    header = Header(**self.about, **served, complete=complete)
                     self.report = Report(header=header, rows=tuple(rows), samples=tuple(records))
-                    if self._output is not None:
-                        self.report.write(self._output)
-
-    def _header(self, url: str, model: ServedModel, facts: ServerFacts, complete: bool) -> Header:
-        return Header(
-            url=url,
-            model=model.name,
-            model_max_tokens=model.max_tokens,
-            device=self._hardware or facts.device,
-            server_version=facts.version,
-            versions=self._versions,
-            commit=self._commit,
-            date=self._date,
-            seed=self._plan.seed,
-            options=self._options,
-            difference_interval=PAIRED_INTERVAL if len(self._plan.policies) > 1 else None,
-            complete=complete,
-        )
+                    if self.output is not None:
+                        self.report.write(self.output)
 
 
 def _text_read(tasks: tuple[str, ...]) -> str | None:
@@ -253,8 +235,3 @@ def _print_tasks(tasks: Mapping[str, Task]) -> None:
     typer.echo("\nGroups:")
     for name, members in task_groups(tuple(tasks)).items():
         typer.echo(f"{name:{width}}  {', '.join(members)}")
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)

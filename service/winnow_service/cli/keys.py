@@ -11,7 +11,8 @@ import typer
 from pydantic import ValidationError
 
 from winnow_service.app import store_of
-from winnow_service.cli.serve import report
+from winnow_service.cli.serve import refuse
+from winnow_service.cli.terminal import fail
 from winnow_service.errors import ServiceError
 from winnow_service.keys.administration import KeyAdministration, readable_keys
 from winnow_service.keys.records import KEYS, KeySettings, Scope, now
@@ -41,8 +42,7 @@ def create(
             expires_at=None if expires_in_days is None else now() + timedelta(days=expires_in_days),
         )
     except ValidationError as error:
-        report(error)
-        raise typer.Exit(2) from None
+        refuse(error)
 
     async def made(mirror: Mirror) -> str:
         must_administer = not mirror.has_had(KEYS)
@@ -95,11 +95,9 @@ def _in_store(work: Callable[[Mirror], Awaitable[Result]]) -> Result:
     try:
         return asyncio.run(run(Settings()))
     except ValidationError as error:
-        report(error)
-        raise typer.Exit(2) from None
+        refuse(error)
     except ServiceError as error:
-        typer.echo(f"error: {error.message}", err=True)
-        raise typer.Exit(1) from None
+        fail(error.message)
 
 
 if __name__ == "__main__":

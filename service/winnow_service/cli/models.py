@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Self
 
 import typer
@@ -11,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from winnow_service.cli.terminal import fail
 from winnow_service.models import getting
-from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, Package
-from winnow_service.models.errors import ModelError
+from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, ModelError, Package
 
 app = typer.Typer(help="List the models that can be served by name, or get one.", invoke_without_command=True)
 
@@ -36,7 +37,6 @@ class ConsoleProgress:
     @classmethod
     @contextmanager
     def shown(cls) -> Iterator[Self]:
-        """Show progress until the block ends."""
         progress = cls()
         try:
             yield progress
@@ -60,7 +60,6 @@ class ConsoleProgress:
             self._bars.update(self._task, completed=done, total=total)
 
     def close(self) -> None:
-        """Leave the terminal as it is now."""
         if self._task is not None:
             self._bars.stop()
 
@@ -69,6 +68,19 @@ class ConsoleProgress:
         if self._task is not None:
             total = self._bars.tasks[-1].total or 1
             self._bars.update(self._task, completed=total, total=total)
+
+
+def resolved(model: str) -> Path:
+    """Return the folder of the model that ``--model`` names, fetched and made if need be.
+
+    Raises:
+        typer.BadParameter: it cannot be had.
+    """
+    try:
+        with ConsoleProgress.shown() as progress:
+            return getting.resolve(model, progress)
+    except ModelError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from error
 
 
 @app.callback()
@@ -99,8 +111,7 @@ def get(name: Annotated[str, typer.Argument(help="Name of a model; winnow models
         else:
             typer.echo(f"{name} is here already, in {here}")
     except ModelError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
 
 
 def _whether_here(model: Model) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, NoReturn, get_args
 
 import typer
 from pydantic import SecretStr, ValidationError
 
+from winnow_service.cli.terminal import HostOption, PortOption, fail
 from winnow_service.server import StartRefused, run
 from winnow_service.settings import Settings
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     runtime_urls: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,17 +33,15 @@ def serve(
         given = {} if runtime_urls is None else {"runtime_url": ",".join(runtime_urls)}
         settings = Settings.model_validate(given)
     except ValidationError as error:
-        report(error)
-        raise typer.Exit(2) from None
+        refuse(error)
     try:
         run(settings, host, port)
     except StartRefused as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(error, 2)
 
 
-def report(error: ValidationError) -> None:
-    """Say which settings are wrong, without the values of those that are secret."""
+def refuse(error: ValidationError) -> NoReturn:
+    """End the command, and say which settings are wrong, without the values of those that are secret."""
     for problem in error.errors():
         field = ".".join(map(str, problem["loc"])) or "runtime_url"
         known = Settings.model_fields.get(field)
@@ -50,6 +49,7 @@ def report(error: ValidationError) -> None:
         # An address may have a password in it, which is what may be wrong with it.
         got = "" if is_secret or field == "runtime_url" else f" (got {problem['input']!r})"
         typer.echo(f"error: {field}: {problem['msg']}{got}", err=True)
+    raise typer.Exit(2)
 
 
 if __name__ == "__main__":

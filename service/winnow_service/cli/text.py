@@ -13,6 +13,7 @@ from winnow_evaluation.text.collecting import collect as collect_packages
 from winnow_evaluation.text.collecting import is_fetched
 from winnow_evaluation.text.documents import collection
 from winnow_evaluation.text.packages import listed_packages
+from winnow_service.cli.terminal import console_of_width
 
 # Wide enough for every name, where there is no terminal to fit the table to.
 _PLAIN_WIDTH = 160
@@ -25,7 +26,7 @@ def text(context: typer.Context) -> None:
     """List the packages that real text is collected from, and how much of it is here."""
     if context.invoked_subcommand is not None:
         return
-    console = _console()
+    console = console_of_width(_PLAIN_WIDTH)
     folder = text_folder()
     packages = Table("package", "version", "registry", "kind", "licence", "here", box=_box(console))
     for package in listed_packages():
@@ -56,7 +57,7 @@ def collect() -> None:
     except (TextError, OSError) as error:
         status.print(f"Error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    _print_totals(_console())
+    _print_totals(console_of_width(_PLAIN_WIDTH))
 
 
 def _print_totals(console: Console) -> None:
@@ -72,8 +73,3 @@ def _print_totals(console: Console) -> None:
 
 def _box(console: Console) -> box.Box:
     return box.SIMPLE_HEAD if console.is_terminal else box.MARKDOWN
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)

@@ -7,14 +7,15 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from winnow_service.cli.models import ConsoleProgress
+from winnow_service.cli.terminal import HostOption, PortOption, fail
 from winnow_service.models import getting
-from winnow_service.models.errors import ModelError
+from winnow_service.models.catalogue import ModelError
 from winnow_service.supervisor import preflight, state
 from winnow_service.supervisor.display import ConsoleDisplay
 from winnow_service.supervisor.programs import (
@@ -38,8 +39,8 @@ def up(
     model: Annotated[
         str, typer.Option(metavar="NAME|FOLDER", help="The model to serve; winnow models lists the names.")
     ] = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address that the service listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port that the service listens on.")] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     runtime_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the runtime, on loopback.")] = 30000,
     device: Annotated[Device, typer.Option(help="Where the runtime computes.")] = Device.auto,
     state_dir: Annotated[Path, typer.Option(help="Where `winnow down` finds this process.")] = STATE_DIRECTORY,
@@ -57,7 +58,7 @@ def up(
         preflight.check_model(folder)
         preflight.check_memory(folder, device)
     except (preflight.PreflightError, ModelError) as error:
-        _refuse(str(error))
+        fail(error, 2)
 
     address = client_address(host, port)
     display = ConsoleDisplay(Console(), _ready_message(address, folder.name))
@@ -72,13 +73,8 @@ def up(
             status = asyncio.run(supervisor.run())
     except state.AlreadyRunning as error:
         where = f" at {error.state.address}, process {error.state.pid}" if error.state else ""
-        _refuse(f"winnow up already runs here{where}; stop it with winnow down, or use another --state-dir")
+        fail(f"winnow up already runs here{where}; stop it with winnow down, or use another --state-dir", 2)
     raise typer.Exit(status)
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)
 
 
 def _ready_message(address: str, model: str) -> list[str]:

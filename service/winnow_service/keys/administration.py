@@ -77,11 +77,5 @@ def readable_keys(mirror: Mirror) -> tuple[list[KeyResource], list[str]]:
 
 def resource(document: Document) -> KeyResource:
     """Return what operators see of the key in ``document``."""
-    record = KeyRecord.of(document)
-    return KeyResource(
-        **record.model_dump(exclude={"digest"}),
-        id=document.name,
-        revision=document.revision,
-        updated_at=document.updated_at,
-        updated_by=document.author,
-    )
+    settings = KeyRecord.of(document).model_dump(exclude={"digest"})
+    return KeyResource(**settings, id=document.name, **document.written)

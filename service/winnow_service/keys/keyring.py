@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from winnow_service.errors import StoreUnavailable, Unauthenticated
+from winnow_service.errors import ServiceError, StoreUnavailable
 from winnow_service.keys.records import KEYS, KeyRecord, Scope, now
 from winnow_service.keys.tokens import digest, key_id_of, matches
-from winnow_service.limits.limits import Limits
+from winnow_service.limits.limiter import Limits
 from winnow_service.policies.bounds import Bounds
 from winnow_service.store.documents import Document
 from winnow_service.store.mirror import Mirror
@@ -55,22 +55,17 @@ class Keyring:
             self._may_be_open and self._admin_digest is None and self._mirror.loaded and not self._mirror.has_had(KEYS)
         )
 
-    @property
-    def has_admin_key(self) -> bool:
-        """Whether there is a key that the store cannot lose."""
-        return self._admin_digest is not None
-
     def caller(self, token: str | None) -> Caller:
         """Return who sends ``token``.
 
         Raises:
-            Unauthenticated: there is none, or it is not valid (now).
+            ServiceError: there is none, or it is not valid (now).
             StoreUnavailable: the keys have not been read yet.
         """
         if self.is_open:
             return ANYONE
         if token is None:
-            raise Unauthenticated("This needs a key: send Authorization: Bearer <key>.", "missing_key")
+            raise ServiceError("missing_key")
         if matches(token, self._admin_digest):
             return _ADMINISTRATOR
         if not self._mirror.loaded:
@@ -78,9 +73,9 @@ class Keyring:
         key_id = key_id_of(token)
         record = None if key_id is None else self._record(key_id)
         if not matches(token, None if record is None else record.digest) or record is None or key_id is None:
-            raise Unauthenticated("The key is not valid: it is unknown or was revoked.", "invalid_key")
+            raise ServiceError("invalid_key", problem="The key is not valid: it is unknown or was revoked.")
         if record.is_expired(now()):
-            raise Unauthenticated("The key has expired.", "invalid_key")
+            raise ServiceError("invalid_key", problem="The key has expired.")
         return Caller(key_id, record.scopes, record.default_policy, record.bounds, record.limits)
 
     def count_by_state(self) -> Counter[str]:

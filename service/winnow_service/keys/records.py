@@ -10,7 +10,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from pydantic_core import to_json
 
 from winnow_service.errors import StoreUnavailable
-from winnow_service.limits.limits import Limits
+from winnow_service.limits.limiter import Limits
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.names import POLICY_NAME
 from winnow_service.store.documents import Document

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 _TOKEN: Final = re.compile(r"winnow_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
@@ -25,10 +25,7 @@ class Token:
     """A new token. Its text is shown once and never stored."""
 
     key_id: str
-    text: str
-
-    def __repr__(self) -> str:
-        return f"Token(key_id={self.key_id!r})"
+    text: str = field(repr=False)
 
 
 def new_token() -> Token:

@@ -11,10 +11,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from winnow_service.errors import RateLimited
-from winnow_service.limits.limits import Limits
 
 WINDOW_SECONDS: Final = 60
 BUCKET_SECONDS: Final = 0.5
@@ -23,13 +24,25 @@ BUCKETS: Final = int(WINDOW_SECONDS / BUCKET_SECONDS)
 REQUESTS: Final = "requests"
 TOKENS: Final = "tokens"
 CONCURRENT: Final = "concurrent"
-_IN_WORDS: Final = {
-    REQUESTS: "requests per minute",
-    TOKENS: "tokens per minute",
-    CONCURRENT: "requests at once",
-}
+_IN_WORDS: Final = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", CONCURRENT: "requests at once"}
 # When another request of the key will end is not known.
 _CONCURRENT_RETRY_SECONDS: Final = 1.0
+
+
+class Limits(BaseModel):
+    """Limits of one key over all replicas of the service. None is no limit.
+
+    Attributes:
+        requests_per_minute: generation requests in any 60 seconds.
+        tokens_per_minute: tokens of prompts and answers in any 60 seconds.
+        concurrent_requests: generation requests being answered at once.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    requests_per_minute: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
+    concurrent_requests: Annotated[int, Field(ge=1, le=100_000)] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -15,37 +15,31 @@ from winnow_service.limits.limiter import (
     REQUESTS,
     TOKENS,
     Limiter,
+    Limits,
     QuotaStatus,
     Reservation,
     judge,
     quotas,
     rate_limit_headers,
 )
-from winnow_service.limits.limits import Limits
 
 
-@dataclass
-class _Window:
+class _Window(Counter[int]):
     """What was used in the last minute, by bucket, the oldest first."""
-
-    buckets: dict[int, int] = field(default_factory=dict)
 
     def used(self, now: float) -> int:
         oldest = int(now / BUCKET_SECONDS) - BUCKETS
-        while self.buckets and (first := next(iter(self.buckets))) < oldest:
-            del self.buckets[first]
-        return sum(self.buckets.values())
+        while self and (first := next(iter(self))) < oldest:
+            del self[first]
+        return self.total()
 
     def free_after(self, amount: int, now: float) -> float:
         """Seconds until ``amount`` of what is used is free again."""
-        for bucket, used in self.buckets.items():
+        for bucket, used in self.items():
             amount -= used
             if amount <= 0:
                 return (bucket + BUCKETS + 1) * BUCKET_SECONDS - now
         return 0.0
-
-    def add(self, bucket: int, amount: int) -> None:
-        self.buckets[bucket] = self.buckets.get(bucket, 0) + amount
 
 
 @dataclass
@@ -71,8 +65,8 @@ class MemoryLimiter(Limiter):
         statuses = [_status(use, limit, quota, needed, now) for limit, quota, needed in quotas(limits, tokens)]
         judge(statuses)
         bucket = int(now / BUCKET_SECONDS)
-        use.windows[REQUESTS].add(bucket, 1)
-        use.windows[TOKENS].add(bucket, tokens)
+        use.windows[REQUESTS][bucket] += 1
+        use.windows[TOKENS][bucket] += tokens
         lease = uuid4().hex
         use.leases.add(lease)
         return Reservation(key_id, lease, bucket, tokens, rate_limit_headers(statuses, admitted=True))
@@ -82,10 +76,10 @@ class MemoryLimiter(Limiter):
         use.leases.discard(reservation.lease)
         window, more = use.windows[TOKENS], tokens - reservation.tokens
         window.used(self._clock())
-        if reservation.bucket in window.buckets:
-            window.add(reservation.bucket, more)
+        if reservation.bucket in window:
+            window[reservation.bucket] += more
         elif more > 0:
-            window.add(int(self._clock() / BUCKET_SECONDS), more)
+            window[int(self._clock() / BUCKET_SECONDS)] += more
 
 
 def _status(use: _Use, limit: str, quota: int, needed: int, now: float) -> QuotaStatus:

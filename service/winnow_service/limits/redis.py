@@ -1,14 +1,14 @@
-"""Limits of all replicas together, counted in Redis: each admission is one script, and scripts are atomic."""
+"""Limits of all replicas together, counted in Redis: each admission is one script, and scripts are atomic.
+
+While Redis is away, each replica counts by itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from hashlib import sha1
 from typing import Any, Final
 from uuid import uuid4
-
-from redis.exceptions import NoScriptError
 
 from winnow_service.errors import StoreUnavailable
 from winnow_service.limits.limiter import (
@@ -18,13 +18,14 @@ from winnow_service.limits.limiter import (
     REQUESTS,
     TOKENS,
     Limiter,
+    Limits,
     QuotaStatus,
     Reservation,
     judge,
     quotas,
     rate_limit_headers,
 )
-from winnow_service.limits.limits import Limits
+from winnow_service.store.mirror import Mirror
 from winnow_service.store.redis_connection import RedisConnection
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,7 @@ local current = math.floor(now / size)
 
 # Quotas of 0 are none. Answers which bucket the use was counted in (-1 if it was not), then for requests and for tokens
 # what was used, and the milliseconds until all of it and until enough of it is free; then how many requests there are.
-_ADMIT = (
-    _CLOCK
-    + """
+_ADMIT = """
 local lease, ends = ARGV[3], tonumber(ARGV[4])
 local quotas = {tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])}
 local needs = {1, tonumber(ARGV[8])}
@@ -90,10 +89,7 @@ if admitted then
 end
 return answer
 """
-)
-_SETTLE = (
-    _CLOCK
-    + """
+_SETTLE = """
 local lease, bucket, more = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 redis.call('ZREM', KEYS[2], lease)
 if bucket < current - count or bucket > current then
@@ -105,14 +101,10 @@ if more ~= 0 then
   redis.call('PEXPIRE', KEYS[1], (count + 2) * size)
 end
 """
-)
-_RENEW = (
-    _CLOCK
-    + """
+_RENEW = """
 for at = 4, #ARGV do redis.call('ZADD', KEYS[1], 'XX', now + ARGV[3], ARGV[at]) end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 """
-)
 
 
 class RedisLimiter(Limiter):
@@ -124,14 +116,12 @@ class RedisLimiter(Limiter):
         self._held: dict[str, set[str]] = {}
 
     async def admit(self, key_id: str, limits: Limits, tokens: int) -> Reservation:
-        asked = quotas(limits, tokens)
-        by_limit = {limit: quota for limit, quota, _ in asked}
-        amounts = [by_limit.get(limit, 0) for limit in (REQUESTS, TOKENS, CONCURRENT)]
+        amounts = [limits.requests_per_minute or 0, limits.tokens_per_minute or 0, limits.concurrent_requests or 0]
         lease = uuid4().hex
         keys = [self._key(limit, key_id) for limit in (REQUESTS, TOKENS, CONCURRENT)]
         answer = await self._run(_ADMIT, keys, lease, _LEASE_MILLISECONDS, *amounts, tokens)
         bucket, *numbers = map(int, answer)
-        statuses = [_status(limit, quota, needed, numbers) for limit, quota, needed in asked]
+        statuses = [_status(limit, quota, needed, numbers) for limit, quota, needed in quotas(limits, tokens)]
         judge(statuses)
         if limits.concurrent_requests is not None:
             self._held.setdefault(key_id, set()).add(lease)
@@ -161,13 +151,44 @@ class RedisLimiter(Limiter):
         return f"{self._connection.prefix}limit:{limit}:{key_id}"
 
     async def _run(self, script: str, keys: list[str], *arguments: str | int) -> Any:
-        given = [*keys, str(_BUCKET_MILLISECONDS), str(BUCKETS), *map(str, arguments)]
         async with self._connection.use() as client:
+            return await client.register_script(_CLOCK + script)(
+                keys=keys, args=[_BUCKET_MILLISECONDS, BUCKETS, *arguments]
+            )
+
+
+class FallbackLimiter(Limiter):
+    """Counts in ``shared`` while the store answers, else in ``own``."""
+
+    def __init__(self, shared: Limiter, own: Limiter, mirror: Mirror) -> None:
+        self._shared = shared
+        self._own = own
+        self._mirror = mirror
+        self._own_leases: set[str] = set()
+
+    async def admit(self, key_id: str, limits: Limits, tokens: int) -> Reservation:
+        # No request waits for a store that is known to be away.
+        if self._mirror.health.healthy:
             try:
-                # Redis names scripts by their SHA-1.
-                return await client.evalsha(sha1(script.encode(), usedforsecurity=False).hexdigest(), len(keys), *given)
-            except NoScriptError:
-                return await client.eval(script, len(keys), *given)
+                return await self._shared.admit(key_id, limits, tokens)
+            except StoreUnavailable as error:
+                logger.warning("The limits of the key %s hold in this replica alone: %s", key_id, error.detail)
+        reservation = await self._own.admit(key_id, limits, tokens)
+        self._own_leases.add(reservation.lease)
+        return reservation
+
+    async def settle(self, reservation: Reservation, tokens: int) -> None:
+        if reservation.lease in self._own_leases:
+            self._own_leases.discard(reservation.lease)
+            await self._own.settle(reservation, tokens)
+            return
+        try:
+            await self._shared.settle(reservation, tokens)
+        except StoreUnavailable as error:
+            logger.warning("What a request of the key %s used is not known: %s", reservation.key_id, error.detail)
+
+    async def run(self) -> None:
+        await self._shared.run()
 
 
 def _status(limit: str, quota: int, needed: int, numbers: list[int]) -> QuotaStatus:

@@ -31,6 +31,7 @@ _WRITE_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 _RATIOS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 0.9, 1, 1.25)
 # 0 apart: nothing was terminated, or skipped.
 _SHARES: Final = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+_HTTP: Final = ("route", "method")
 _GENERATION: Final = ("decode_policy", "model")
 _COST: Final = ("phase", "policy", "model")
 _DECODE: Final = ("policy", "model")
@@ -60,8 +61,7 @@ class Metrics:
         self.requests = self._counter(
             "winnow_http_requests_total",
             "HTTP requests that have ended, by route template, method and status class.",
-            "route",
-            "method",
+            *_HTTP,
             "status",
         )
         self.in_flight = self._gauge("winnow_http_requests_in_flight", "HTTP requests being answered now.")
@@ -69,15 +69,13 @@ class Metrics:
             "winnow_http_request_duration_seconds",
             "From the request's first byte to the last byte of its answer.",
             _SECONDS,
-            "route",
-            "method",
+            *_HTTP,
         )
         self.time_to_first_byte = self._histogram(
             "winnow_http_time_to_first_byte_seconds",
             "From the request's first byte to the first byte of the body of its answer.",
             _SECONDS,
-            "route",
-            "method",
+            *_HTTP,
         )
         self.client_disconnects = self._counter(
             "winnow_client_disconnects_total", "Requests whose client left before the answer was complete.", "route"

@@ -13,6 +13,10 @@ _ROOT: Final = Path(winnow_service.__file__).resolve().parents[2]
 MB: Final = 10**6
 
 
+class ModelError(Exception):
+    """There is no such model, or it cannot be had; the message is one sentence."""
+
+
 @dataclass(frozen=True)
 class Shipped:
     """A folder of the repository, served as it is. A wheel does not have it."""

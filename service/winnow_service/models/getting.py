@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from winnow_service.models import cache, package
-from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, Package, Shipped
-from winnow_service.models.errors import ModelError
+from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, ModelError, Package, Shipped
 
 _RECIPE: Final = 1
 """Goes up when folders made by an earlier version are to be made again."""
@@ -24,14 +23,9 @@ _RECIPE: Final = 1
 class Display(Protocol):
     """Where it is said what happens."""
 
-    def waiting(self) -> None:
-        """Another process gets the same model."""
-
-    def stage(self, text: str) -> None:
-        """Something begins that takes a while."""
-
-    def progress(self, done: int, total: int) -> None:
-        """How much of the stage is done."""
+    def waiting(self) -> None: ...
+    def stage(self, text: str) -> None: ...
+    def progress(self, done: int, total: int) -> None: ...
 
 
 def find(name: str) -> Path | None:

@@ -10,8 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from winnow_service.models.catalogue import Package
-from winnow_service.models.errors import ModelError
+from winnow_service.models.catalogue import ModelError, Package
 
 
 def fetch(package: Package, target: Path) -> Path:

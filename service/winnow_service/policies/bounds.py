@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -109,22 +109,25 @@ class Bounds(BaseModel):
                 )
 
     def _violations(self, policy: AttentionPolicy, asked: dict[str, Any]) -> Iterator[_Violation]:
-        yield from self._of_numbers(asked["decode"], "attention.decode", policy.decode.reserved)
-        yield from self._of_numbers(asked["prefill"], "attention.prefill", policy.prefill.reserved)
+        for phase, parameters in (("decode", policy.decode), ("prefill", policy.prefill)):
+            fields = type(parameters).model_fields
+            yield from self._of_numbers(asked[phase], fields, f"attention.{phase}", parameters.reserved)
         if not self.early_termination and "early_termination" in asked:
             yield _Violation(asked, "attention", "early_termination", "must be absent", None)
 
-    def _of_numbers(self, part: dict[str, Any], path: str, reserved: int) -> Iterator[_Violation]:
+    def _of_numbers(
+        self, part: dict[str, Any], fields: Collection[str], path: str, reserved: int
+    ) -> Iterator[_Violation]:
         yield from _out_of_range(part, path, "p", self.min_p, None)
         yield from _out_of_range(part, path, "budget", self.min_budget, self.max_budget)
         if "budget_ratio" in part:
             yield from self._of_ratio(part, path, reserved)
-        if part["policy"] == "tactic":
+        if "max_tokens" in fields:
             if self.max_budget is not None and "max_tokens" not in part:
                 yield _Violation(part, path, "max_tokens", f"must be given, at most {self.max_budget}", self.max_budget)
             yield from _out_of_range(part, path, "max_tokens", self.min_budget, self.max_budget)
         most_sinks = self._most_sinks(part, reserved)
-        if part["policy"] == "streaming_llm":
+        if "window" in fields:
             sinks = min(part["sinks"], most_sinks)
             lowest, highest = (None if bound is None else bound - sinks for bound in (self.min_budget, self.max_budget))
             yield from _out_of_range(part, path, "window", lowest, highest)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ POLICIES: Final = "policies"
 DEFAULTS: Final = "defaults"
 _FIELD: Final = "attention"
 _UNREADABLE: Final = "unreadable"
+
+# Returns the policy of a name, or raises InvalidPolicy.
+Named = Callable[[str], AttentionPolicy]
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,20 @@ class PolicyRegistry:
         if read is None or read.document is not document:
             read = self._read[document.name] = read_stored(document)
         return read
+
+
+def read_policy(asked: object, named: Named) -> AttentionPolicy:
+    """Return the policy that a request gives, or names.
+
+    Raises:
+        InvalidPolicy: it cannot be served, or there is none of that name.
+    """
+    if isinstance(asked, str):
+        return named(asked)
+    try:
+        return parse_policy(asked if isinstance(asked, dict) else json.dumps(asked))
+    except PolicyError as error:
+        raise InvalidPolicy(error.path, error.problem) from None
 
 
 def _value(document: Document) -> dict[str, Any]:

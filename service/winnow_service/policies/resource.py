@@ -14,7 +14,11 @@ from winnow_service.policies.names import POLICY_NAME
 from winnow_service.policies.registry import NamedPolicy
 from winnow_service.store.documents import Document
 
-_STRICT: Final = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+class Strict(BaseModel):
+    """What clients write: nothing else, and nothing converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class _DescribedAsPolicy:
@@ -22,23 +26,21 @@ class _DescribedAsPolicy:
         return handler(AttentionPolicy.__pydantic_core_schema__)
 
 
+_NEVER_WRITTEN: Final = {"revision": None, "updated_at": None, "updated_by": None}
+
 # Checked by the one parser of policies, whose errors name the field and its bound.
 Inline = Annotated[dict[str, Any], _DescribedAsPolicy()]
 
 
-class PolicySettings(BaseModel):
+class PolicySettings(Strict):
     """What a PUT of a policy says. ``attention`` is what a request would have there."""
-
-    model_config = _STRICT
 
     attention: Inline
     description: Annotated[str, Field(max_length=500)] = ""
 
 
-class PolicyQuestion(BaseModel):
+class PolicyQuestion(Strict):
     """What a request would ask for: a policy, or the name of one."""
-
-    model_config = _STRICT
 
     attention: Inline | Annotated[str, Field(pattern=POLICY_NAME)]
 
@@ -71,11 +73,9 @@ class PolicyResource(BaseModel):
             attention=from_json(policy.attention.canonical()),
             description=policy.description,
             preset=document is None,
-            revision=None if document is None else document.revision,
             fingerprint=policy.attention.fingerprint(),
             warnings=policy.attention.warnings(),
-            updated_at=None if document is None else document.updated_at,
-            updated_by=None if document is None else document.author,
+            **(_NEVER_WRITTEN if document is None else document.written),
         )
 
 
@@ -110,13 +110,7 @@ class PolicyRevision(BaseModel):
     @classmethod
     def of(cls, document: Document) -> PolicyRevision:
         value = document.value or {}
-        return cls(
-            revision=document.revision,
-            attention=value.get("attention"),
-            description=value.get("description"),
-            updated_at=document.updated_at,
-            updated_by=document.author,
-        )
+        return cls(attention=value.get("attention"), description=value.get("description"), **document.written)
 
 
 class PolicyRevisions(BaseModel):
@@ -126,10 +120,8 @@ class PolicyRevisions(BaseModel):
     revisions: list[PolicyRevision]
 
 
-class DefaultSettings(BaseModel):
+class DefaultSettings(Strict):
     """What a PUT of a default says: the name of a policy."""
-
-    model_config = _STRICT
 
     policy: Annotated[str, Field(pattern=POLICY_NAME)]
 
@@ -145,13 +137,7 @@ class DefaultResource(BaseModel):
 
     @classmethod
     def of(cls, document: Document) -> DefaultResource:
-        return cls(
-            model=document.name,
-            policy=(document.value or {})["policy"],
-            revision=document.revision,
-            updated_at=document.updated_at,
-            updated_by=document.author,
-        )
+        return cls(model=document.name, policy=(document.value or {})["policy"], **document.written)
 
 
 class DefaultList(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any
 
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import InvalidPolicy, PolicyForbidden
-from winnow_service.policies.reading import Named, read_policy
+from winnow_service.policies.registry import Named, read_policy
 from winnow_service.proxy.body import Form
 
 FIELD = "attention"

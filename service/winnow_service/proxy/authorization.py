@@ -6,9 +6,8 @@ from typing import Annotated, cast
 
 from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
-from pydantic import SecretStr
 
-from winnow_service.errors import ScopeMissing
+from winnow_service.errors import ServiceError
 from winnow_service.keys.keyring import ANYONE, Caller, Keyring
 from winnow_service.keys.records import Scope
 from winnow_service.proxy.request_facts import request_facts
@@ -26,8 +25,7 @@ async def authorize(request: Request, needed: SecurityScopes, credentials: _Cred
     """Return who sends ``request``.
 
     Raises:
-        Unauthenticated: there is no valid key.
-        ScopeMissing: the key does not have a scope that is ``needed``.
+        ServiceError: there is no valid key, or it does not have a scope that is ``needed``.
         StoreUnavailable: the keys have not been read yet.
     """
     keyring = cast(Keyring, request.app.state.keyring)
@@ -36,14 +34,18 @@ async def authorize(request: Request, needed: SecurityScopes, credentials: _Cred
     caller = keyring.caller(None if credentials is None else credentials.credentials)
     for scope in needed.scopes:
         if scope not in caller.scopes:
-            raise ScopeMissing(scope)
+            raise ServiceError("scope_missing", scope=scope)
     request_facts(request.scope).key_id = caller.id
-    _replace_authorization(request, _settings(request).runtime_api_key)
+    # The key is for the service: the runtime gets its own, or none. In place, because the request has read its headers.
+    headers: list[tuple[bytes, bytes]] = request.scope["headers"]
+    headers[:] = [(name, value) for name, value in headers if name != _AUTHORIZATION]
+    if (own := settings_of(request).runtime_api_key) is not None:
+        headers.append((_AUTHORIZATION, b"Bearer " + own.get_secret_value().encode()))
     return caller
 
 
 async def _authorize_scraper(request: Request, credentials: _Credentials) -> Caller:
-    if _settings(request).metrics_public:
+    if settings_of(request).metrics_public:
         return ANYONE
     return await authorize(request, SecurityScopes([Scope.READ]), credentials)
 
@@ -55,15 +57,6 @@ Administers = Annotated[Caller, Security(authorize, scopes=[Scope.ADMIN.value])]
 Scrapes = Annotated[Caller, Security(_authorize_scraper, scopes=[Scope.READ.value])]
 
 
-def _settings(request: Request) -> Settings:
+def settings_of(request: Request) -> Settings:
+    """The settings of the service that got ``request``."""
     return cast(Settings, request.app.state.settings)
-
-
-def _replace_authorization(request: Request, runtime_api_key: SecretStr | None) -> None:
-    # The key is for the service: the runtime gets its own, or none. In place, because the request has read its headers.
-    headers: list[tuple[bytes, bytes]] = request.scope["headers"]
-    others = [(name, value) for name, value in headers if name != _AUTHORIZATION]
-    own = (
-        [] if runtime_api_key is None else [(_AUTHORIZATION, b"Bearer " + runtime_api_key.get_secret_value().encode())]
-    )
-    headers[:] = others + own

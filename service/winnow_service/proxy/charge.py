@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 from winnow_service.errors import InvalidField, RateLimited
 from winnow_service.keys.keyring import Caller
 from winnow_service.limits.limiter import Limiter, Reservation
-from winnow_service.limits.limits import Limits
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.proxy.body import Form
 from winnow_service.proxy.estimate import Estimate, estimate
@@ -34,21 +33,11 @@ class Charge:
     reservation: Reservation
     estimate: Estimate | None
 
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """The RateLimit fields of the answer."""
-        return self.reservation.headers
-
     async def settle(self, tokens: int) -> None:
         """Charge ``tokens``."""
         # Also when the client has left, which cancels everything else.
         with anyio.CancelScope(shield=True):
             await self.limiter.settle(self.reservation, tokens)
-
-    async def settle_failed(self, *, begun: bool) -> None:
-        """Charge what a request took that has no answer: all that was reserved if the runtime has begun it."""
-        # What the runtime has begun is not free because its client does not wait for the end.
-        await self.settle(self.reservation.tokens if begun else 0)
 
     def used(self, status: int, usage: ReportedUsage) -> int:
         """Return how many tokens an answer took: by its own account, else as far as that can be said."""
@@ -88,8 +77,17 @@ async def reserve(
     """
     if caller.limits is None:
         return None
-    estimated = _estimated(caller.limits, body, form)
-    tokens = 0 if estimated is None else estimated.prompt + estimated.answers
+    estimated, tokens = None, 0
+    if caller.limits.tokens_per_minute is not None:
+        estimated = estimate(body, form)
+        tokens = estimated.prompt + estimated.answers
+        if tokens > caller.limits.tokens_per_minute:
+            raise InvalidField(
+                "max_new_tokens" if form is Form.NATIVE else "max_tokens",
+                f"the prompt (about {estimated.prompt} tokens) and the longest answer allowed are {tokens} tokens, more"
+                f" than this key may use in a minute ({caller.limits.tokens_per_minute})",
+                code="exceeds_limit",
+            )
     try:
         reservation = await limiter.admit(caller.id, caller.limits, tokens)
     except RateLimited as refusal:
@@ -97,18 +95,3 @@ async def reserve(
             metrics.limits_hit.labels(limit).inc()
         raise
     return Charge(limiter, reservation, estimated)
-
-
-def _estimated(limits: Limits, body: Mapping[str, Any], form: Form) -> Estimate | None:
-    if limits.tokens_per_minute is None:
-        return None
-    estimated = estimate(body, form)
-    needed = estimated.prompt + estimated.answers
-    if needed > limits.tokens_per_minute:
-        raise InvalidField(
-            "max_new_tokens" if form is Form.NATIVE else "max_tokens",
-            f"the prompt (about {estimated.prompt} tokens) and the longest answer allowed are {needed} tokens, more"
-            f" than this key may use in a minute ({limits.tokens_per_minute})",
-            code="exceeds_limit",
-        )
-    return estimated

@@ -8,6 +8,7 @@ from typing import Any
 
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import PolicyForbidden
+from winnow_service.keys.keyring import Caller
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.proxy.attention_field import Policies, each_policy, names_own, read_policies
@@ -29,18 +30,8 @@ class Choice:
     warnings: tuple[str, ...] = ()
 
 
-def choose(
-    body: Mapping[str, Any],
-    form: Form,
-    registry: PolicyRegistry,
-    default_policy: str | None = None,
-    bounds: Bounds | None = None,
-) -> Choice:
-    """Return the policies that the request with this ``body`` gets.
-
-    Args:
-        default_policy: of the key; goes before that of the model.
-        bounds: of the key.
+def choose(body: Mapping[str, Any], form: Form, registry: PolicyRegistry, caller: Caller) -> Choice:
+    """Return the policies that the request with this ``body`` gets. The default of its key goes before the model's.
 
     Raises:
         InvalidPolicy: what it asks for, or the default, cannot be served, whatever the model.
@@ -48,12 +39,12 @@ def choose(
     """
     policies = read_policies(body, form, registry.named)
     if names_own(body, form):
-        if bounds is not None:
+        if caller.bounds is not None:
             raise PolicyForbidden("custom_params.attention", "must be absent: give it as attention")
     elif policies is None:
-        name = default_policy or registry.default_for(body.get("model"))
+        name = caller.default_policy or registry.default_for(body.get("model"))
         policies = None if name is None else registry.named(name)
-    return Choice(policies) if bounds is None else _within(bounds, policies)
+    return Choice(policies) if caller.bounds is None else _within(caller.bounds, policies)
 
 
 def _within(bounds: Bounds, policies: Policies) -> Choice:

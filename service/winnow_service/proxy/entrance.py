@@ -22,13 +22,7 @@ from winnow_service.headers import REQUEST_ID_HEADER
 from winnow_service.logs import current_request_id
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.proxy.answer import REFUSED_STREAM
-from winnow_service.proxy.request_facts import (
-    PROBES,
-    RequestFacts,
-    request_facts,
-    route_template,
-    start,
-)
+from winnow_service.proxy.request_facts import PROBES, RequestFacts, request_facts, route_template
 
 # Operators filter by this name.
 logger = logging.getLogger("winnow_service.request_log")
@@ -55,9 +49,8 @@ class EntranceMiddleware:
             await self._app(scope, receive, send)
             return
 
-        started = time.perf_counter()
-        start(scope, started)
         facts = request_facts(scope)
+        started = facts.started
         facts.request_id = request_id = _named(scope)
         current_request_id.set(request_id)
         facts.status = _SERVER_ERROR
@@ -128,10 +121,7 @@ def _log(facts: RequestFacts) -> None:
     else:
         level = logging.DEBUG if facts.route in PROBES else logging.INFO
     if logger.isEnabledFor(level):
-        fields = {name: _rounded(value) for name, value in asdict(facts).items() if value is not None}
+        known = {name: value for name, value in asdict(facts).items() if value is not None}
+        # Times to the microsecond.
+        fields = {name: round(value, 6) if isinstance(value, float) else value for name, value in known.items()}
         logger.log(level, "%s %s: %s", facts.method, facts.route, facts.status, extra={"fields": fields})
-
-
-def _rounded(value: object) -> object:
-    # Times to the microsecond.
-    return round(value, 6) if isinstance(value, float) else value

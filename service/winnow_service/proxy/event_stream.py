@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from winnow_service.errors import ClientDisconnected, RuntimeDied, RuntimeFailure, ServiceError
+from winnow_service.errors import ClientDisconnected, RuntimeFailure, ServiceError
 from winnow_service.proxy.client_leaving import unless_client_leaves
 from winnow_service.proxy.headers import to_client
 from winnow_service.proxy.incidents import Incidents
-from winnow_service.runtime.runtime import Answer
+from winnow_service.runtime.runtime import Call
 
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LONGEST_END = 4
@@ -89,14 +89,15 @@ class EventStreamResponse(StreamingResponse):
 
     def __init__(
         self,
-        answer: Answer,
+        answer: Call,
         incidents: Incidents,
         *,
         stall_seconds: float,
         observer: StreamObserver | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(self._events(), status_code=answer.status)
+        self._body = self._events()
+        super().__init__(self._body, status_code=answer.status)
         self.raw_headers = to_client(answer.headers)
         self._answer = answer
         self._incidents = incidents
@@ -120,6 +121,8 @@ class EventStreamResponse(StreamingResponse):
             if self._on_end is not None:
                 self._on_end()
             with anyio.CancelScope(shield=True):
+                # Not left to the collector, which closes it in a task of its own.
+                await self._body.aclose()
                 await self._answer.close()
 
     async def _stream(self, send: Send) -> None:
@@ -136,24 +139,26 @@ class EventStreamResponse(StreamingResponse):
             async with stall:
                 await self.stream_response(bounded_send)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         splitter = EventSplitter()
         begun = False
+        failure: RuntimeFailure | None = None
         try:
-            async for chunk in self._answer.chunks():
-                if events := splitter.feed(chunk):
-                    yield events if self._observer is None else self._observer.feed(events)
-                    if not begun:
-                        begun = True
-                        # uvloop writes when it gets its turn, which must not be after the end of a short answer.
-                        await asyncio.sleep(0)
-            if not splitter.done:
-                raise RuntimeDied("the stream ended without [DONE]")
-        except RuntimeFailure as failure:
-            # After [DONE] the client has everything; how the connection ends then is of no interest.
-            if not splitter.done:
-                self._incidents.runtime_failed(failure)
-                if self._observer is not None:
-                    self._observer.fail()
-                yield error_event(failure)
+            async with aclosing(self._answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    if events := splitter.feed(chunk):
+                        yield events if self._observer is None else self._observer.feed(events)
+                        if not begun:
+                            begun = True
+                            # uvloop writes when it gets its turn, which must not be after the end of a short answer.
+                            await asyncio.sleep(0)
+        except RuntimeFailure as error:
+            failure = error
+        # After [DONE] the client has everything; how the connection ends then is of no interest.
+        if not splitter.done:
+            failure = failure or RuntimeFailure("runtime_died", problem="the stream ended without [DONE]")
+            self._incidents.runtime_failed(failure)
+            if self._observer is not None:
+                self._observer.fail()
+            yield error_event(failure)
         self._complete = True

@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from pydantic_core import to_json
 
 from winnow_service.admission.queue import AdmissionQueue, QueueTicket
-from winnow_service.errors import ClientDisconnected
+from winnow_service.errors import ClientDisconnected, RuntimeFailure
 from winnow_service.keys.keyring import ANYONE, Caller
 from winnow_service.limits.limiter import Limiter
 from winnow_service.metrics.instruments import Metrics
@@ -30,13 +30,11 @@ from winnow_service.proxy.event_stream import EventStreamResponse
 from winnow_service.proxy.generation import Generation
 from winnow_service.proxy.headers import to_client
 from winnow_service.proxy.incidents import Incidents
-from winnow_service.proxy.request_facts import request_facts, started_at
+from winnow_service.proxy.request_facts import request_facts
 from winnow_service.proxy.upstream import as_served, upstream_request
 from winnow_service.runtime.client import RuntimeRequest
-from winnow_service.runtime.failures import RequestTimeout
 from winnow_service.runtime.prefix import prefix_of
-from winnow_service.runtime.runtime import Answer, Runtime
-from winnow_service.runtime.served_model import ServedModelLookup
+from winnow_service.runtime.runtime import Call, Runtime
 from winnow_service.settings import Settings
 
 _WARNING = "winnow-warning"
@@ -66,11 +64,6 @@ class Forwarder:
     limiter: Limiter
     queue: AdmissionQueue
 
-    @property
-    def served(self) -> ServedModelLookup:
-        """Knows what the runtime serves."""
-        return self.runtime.served
-
     async def forward(self, request: Request) -> Response:
         """Forward a request without a body."""
         return await self._forward(request, b"")
@@ -86,11 +79,10 @@ class Forwarder:
         Without any policy, the runtime gets the very bytes that were sent.
 
         Raises:
-            InvalidPolicy, PolicyForbidden, RateLimited, KeyQueueFull, QueueFull, QueueTimeout, Draining: the runtime
-                has not seen the request.
+            ServiceError: the runtime has not seen the request, or has not answered it.
         """
         body = await read_json_object(request, self.settings.max_body_bytes)
-        choice = choose(body.members, form, self.registry, caller.default_policy, caller.bounds)
+        choice = choose(body.members, form, self.registry, caller)
         key_id = None if caller is ANYONE else caller.id
         facts = request_facts(request.scope)
         facts.key_id = key_id
@@ -113,12 +105,14 @@ class Forwarder:
                 response, generation = await unless_client_leaves(asked.request.receive, answering)
         except BaseException as error:
             if charge is not None:
-                begun = ticket.runs and isinstance(error, ClientDisconnected | RequestTimeout)
-                await charge.settle_failed(begun=begun)
+                is_timeout = isinstance(error, RuntimeFailure) and error.code == "request_timeout"
+                # What the runtime has begun is not free because its client does not wait for the end.
+                begun = ticket.runs and (isinstance(error, ClientDisconnected) or is_timeout)
+                await charge.settle(charge.reservation.tokens if begun else 0)
             raise
         if charge is None:
             return response
-        response.headers.update(charge.headers)
+        response.headers.update(charge.reservation.headers)
         return SettlingResponse(response, lambda: charge.settle(charge.used(response.status_code, generation.usage)))
 
     async def _forward(self, request: Request, content: bytes) -> Response:
@@ -126,7 +120,8 @@ class Forwarder:
         incidents = Incidents(request, self.metrics)
 
         async def answer() -> Response:
-            answer = await self.runtime.begin().send(outgoing)
+            answer = self.runtime.begin()
+            await answer.send(outgoing)
             if answer.is_event_stream:
                 return EventStreamResponse(answer, incidents, stall_seconds=self.settings.client_stall_timeout_seconds)
             return await _whole(answer, lambda body: body)
@@ -139,15 +134,15 @@ class Forwarder:
     ) -> tuple[Response, Generation]:
         """Answer when it is the turn of ``ticket``, which is left when the runtime has done its part."""
         await ticket.turn()
-        call = self.runtime.begin()
+        answer = self.runtime.begin()
         try:
             outgoing = await self._outgoing(asked)
             generation = self._begin(asked)
         except BaseException:
-            call.end()
+            answer.end()
             raise
         try:
-            answer = await call.send(outgoing)
+            await answer.send(outgoing)
             response: Response
             if answer.is_event_stream:
                 response = EventStreamResponse(
@@ -171,7 +166,7 @@ class Forwarder:
         """Return what the runtime gets."""
         content, members, policies = asked.body.content, asked.body.members, asked.choice.policies
         if policies is not None:
-            served = await as_served(policies, self.served, asked.request.headers.get("authorization"))
+            served = await as_served(policies, self.runtime.served, asked.request.headers.get("authorization"))
             content = to_json(place_policies(members, asked.form, served), inf_nan_mode="constants")
         streams = bool(members.get("stream"))
         return upstream_request(asked.request, content, streams=streams, prefix=prefix_of(members))
@@ -181,14 +176,13 @@ class Forwarder:
         kinds = _decode_policies(asked.choice.policies)
         for name in kinds:
             self.metrics.policies.labels(name).inc()
-        scope, members = asked.request.scope, asked.body.members
+        members = asked.body.members
         several = bool(members.get("stream")) and has_several_answers(members, asked.form)
         return Generation(
             self.metrics,
             kinds.pop() if len(kinds) == 1 else _SEVERAL_POLICIES,
             self.runtime.model,
-            started_at(scope),
-            request_facts(scope),
+            request_facts(asked.request.scope),
             AnswerReader(asked.form, asked.choice.warnings, several=several),
         )
 
@@ -204,7 +198,7 @@ def _decode_policies(policies: Policies) -> set[str]:
     return {policy.decode.policy for policy in (policies if isinstance(policies, list) else [policies])}
 
 
-async def _whole(answer: Answer, rewrite: Callable[[bytes], bytes]) -> Response:
+async def _whole(answer: Call, rewrite: Callable[[bytes], bytes]) -> Response:
     # An answer that is not a stream is read to its end first: if the runtime dies in it, the status can still say so.
     try:
         response = Response(rewrite(await answer.read()), status_code=answer.status)

@@ -6,18 +6,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from winnow_service.admission.drain import Drain
-from winnow_service.admission.refusals import Draining
-from winnow_service.errors import INVALID_REQUEST, ServiceError, problem_response
+from winnow_service.errors import ServiceError, problem_response
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.proxy.request_facts import PROBES
-
-
-class HeadersTooLarge(ServiceError):
-    """The head of the request is longer than the service takes (431)."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        message = f"The request's path and headers are longer than {limit_bytes} bytes (WINNOW_MAX_HEADER_BYTES)."
-        super().__init__(431, message, kind=INVALID_REQUEST, code="headers_too_large", headers={"connection": "close"})
 
 
 class GateMiddleware:
@@ -50,8 +41,10 @@ class GateMiddleware:
 
     def _refusal(self, scope: Scope, *, is_probe: bool) -> ServiceError | None:
         if self._drain.draining and not is_probe:
-            return Draining()
-        return HeadersTooLarge(self._max_head_bytes) if _head_bytes(scope) > self._max_head_bytes else None
+            return ServiceError("draining")
+        if _head_bytes(scope) > self._max_head_bytes:
+            return ServiceError("headers_too_large", limit=self._max_head_bytes)
+        return None
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def closing_send(message: Message) -> None:

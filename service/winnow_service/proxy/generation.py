@@ -8,17 +8,11 @@ from collections.abc import Collection
 from enum import StrEnum
 from typing import Final
 
+from winnow_kernels.contract.attention_statistics import Statistics, amount, decode_context, prefill_context, section
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.proxy.answer import REFUSED_STREAM, AnswerReader
-from winnow_service.proxy.reported_usage import (
-    ReportedUsage,
-    Statistics,
-    amount,
-    decode_context,
-    prefill_context,
-    section,
-)
+from winnow_service.proxy.reported_usage import ReportedUsage
 from winnow_service.proxy.request_facts import RequestFacts
 
 # An answer's policy that this version of the contract does not have.
@@ -41,7 +35,6 @@ class Generation:
 
     Args:
         decode_policy: what it asks for.
-        started: when its first byte came, by ``time.perf_counter``.
         facts: what becomes known of the request is written there.
         reader: of its answer.
 
@@ -54,7 +47,6 @@ class Generation:
         metrics: Metrics,
         decode_policy: str,
         model: str,
-        started: float,
         facts: RequestFacts,
         reader: AnswerReader,
     ) -> None:
@@ -63,11 +55,11 @@ class Generation:
         self._metrics = metrics
         self._labels = (decode_policy, model)
         self._model = model
-        self._started = started
+        self._started = facts.started
         self._reader = reader
         self._outcome = Outcome.FINISHED
         self._first_event: float | None = None
-        self._last_event = started
+        self._last_event = facts.started
         self._ended = False
         self._in_flight = metrics.generations_in_flight.labels(decode_policy)
         self._in_flight.inc()

@@ -8,17 +8,8 @@ from winnow_service.headers import PREFIX_HEADER, RUNTIME_HEADER, RawHeaders
 
 # RFC 9110, section 7.6.1, and the older names that RFC 2616 lists.
 _HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
 )
 # The runtime's client writes its own Host, Content-Length and prefix. Answers must come uncompressed: their end must be
 # seen.

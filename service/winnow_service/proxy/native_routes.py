@@ -12,11 +12,7 @@ from winnow_service.proxy.forwarder import forwarder_of
 router = APIRouter(tags=["SGLang"])
 
 
-@router.post(
-    "/generate",
-    responses=generated(),
-    openapi_extra=runtime_body(policies="each"),
-)
+@router.post("/generate", responses=generated(), openapi_extra=runtime_body(policies="each"))
 async def generate(caller: Infers, request: Request) -> Response:
     """Generate, in SGLang's native form; with ``"stream": true`` as server-sent events.
 

@@ -6,16 +6,12 @@ stream both come at its end, ``attention`` as an object or a list of one for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
+from winnow_kernels.contract.attention_statistics import Statistics, amount, section
 from winnow_service.proxy.attention_field import FIELD
-
-# No context, and no sum over the steps of one request, is longer; what is not a number is not less.
-_MAX_AMOUNT: Final = 1e15
-
-Statistics = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,32 +56,6 @@ def reported_usage(answers: Iterable[tuple[object, Any]], events: int | None = N
         None if prompt is None or output is None else prompt + output,
         events,
     )
-
-
-def section(holder: Statistics, name: str) -> Statistics:
-    """Return an object in ``holder``; an empty one if there is none."""
-    found = holder.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
-def amount(facts: Statistics, name: str) -> float | None:
-    """Return a number that can be counted; None if there is none."""
-    found = facts.get(name)
-    if not isinstance(found, int | float) or isinstance(found, bool):
-        return None
-    return float(found) if 0 <= found <= _MAX_AMOUNT else None
-
-
-def decode_context(decode: Statistics) -> float:
-    """Tokens in context added up over decode steps; ``context_tokens`` is the context of the last step."""
-    steps, last = amount(decode, "steps") or 0.0, amount(decode, "context_tokens") or 0.0
-    return max(0.0, steps * last - steps * (steps - 1) / 2)
-
-
-def prefill_context(prefill: Statistics) -> float:
-    """Tokens in causal context added up over the queries of ``tokens`` prefilled behind ``cached_tokens``."""
-    tokens, cached = amount(prefill, "tokens") or 0.0, amount(prefill, "cached_tokens") or 0.0
-    return tokens * cached + tokens * (tokens + 1) / 2
 
 
 def _costs(answer: Statistics) -> list[Statistics]:

@@ -10,6 +10,7 @@ name of a policy or a model but those that exist here.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +19,6 @@ from starlette.types import Scope
 # Asked every few seconds, for ever: logged for debugging alone, and never traced.
 PROBES: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 _FACTS: Final = "facts"
-_STARTED: Final = "started"
 
 
 @dataclass
@@ -57,6 +57,10 @@ class RequestFacts:
     output_tokens: int | None = None
     trace_id: str | None = None
 
+    def __post_init__(self) -> None:
+        # When it began, by time.perf_counter; no fact for the log.
+        self.started = time.perf_counter()
+
 
 def request_facts(scope: Scope) -> RequestFacts:
     """The facts of the request with this ``scope``."""
@@ -67,14 +71,3 @@ def request_facts(scope: Scope) -> RequestFacts:
 def route_template(scope: Scope) -> str:
     """The path of the matched route as it was declared: a bounded set, unlike the paths that clients send."""
     return getattr(scope.get("route"), "path", "unmatched")
-
-
-def start(scope: Scope, at: float) -> None:
-    """Write down when the request began, by ``time.perf_counter``."""
-    scope.setdefault("state", {})[_STARTED] = at
-
-
-def started_at(scope: Scope) -> float:
-    """When the request began, by ``time.perf_counter``."""
-    started: float = scope["state"][_STARTED]
-    return started

@@ -6,11 +6,11 @@ from urllib.parse import unquote
 
 from fastapi import Request
 
-from winnow_service.errors import NotFound
+from winnow_service.errors import ServiceError
 from winnow_service.proxy.attention_field import Given, each_policy
 from winnow_service.proxy.headers import to_runtime
 from winnow_service.runtime.client import RuntimeRequest
-from winnow_service.runtime.served_model import ServedModelLookup, not_served
+from winnow_service.runtime.served_model import ServedModelLookup
 
 
 async def as_served(policies: Given, served: ServedModelLookup, authorization: str | None) -> Given:
@@ -23,8 +23,6 @@ async def as_served(policies: Given, served: ServedModelLookup, authorization: s
     if all(policy.is_dense for policy in (policies if isinstance(policies, list) else [policies])):
         return policies
     model = await served.get(authorization)
-    if model is None:
-        raise not_served()
     return each_policy(policies, model.check) if isinstance(policies, list) else model.check(policies)
 
 
@@ -38,12 +36,12 @@ def upstream_request(
         prefix: how its prompt begins; None if it has none.
 
     Raises:
-        NotFound: its path is none that is passed on.
+        ServiceError: its path is none that is passed on.
     """
     path: str = request.scope["raw_path"].decode("latin-1")
     # Whoever follows these comes to what the service does not pass on.
     if any(segment in (".", "..") for segment in unquote(path).split("/")):
-        raise NotFound(request.url.path)
+        raise ServiceError("not_found", what=request.url.path)
     return RuntimeRequest(
         method=request.method,
         path=path,

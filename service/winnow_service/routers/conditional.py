@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from winnow_service.errors import AlreadyExists, InvalidField, PreconditionFailed
+from winnow_service.errors import InvalidField, ServiceError
 from winnow_service.store.documents import Conflict, Document, Expected
 
 # RFC 9110, section 8.8.3. Ours are the revision in quotation marks.
@@ -39,7 +39,7 @@ def expected_by_put(if_match: str | None, if_none_match: str | None, current: Do
 
     Raises:
         InvalidField: the conditions contradict each other.
-        PreconditionFailed: what they ask for cannot be.
+        ServiceError: what they ask for cannot be.
     """
     if if_none_match is not None:
         if if_match is not None:
@@ -54,17 +54,22 @@ def expected_by_match(if_match: str, current: Document | None) -> Expected:
         return "present"
     revisions = [int(tag) for weak, tag in _ETAG.findall(if_match) if not weak and _REVISION.fullmatch(tag)]
     if not revisions:
-        raise PreconditionFailed("If-Match names no revision.", None if current is None else current.etag)
+        raise Conflict(current, "If-Match names no revision.")
     return current.revision if current is not None and current.revision in revisions else revisions[0]
 
 
 def without_condition(what: str, conflict: Conflict, if_match: str | None, if_none_match: str | None) -> Exception:
     """Return the error for a write that met another state than it expected."""
     if if_match is None and if_none_match is None and conflict.current is not None:
-        return AlreadyExists(what, conflict.current.etag)
+        return already_exists(what, conflict.current.etag)
     if if_none_match is not None and conflict.current is not None:
-        return PreconditionFailed(f"{what} exists.", conflict.current.etag)
+        return Conflict(conflict.current, f"{what} exists.")
     return conflict
+
+
+def already_exists(what: str, etag: str) -> ServiceError:
+    """Return the error for a request that does not say which state of ``what`` it would replace."""
+    return ServiceError("precondition_required", param="If-Match", what=what, etag=etag)
 
 
 def answer(content: object, etag: str, if_none_match: str | None) -> Response:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from winnow_service.errors import AlreadyExists, NotFound
+from winnow_service.errors import ServiceError
 from winnow_service.keys.administration import KeyAdministration, readable_keys, resource
+from winnow_service.keys.keyring import Keyring
 from winnow_service.keys.records import KEYS, CreatedKey, KeyResource, KeySettings
 from winnow_service.openapi import json_body, problems
 from winnow_service.proxy.authorization import Administers
-from winnow_service.routers.conditional import IfMatch, IfNoneMatch, answer, expected_by_match
-from winnow_service.routers.dependencies import (
-    KeyringDependency,
-    MirrorDependency,
-    RegistryDependency,
-    read_resource,
-)
+from winnow_service.routers.conditional import IfNoneMatch, already_exists, answer, expected_by_match
+from winnow_service.routers.dependencies import MirrorDependency, RegistryDependency, Writes, read_resource
 from winnow_service.store.documents import Document
 from winnow_service.store.mirror import Mirror
 
@@ -50,16 +46,12 @@ async def list_keys(_: Administers, mirror: MirrorDependency) -> KeyList:
 
 @router.post("", status_code=201, response_model=CreatedKey, responses=_WRITTEN, openapi_extra=json_body(KeySettings))
 async def create_key(
-    caller: Administers,
-    request: Request,
-    mirror: MirrorDependency,
-    registry: RegistryDependency,
-    keyring: KeyringDependency,
+    caller: Administers, request: Request, mirror: MirrorDependency, registry: RegistryDependency
 ) -> Response:
     """Make a key. The answer is the only one that has it: what is stored cannot be turned back into it."""
     settings = await read_resource(request, KeySettings)
-    administration = KeyAdministration(mirror, registry, caller.id)
-    document, created = await administration.create(settings, must_administer=keyring.is_open)
+    is_first = cast(Keyring, request.app.state.keyring).is_open
+    document, created = await KeyAdministration(mirror, registry, caller.id).create(settings, must_administer=is_first)
     headers = {"etag": document.etag, "location": f"/v1/keys/{created.id}", **_NO_STORE}
     return JSONResponse(created.model_dump(mode="json"), status_code=201, headers=headers)
 
@@ -79,41 +71,26 @@ async def get_key(
     responses={**_WRITTEN, **problems(404, 412, 428)},
     openapi_extra=json_body(KeySettings),
 )
-async def put_key(
-    caller: Administers,
-    key_id: KeyId,
-    request: Request,
-    mirror: MirrorDependency,
-    registry: RegistryDependency,
-    if_match: IfMatch = None,
-) -> Response:
+async def put_key(write: Writes, key_id: KeyId) -> Response:
     """Replace everything that is set of a key. What clients send stays the same."""
-    current = _existing(mirror, key_id)
-    if if_match is None:
-        raise AlreadyExists(f"The key {key_id}", current.etag)
-    settings = await read_resource(request, KeySettings)
-    administration = KeyAdministration(mirror, registry, caller.id)
-    document = await administration.change(current, settings, expected_by_match(if_match, current))
+    current = _existing(write.mirror, key_id)
+    if write.if_match is None:
+        raise already_exists(f"The key {key_id}", current.etag)
+    settings = await write.body(KeySettings)
+    document = await write.keys.change(current, settings, expected_by_match(write.if_match, current))
     return JSONResponse(resource(document).model_dump(mode="json"), headers={"etag": document.etag})
 
 
 @router.delete("/{key_id}", status_code=204, responses=problems(401, 403, 404, 412, 422, 503))
-async def revoke_key(
-    caller: Administers,
-    key_id: KeyId,
-    mirror: MirrorDependency,
-    registry: RegistryDependency,
-    if_match: IfMatch = None,
-) -> Response:
+async def revoke_key(write: Writes, key_id: KeyId) -> Response:
     """Revoke a key, for good. Every replica refuses it within a second. If-Match is not needed: haste may be."""
-    current = _existing(mirror, key_id)
-    expected = "present" if if_match is None else expected_by_match(if_match, current)
-    await KeyAdministration(mirror, registry, caller.id).revoke(key_id, expected)
+    current = _existing(write.mirror, key_id)
+    await write.keys.revoke(key_id, "present" if write.if_match is None else expected_by_match(write.if_match, current))
     return Response(status_code=204)
 
 
 def _existing(mirror: Mirror, key_id: str) -> Document:
     document = mirror.get(KEYS, key_id)
     if document is None:
-        raise NotFound(f"key {key_id}")
+        raise ServiceError("not_found", what=f"key {key_id}")
     return document

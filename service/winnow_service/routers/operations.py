@@ -14,6 +14,7 @@ from winnow_service.openapi import problems
 from winnow_service.proxy.authorization import Scrapes
 from winnow_service.routers.dependencies import ForwarderDependency, MirrorDependency
 from winnow_service.runtime.runtime import RuntimeState
+from winnow_service.store.mirror import StoreState
 
 router = APIRouter(tags=["operations"])
 
@@ -22,13 +23,6 @@ class Health(BaseModel):
     """The service lives."""
 
     status: Literal["ok"]
-
-
-class StoreState(BaseModel):
-    """Whether policies and keys can be written, and what was last known is up to date; if not, why."""
-
-    healthy: bool
-    reason: str
 
 
 class ReadyState(BaseModel):
@@ -69,7 +63,7 @@ async def readyz(forwarder: ForwarderDependency, mirror: MirrorDependency, reque
         degraded=ready and not store.healthy,
         draining=draining,
         reason=reason,
-        store=StoreState(healthy=store.healthy, reason=store.reason),
+        store=store,
         runtimes=[runtime],
     )
     return JSONResponse(state.model_dump(), status_code=200 if ready else 503)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from pydantic_core import from_json
 
 from winnow_kernels.policies.attention_policy import AttentionPolicy, json_schema
-from winnow_service.errors import (
-    AlreadyExists,
-    InUse,
-    InvalidField,
-    InvalidPolicy,
-    NotFound,
-    RuntimeFailure,
-    RuntimeRefused,
-)
+from winnow_service.errors import InvalidField, InvalidPolicy, RuntimeFailure, RuntimeRefused, ServiceError
 from winnow_service.keys.records import KEYS
 from winnow_service.openapi import json_body, problems
 from winnow_service.policies.names import MODEL_NAME, POLICY_NAME, POLICY_NAME_IN_WORDS
 from winnow_service.policies.presets import PRESETS
-from winnow_service.policies.reading import read_policy
-from winnow_service.policies.registry import DEFAULTS, POLICIES, read_stored
+from winnow_service.policies.registry import DEFAULTS, POLICIES, read_policy, read_stored
 from winnow_service.policies.resource import (
     DefaultList,
     DefaultResource,
@@ -36,24 +28,16 @@ from winnow_service.policies.resource import (
     PolicyRevisions,
     PolicySettings,
 )
-from winnow_service.proxy.authorization import Administers, Reads
-from winnow_service.routers.conditional import (
-    IfMatch,
-    IfNoneMatch,
-    IfNoneMatchAny,
-    answer,
-    expected_by_match,
-    expected_by_put,
-    without_condition,
-)
+from winnow_service.proxy.authorization import Reads
+from winnow_service.routers.conditional import IfNoneMatch, IfNoneMatchAny, answer
 from winnow_service.routers.dependencies import (
     ForwarderDependency,
     MirrorDependency,
     RegistryDependency,
+    Writes,
     read_resource,
 )
-from winnow_service.runtime.served_model import not_served
-from winnow_service.store.documents import Conflict, Document
+from winnow_service.store.documents import Document
 from winnow_service.store.mirror import Mirror
 
 router = APIRouter(prefix="/v1", tags=["policies"])
@@ -111,7 +95,7 @@ async def get_policy(_: Reads, name: Name, registry: RegistryDependency, if_none
     """Return a policy, with its ETag."""
     policy = registry.get(name)
     if policy is None:
-        raise NotFound(f"policy {name!r}")
+        raise ServiceError("not_found", what=f"policy {name!r}")
     etag = f'"{policy.attention.fingerprint()}"' if policy.document is None else policy.document.etag
     return answer(PolicyResource.of(policy).model_dump(mode="json"), etag, if_none_match)
 
@@ -122,33 +106,22 @@ async def get_policy(_: Reads, name: Name, registry: RegistryDependency, if_none
     responses={201: {"model": PolicyResource}, **_WRITTEN, **problems(409)},
     openapi_extra=json_body(PolicySettings),
 )
-async def put_policy(
-    caller: Administers,
-    name: Name,
-    request: Request,
-    mirror: MirrorDependency,
-    registry: RegistryDependency,
-    if_match: IfMatch = None,
-    if_none_match: IfNoneMatchAny = None,
-) -> Response:
+async def put_policy(write: Writes, name: Name, if_none_match: IfNoneMatchAny = None) -> Response:
     """Make a policy, or with If-Match replace one. Requests that are being answered keep what they were given."""
     _refuse_preset(name)
-    settings = await read_resource(request, PolicySettings)
-    attention = read_policy(settings.attention, registry.named)
+    settings = await write.body(PolicySettings)
+    attention = read_policy(settings.attention, write.registry.named)
     value = {"attention": from_json(attention.canonical()), "description": settings.description}
-    document, created = await _put(mirror, POLICIES, name, value, caller.id, if_match, if_none_match)
-    written = PolicyResource.of(read_stored(document))
-    return _written(written.model_dump(mode="json"), document, created)
+    document, created = await write.put(POLICIES, name, value, if_none_match)
+    return _written(PolicyResource.of(read_stored(document)), document, created)
 
 
 @router.delete("/policies/{name}", status_code=204, responses={**_WRITTEN, **problems(404, 409)})
-async def delete_policy(
-    caller: Administers, name: Name, mirror: MirrorDependency, if_match: IfMatch = None
-) -> Response:
+async def delete_policy(write: Writes, name: Name) -> Response:
     """Delete a policy that is nobody's default. Its revisions stay."""
     _refuse_preset(name)
-    _refuse_while_default(mirror, name)
-    return await _delete(mirror, POLICIES, name, caller.id, if_match)
+    _refuse_while_default(write.mirror, name)
+    return await write.delete(POLICIES, name)
 
 
 @router.get("/policies/{name}/revisions", response_model=PolicyRevisions, responses={**_READ, **problems(404, 422)})
@@ -156,7 +129,7 @@ async def policy_revisions(_: Reads, name: Name, mirror: MirrorDependency) -> Po
     """List the last states of a policy, the newest first, also after it was deleted. A preset has none."""
     documents = [] if name in PRESETS else await mirror.revisions(POLICIES, name)
     if not documents and name not in PRESETS:
-        raise NotFound(f"policy {name!r}")
+        raise ServiceError("not_found", what=f"policy {name!r}")
     return PolicyRevisions(name=name, revisions=[PolicyRevision.of(document) for document in documents])
 
 
@@ -167,15 +140,13 @@ async def list_defaults(_: Reads, mirror: MirrorDependency) -> DefaultList:
 
 
 @router.get(
-    "/policy-defaults/{model:path}",
-    response_model=DefaultResource,
-    responses={304: {}, **_READ, **problems(404, 422)},
+    "/policy-defaults/{model:path}", response_model=DefaultResource, responses={304: {}, **_READ, **problems(404, 422)}
 )
 async def get_default(_: Reads, model: Model, mirror: MirrorDependency, if_none_match: IfNoneMatch = None) -> Response:
     """Return the policy of a model's requests that ask for none, with its ETag."""
     document = mirror.get(DEFAULTS, model)
     if document is None:
-        raise NotFound(f"default for {model!r}")
+        raise ServiceError("not_found", what=f"default for {model!r}")
     return answer(DefaultResource.of(document).model_dump(mode="json"), document.etag, if_none_match)
 
 
@@ -186,77 +157,40 @@ async def get_default(_: Reads, model: Model, mirror: MirrorDependency, if_none_
     responses={201: {"model": DefaultResource}, **_WRITTEN, **problems(404)},
     openapi_extra=json_body(DefaultSettings),
 )
-async def put_default(
-    caller: Administers,
-    model: Model,
-    request: Request,
-    mirror: MirrorDependency,
-    registry: RegistryDependency,
-    if_match: IfMatch = None,
-    if_none_match: IfNoneMatchAny = None,
-) -> Response:
+async def put_default(write: Writes, model: Model, if_none_match: IfNoneMatchAny = None) -> Response:
     """Set the policy of a model's requests that ask for none."""
-    settings = await read_resource(request, DefaultSettings)
+    settings = await write.body(DefaultSettings)
     try:
-        registry.named(settings.policy, "policy")
+        write.registry.named(settings.policy, "policy")
     except InvalidPolicy as error:
         raise InvalidField(error.path, error.problem) from None
-    value = settings.model_dump(mode="json")
-    document, created = await _put(mirror, DEFAULTS, model, value, caller.id, if_match, if_none_match)
-    return _written(DefaultResource.of(document).model_dump(mode="json"), document, created)
+    document, created = await write.put(DEFAULTS, model, settings.model_dump(mode="json"), if_none_match)
+    return _written(DefaultResource.of(document), document, created)
 
 
 @router.delete("/policy-defaults/{model:path}", status_code=204, responses={**_WRITTEN, **problems(404)})
-async def delete_default(
-    caller: Administers, model: Model, mirror: MirrorDependency, if_match: IfMatch = None
-) -> Response:
+async def delete_default(write: Writes, model: Model) -> Response:
     """Go back to dense attention, or to the default of `*`."""
-    return await _delete(mirror, DEFAULTS, model, caller.id, if_match)
+    return await write.delete(DEFAULTS, model)
 
 
-async def _put(
-    mirror: Mirror,
-    collection: str,
-    name: str,
-    value: dict[str, Any],
-    author: str,
-    if_match: str | None,
-    if_none_match: str | None,
-) -> tuple[Document, bool]:
-    expected = expected_by_put(if_match, if_none_match, mirror.get(collection, name))
-    try:
-        document = await mirror.write(collection, name, value, expected, author)
-    except Conflict as conflict:
-        raise without_condition(repr(name), conflict, if_match, if_none_match) from None
-    return document, expected == "absent"
-
-
-async def _delete(mirror: Mirror, collection: str, name: str, author: str, if_match: str | None) -> Response:
-    current = mirror.get(collection, name)
-    if current is None:
-        raise NotFound(f"{name!r}")
-    if if_match is None:
-        raise AlreadyExists(repr(name), current.etag)
-    await mirror.write(collection, name, None, expected_by_match(if_match, current), author)
-    return Response(status_code=204)
-
-
-def _written(content: object, document: Document, created: bool) -> Response:
-    return JSONResponse(content, status_code=201 if created else 200, headers={"etag": document.etag})
+def _written(resource: BaseModel, document: Document, created: bool) -> Response:
+    content, headers = resource.model_dump(mode="json"), {"etag": document.etag}
+    return JSONResponse(content, status_code=201 if created else 200, headers=headers)
 
 
 def _refuse_preset(name: str) -> None:
     if name in PRESETS:
-        raise InUse(f"{name!r} is a preset: it can be neither replaced nor deleted. Use another name.", code="preset")
+        raise ServiceError("preset", name=name)
 
 
 def _refuse_while_default(mirror: Mirror, name: str) -> None:
     model = mirror.any(DEFAULTS, lambda document: (document.value or {}).get("policy") == name)
     if model is not None:
-        raise InUse(f"{name!r} is the default policy of the model {model.name!r}.")
+        raise ServiceError("in_use", problem=f"{name!r} is the default policy of the model {model.name!r}.")
     key = mirror.any(KEYS, lambda document: (document.value or {}).get("default_policy") == name)
     if key is not None:
-        raise InUse(f"{name!r} is the default policy of the key {key.name}.")
+        raise ServiceError("in_use", problem=f"{name!r} is the default policy of the key {key.name}.")
 
 
 async def _as_served(
@@ -266,9 +200,7 @@ async def _as_served(
     if policy.is_dense:
         return policy, True
     try:
-        model = await forwarder.served.get(authorization)
+        model = await forwarder.runtime.served.get(authorization)
     except (RuntimeFailure, RuntimeRefused):
         return policy, False
-    if model is None:
-        raise not_served()
     return model.check(policy), True

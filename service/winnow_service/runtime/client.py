@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import aiohttp
 import httpx
 from pydantic import AnyUrl
 from yarl import URL
 
-from winnow_service.errors import RuntimeDied, RuntimeFailure, RuntimeTimeout, RuntimeUnavailable
+from winnow_service.errors import RuntimeFailure
 from winnow_service.headers import PREFIX_HEADER, RawHeaders
-from winnow_service.runtime.failures import FirstTokenTimeout, RequestTimeout
 from winnow_service.runtime.prefix import prefix_key
 from winnow_service.settings import Settings
 
@@ -32,55 +31,25 @@ _LONGEST_LINE: Final = 65_536
 _NO_LIMIT: Final = 10_000
 
 
-@dataclass
-class OutgoingRequest:
-    """A request as it is on the wire. Whoever traces it may change its headers."""
+class Span:
+    """Follows one request to the runtime. This one does nothing."""
 
-    method: str
-    url: URL
-    headers: RawHeaders
-    body: bytes
-    timeout: aiohttp.ClientTimeout
+    def carried_by(self, headers: RawHeaders) -> RawHeaders:
+        """Return the request's headers, with those that tell the runtime of it."""
+        return headers
 
+    def answered(self, status: int) -> None:
+        """The head of the answer has come."""
 
-class Body:
-    """The body of an answer, as it arrives. Closing it before its end closes the connection."""
+    def failed(self, error: BaseException) -> None:
+        """There is no answer, or no more of it."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk, _ in self._response.content.iter_chunks():
-            if chunk:
-                yield chunk
-
-    async def aclose(self) -> None:
-        self._response.close()
+    def end(self) -> None:
+        """The answer has been read or closed, or there is none."""
 
 
-class Stream(Protocol):
-    """A body, or what traces it."""
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        """What arrives."""
-
-    async def aclose(self) -> None:
-        """Close the connection, unless all of the body has come."""
-
-
-@dataclass
-class IncomingResponse:
-    """An answer whose head has come."""
-
-    status: int
-    headers: RawHeaders
-    stream: Stream
-
-
-# Sends a request, and returns when the head of its answer has come.
-Send = Callable[[OutgoingRequest], Awaitable[IncomingResponse]]
-# Returns the same with a span for each request.
-Traced = Callable[[Send], Send]
+# Begins to follow a request with this method to this address.
+BeginSpan = Callable[[str, URL], Span]
 
 
 @dataclass(frozen=True)
@@ -133,45 +102,56 @@ class Patience:
     def exhausted(self) -> RuntimeFailure:
         """What it is that nothing came in time."""
         if self._end <= self._next:
-            return RequestTimeout(self._all_seconds)
-        return RuntimeTimeout(self._silence_seconds) if self._begun else FirstTokenTimeout(self._first_seconds)
+            return RuntimeFailure("request_timeout", seconds=self._all_seconds)
+        if self._begun:
+            return RuntimeFailure("runtime_timeout", seconds=self._silence_seconds)
+        return RuntimeFailure("first_token_timeout", seconds=self._first_seconds)
 
 
 class RuntimeAnswer:
     """An answer whose head has come. Closing it before its end closes the connection, which aborts the generation."""
 
-    def __init__(self, response: IncomingResponse, client: RuntimeClient, patience: Patience) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, span: Span, address: str, patience: Patience | None) -> None:
         self._response = response
-        self._client = client
+        self._span = span
+        self._address = address
         self._patience = patience
         self.status = response.status
+        self.headers: RawHeaders = list(response.raw_headers)
+        self.is_event_stream = response.content_type == "text/event-stream"
 
-    @property
-    def headers(self) -> RawHeaders:
-        return self._response.headers
-
-    @property
-    def is_event_stream(self) -> bool:
-        content_type = next((value for name, value in self.headers if name.lower() == b"content-type"), b"")
-        return content_type.partition(b";")[0].strip().lower() == b"text/event-stream"
-
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body, as it arrives.
 
         Raises:
             RuntimeFailure: no more of it is to come.
         """
-        with self._client.failures(self._patience.exhausted):
-            async with self._patience.wait() as limit:
-                async for chunk in self._response.stream:
+        assert self._patience is not None
+        with _failures(self._address, self._patience.exhausted):
+            async with self._patience.wait() as limit, aclosing(self._body()) as body:
+                async for chunk in body:
                     # What the client does meanwhile is not the runtime's.
                     limit.reschedule(None)
                     self._patience.heard()
                     yield chunk
                     limit.reschedule(self._patience.until)
 
+    async def read(self) -> bytes:
+        """The whole body. aiohttp's exceptions pass."""
+        return b"".join([chunk async for chunk in self._body()])
+
     async def close(self) -> None:
-        await self._response.stream.aclose()
+        self._response.close()
+        self._span.end()
+
+    async def _body(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for chunk, _ in self._response.content.iter_chunks():
+                if chunk:
+                    yield chunk
+        except Exception as error:
+            self._span.failed(error)
+            raise
 
 
 class RuntimeClient:
@@ -181,7 +161,7 @@ class RuntimeClient:
         name: by which it is known in logs and metrics.
     """
 
-    def __init__(self, url: AnyUrl, name: str, settings: Settings, traced: Traced | None) -> None:
+    def __init__(self, url: AnyUrl, name: str, settings: Settings, begin_span: BeginSpan | None) -> None:
         self._address = str(url).rstrip("/")
         self._settings = settings
         self.name = name
@@ -203,7 +183,7 @@ class RuntimeClient:
             max_field_size=_LONGEST_LINE,
             max_headers=_NO_LIMIT,
         )
-        self._send = self._exchange if traced is None else traced(self._exchange)
+        self._begin_span = begin_span or (lambda _method, _url: Span())
         # Whoever waits for an answer says how long.
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.runtime_connect_timeout_seconds)
 
@@ -214,9 +194,9 @@ class RuntimeClient:
             RuntimeFailure: there is no answer.
         """
         patience = Patience(self._settings, streams=request.streams)
-        with self.failures(patience.exhausted):
+        with _failures(self._address, patience.exhausted):
             async with patience.wait():
-                return RuntimeAnswer(await self._send(self._outgoing(request, self._timeout)), self, patience)
+                return await self._exchange(request, self._timeout, patience)
 
     async def get(self, path: str, timeout_seconds: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """The runtime's whole answer to ``GET path``. Raises as ``send`` does."""
@@ -235,53 +215,59 @@ class RuntimeClient:
     ) -> httpx.Response:
         raw_headers = httpx.Headers({"accept-encoding": "identity", **headers}).raw
         request = RuntimeRequest(method, path, b"", raw_headers, body)
-        with self.failures(lambda: RuntimeTimeout(timeout_seconds)):
-            timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=timeout_seconds)
-            answer = await self._send(self._outgoing(request, timeout))
+        with _failures(self._address, lambda: RuntimeFailure("runtime_timeout", seconds=timeout_seconds)):
+            answer = await self._exchange(
+                request, aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=timeout_seconds)
+            )
             try:
-                content = b"".join([chunk async for chunk in answer.stream])
-                return httpx.Response(answer.status, headers=answer.headers, content=content)
+                return httpx.Response(answer.status, headers=answer.headers, content=await answer.read())
             finally:
-                await answer.stream.aclose()
+                await answer.close()
 
     async def close(self) -> None:
         await self._session.close()
 
-    @contextmanager
-    def failures(self, too_late: Callable[[], RuntimeFailure]) -> Iterator[None]:
-        """Turn time-outs and httpcore's exceptions into the service's."""
-        try:
-            yield
-        except (aiohttp.ClientConnectionError, aiohttp.ConnectionTimeoutError) as error:
-            if not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                raise RuntimeDied(_detail(error)) from error
-            raise RuntimeUnavailable(f"{self._address}: {_detail(error)}") from error
-        except TimeoutError as error:
-            raise too_late() from error
-        except (aiohttp.ClientError, httpx.DecodingError) as error:
-            raise RuntimeDied(_detail(error)) from error
-
-    async def _exchange(self, request: OutgoingRequest) -> IncomingResponse:
-        response = await self._session.request(
-            request.method,
-            request.url,
-            headers=[(name.decode("latin-1"), _text(value)) for name, value in request.headers],
-            data=request.body,
-            timeout=request.timeout,
-            allow_redirects=False,
-        )
-        return IncomingResponse(response.status, list(response.raw_headers), Body(response))
-
-    def _outgoing(self, request: RuntimeRequest, timeout: aiohttp.ClientTimeout) -> OutgoingRequest:
-        target = self._address + request.path
-        if request.query:
-            target += "?" + request.query.decode("latin-1")
-        own = [(b"host", self._host)]
+    async def _exchange(
+        self, request: RuntimeRequest, bounds: aiohttp.ClientTimeout, patience: Patience | None = None
+    ) -> RuntimeAnswer:
+        query = f"?{request.query.decode('latin-1')}" if request.query else ""
+        url = URL(self._address + request.path + query, encoded=True)
+        headers = [(b"host", self._host), *request.headers]
         if request.prefix is not None:
-            own.append((PREFIX_HEADER, prefix_key(request.prefix)))
+            headers.append((PREFIX_HEADER, prefix_key(request.prefix)))
         if request.body or request.method in _WITH_BODY:
-            own.append((b"content-length", str(len(request.body)).encode()))
-        return OutgoingRequest(request.method, URL(target, encoded=True), own + request.headers, request.body, timeout)
+            headers.append((b"content-length", str(len(request.body)).encode()))
+        span = self._begin_span(request.method, url)
+        try:
+            response = await self._session.request(
+                request.method,
+                url,
+                headers=[(name.decode("latin-1"), _text(value)) for name, value in span.carried_by(headers)],
+                data=request.body,
+                timeout=bounds,
+                allow_redirects=False,
+            )
+        except BaseException as error:
+            span.failed(error)
+            span.end()
+            raise
+        span.answered(response.status)
+        return RuntimeAnswer(response, span, self._address, patience)
+
+
+@contextmanager
+def _failures(address: str, too_late: Callable[[], RuntimeFailure]) -> Iterator[None]:
+    """Turn time-outs and aiohttp's exceptions into the service's."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise RuntimeFailure("runtime_unavailable", problem=f"{address}: {_detail(error)}") from error
+    except aiohttp.ClientConnectionError as error:
+        raise RuntimeFailure("runtime_died", problem=_detail(error)) from error
+    except TimeoutError as error:
+        raise too_late() from error
+    except (aiohttp.ClientError, httpx.DecodingError) as error:
+        raise RuntimeFailure("runtime_died", problem=_detail(error)) from error
 
 
 def authorization(settings: Settings) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Whether requests come to the runtime as they are sent.
 
 A balancer that reads requests into types of its own and writes them anew drops fields that it does not know. Without
-``custom_params`` a request is answered densely, without ``cache_salt`` tenants share a cache; nobody is told. So a
+``custom_params`` a request is answered densely, without ``cache_salt`` tenants share a cache; nobody is reported. So a
 request is sent that a runtime with Winnow refuses, before it queues, for what is in ``custom_params``. Where it is
 answered with a token, there must be no Winnow, and the answer must have the request's own ``rid``.
 """
@@ -44,6 +44,9 @@ class FieldsVerdict:
     certain: bool
 
 
+_UNCERTAIN: Final = FieldsVerdict(None, certain=False)
+
+
 class FieldsCheck:
     """Remembers the verdict on one upstream.
 
@@ -58,12 +61,12 @@ class FieldsCheck:
         self._client = client
         self._headers = headers
         self._clock = clock
-        self._verdict = FieldsVerdict(None, certain=False)
+        self._verdict = _UNCERTAIN
         self._again = clock()
 
     def forget(self) -> None:
         """It was away, and may be another."""
-        self._verdict = FieldsVerdict(None, certain=False)
+        self._verdict = _UNCERTAIN
         self._again = self._clock()
 
     async def lost(self) -> str | None:
@@ -87,16 +90,17 @@ async def _check(client: RuntimeClient, path: str, headers: Mapping[str, str]) -
     try:
         answer = await client.post(path, to_json(_request(path, rid)), _PATIENCE_SECONDS, headers)
     except RuntimeFailure:
-        return FieldsVerdict(None, certain=False)
+        return _UNCERTAIN
     if answer.status_code == 400 and _REFUSED_FIELD in answer.content:
         return FieldsVerdict(None, certain=True)
     if answer.status_code != 200:
-        return FieldsVerdict(None, certain=False)
+        return _UNCERTAIN
     try:
-        told: Any = from_json(answer.content)
+        reported: Any = from_json(answer.content)
     except ValueError:
-        return FieldsVerdict(None, certain=False)
-    same = _rid(told.get("meta_info") if path == _GENERATE and isinstance(told, dict) else told) == rid
+        return _UNCERTAIN
+    holder = reported.get("meta_info") if path == _GENERATE and isinstance(reported, dict) else reported
+    same = isinstance(holder, dict) and holder.get("id") == rid
     if same and not await _has_winnow(client, headers):
         return FieldsVerdict(None, certain=True)
     fields = "custom_params" if same else "rid and custom_params"
@@ -110,14 +114,10 @@ async def _check(client: RuntimeClient, path: str, headers: Mapping[str, str]) -
 
 async def _has_winnow(client: RuntimeClient, headers: Mapping[str, str]) -> bool:
     try:
-        told: Any = from_json((await client.get(_INFORMATION, _PATIENCE_SECONDS, headers)).content)
+        reported: Any = from_json((await client.get(_INFORMATION, _PATIENCE_SECONDS, headers)).content)
     except (RuntimeFailure, ValueError):
         return False
-    return isinstance(told, dict) and bool(told.get("winnow"))
-
-
-def _rid(holder: object) -> object:
-    return holder.get("id") if isinstance(holder, dict) else None
+    return isinstance(reported, dict) and bool(reported.get("winnow"))
 
 
 def _request(path: str, rid: str) -> dict[str, JsonValue]:

@@ -102,7 +102,7 @@ class RuntimeMonitor:
         try:
             answer = await self._client.get(_MODELS_PATH, self._settings.readiness_timeout_seconds, self._headers)
             # The first is the model itself, those after it are its adapters.
-            told: Any = from_json(answer.content)
-            return str(told["data"][0]["id"])[:_LONGEST_NAME]
+            reported: Any = from_json(answer.content)
+            return str(reported["data"][0]["id"])[:_LONGEST_NAME]
         except (RuntimeFailure, ValueError, LookupError, TypeError):
             return None

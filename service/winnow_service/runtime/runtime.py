@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
-from winnow_service.errors import RuntimeFailure
-from winnow_service.headers import RUNTIME_HEADER
+from winnow_service.errors import RuntimeFailure, ServiceError
+from winnow_service.headers import RUNTIME_HEADER, RawHeaders
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.runtime.breaker import BreakerState, CircuitBreaker
-from winnow_service.runtime.client import RuntimeAnswer, RuntimeClient, RuntimeRequest, Traced
-from winnow_service.runtime.failures import CircuitOpen, RequestTimeout
+from winnow_service.runtime.client import BeginSpan, RuntimeAnswer, RuntimeClient, RuntimeRequest
 from winnow_service.runtime.monitor import RuntimeMonitor
 from winnow_service.runtime.served_model import ServedModelLookup
 from winnow_service.settings import Settings
@@ -19,14 +20,6 @@ from winnow_service.settings import Settings
 # What a runtime says that is alive, and has too much to do or is about to end.
 UNAVAILABLE = 503
 _UNKNOWN_MODEL: Final = "unknown"
-
-
-@dataclass(frozen=True)
-class RuntimeHealth:
-    """Whether requests are sent to it, and if not, why."""
-
-    usable: bool
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -48,17 +41,17 @@ class Runtime:
     """The runtime that ``settings`` name, or a balancer in front of several that are alike. ``run`` watches it.
 
     Args:
-        traced: traces what is sent to it.
+        begin_span: follows what is sent to it.
 
     Attributes:
         name: host and port, by which it is known in logs and metrics.
         calls: how many requests it has of this service.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics, traced: Traced | None) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, begin_span: BeginSpan | None) -> None:
         url = settings.runtime_url
         self.name = f"{url.host}:{url.port}"
-        self.client = RuntimeClient(url, self.name, settings, traced)
+        self.client = RuntimeClient(url, self.name, settings, begin_span)
         self.breaker = CircuitBreaker(settings.breaker_failures, settings.breaker_open_seconds)
         self.monitor = RuntimeMonitor(self.client, settings, self._changed)
         self.served = ServedModelLookup(self.client, self.monitor, settings.readiness_timeout_seconds)
@@ -71,25 +64,20 @@ class Runtime:
         return self.monitor.model or _UNKNOWN_MODEL
 
     @property
-    def health(self) -> RuntimeHealth:
-        readiness = self.monitor.readiness
-        if readiness.ready and self.breaker.state is BreakerState.OPEN:
-            return RuntimeHealth(usable=False, reason="The runtime has failed several times in a row.")
-        return RuntimeHealth(readiness.ready, readiness.reason)
-
-    @property
     def state(self) -> RuntimeState:
-        health = self.health
-        return RuntimeState(self.name, health.usable, self.breaker.state, self.model, health.reason)
+        usable, reason = self.monitor.readiness.ready, self.monitor.readiness.reason
+        if usable and self.breaker.state is BreakerState.OPEN:
+            usable, reason = False, "The runtime has failed several times in a row."
+        return RuntimeState(self.name, usable, self.breaker.state, self.model, reason)
 
     def begin(self) -> Call:
         """Reserve a request.
 
         Raises:
-            CircuitOpen: the runtime is not asked now.
+            ServiceError: the runtime is not asked now.
         """
         if not self.breaker.permits:
-            raise CircuitOpen(self.breaker.retry_in)
+            raise ServiceError("circuit_open", retry_seconds=max(1, ceil(self.breaker.retry_in)))
         return Call(self)
 
     async def run(self) -> None:
@@ -113,83 +101,55 @@ class Runtime:
 
 
 class Call:
-    """One request to the runtime, until ``end``."""
+    """One request to the runtime, and its answer.
+
+    Attributes:
+        status, headers, is_event_stream: of the answer, once its head has come.
+    """
+
+    status: int
+    headers: RawHeaders
+    is_event_stream: bool
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+        self._runtime = runtime
         self._permit = runtime.breaker.permit()
         self._ended = False
+        self._answer: RuntimeAnswer | None = None
         runtime.calls += 1
 
-    async def send(self, request: RuntimeRequest) -> Answer:
-        """Send it, and wait for the head of the answer, which the caller closes.
+    async def send(self, request: RuntimeRequest) -> None:
+        """Send it, and wait for the head of the answer; then ``close`` must be called.
 
         Raises:
             RuntimeFailure: there is none. The call has ended.
         """
         try:
-            answer = await self.runtime.client.send(request)
-        except RuntimeFailure as failure:
-            self.failed(failure)
+            self._answer = answer = await self._runtime.client.send(request)
+        except BaseException as error:
+            if isinstance(error, RuntimeFailure):
+                self._fail(error)
             self.end()
             raise
-        except BaseException:
-            self.end()
-            raise
-        return Answer(answer, self)
+        self.status, self.headers, self.is_event_stream = answer.status, answer.headers, answer.is_event_stream
 
-    def begun(self) -> None:
-        """The runtime has begun its answer."""
-        self._permit.begun()
-
-    def answered(self) -> None:
-        """The runtime has given its answer."""
-        self._permit.answered()
-
-    def failed(self, failure: RuntimeFailure, *, balanced: bool = False) -> None:
-        """The runtime gives no answer, or no more of it.
-
-        Args:
-            balanced: it is one of several behind a balancer. The others may be well.
-        """
-        self.runtime.monitor.ask_now()
-        # An answer that was too long is no failure.
-        if not balanced and not isinstance(failure, RequestTimeout):
-            self._permit.failed()
-
-    def end(self) -> None:
-        """It is over. After the first time nothing happens."""
-        if not self._ended:
-            self._ended = True
-            self._permit.drop()
-            self.runtime.calls -= 1
-
-
-class Answer:
-    """A runtime's answer, whose call ends when it is closed."""
-
-    def __init__(self, answer: RuntimeAnswer, call: Call) -> None:
-        self._answer = answer
-        self._call = call
-        self.status = answer.status
-        self.headers = answer.headers
-        self.is_event_stream = answer.is_event_stream
-        self._balanced = any(name.lower() == RUNTIME_HEADER for name, _ in answer.headers)
-
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body, as it arrives. Raises RuntimeFailure if no more of it is to come."""
+        assert self._answer is not None
         begun = False
         try:
-            async for chunk in self._answer.chunks():
-                if not begun and self.status != UNAVAILABLE:
-                    begun = True
-                    self._call.begun()
-                yield chunk
+            async with aclosing(self._answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    if not begun and self.status != UNAVAILABLE:
+                        begun = True
+                        self._permit.begun()
+                    yield chunk
         except RuntimeFailure as failure:
-            self._call.failed(failure, balanced=self._balanced)
+            # One of several behind a balancer says so in its head. The others may be well.
+            self._fail(failure, balanced=any(name.lower() == RUNTIME_HEADER for name, _ in self.headers))
             raise
         if self.status != UNAVAILABLE:
-            self._call.answered()
+            self._permit.answered()
 
     async def read(self) -> bytes:
         """The whole body. Raises as ``chunks`` does."""
@@ -198,6 +158,20 @@ class Answer:
     async def close(self) -> None:
         """Close the connection. Before its end that aborts the generation."""
         try:
-            await self._answer.close()
+            if self._answer is not None:
+                await self._answer.close()
         finally:
-            self._call.end()
+            self.end()
+
+    def end(self) -> None:
+        """It is over. After the first time nothing happens."""
+        if not self._ended:
+            self._ended = True
+            self._permit.drop()
+            self._runtime.calls -= 1
+
+    def _fail(self, failure: RuntimeFailure, *, balanced: bool = False) -> None:
+        self._runtime.monitor.ask_now()
+        # An answer that was too long is no failure.
+        if not balanced and failure.code != "request_timeout":
+            self._permit.failed()

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model
-from winnow_service.errors import InvalidPolicy, RuntimeFailure, RuntimeRefused, RuntimeUnusable
+from winnow_service.errors import InvalidPolicy, RuntimeFailure, RuntimeRefused
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.monitor import RuntimeMonitor
 
@@ -47,7 +47,7 @@ class ServedModel(BaseModel):
             InvalidPolicy: the model, or the runtime as it was started, cannot serve it.
         """
         if not policy.is_dense and {*self.policies, *self.prefill_policies} <= {"dense"}:
-            raise not_served()
+            raise _not_served()
         for phase, name, served in (
             ("decode", policy.decode.policy, self.policies),
             ("prefill", policy.prefill.policy, self.prefill_policies),
@@ -60,8 +60,7 @@ class ServedModel(BaseModel):
             raise InvalidPolicy(error.path, error.problem) from None
 
 
-def not_served() -> InvalidPolicy:
-    """The error for a policy other than ``dense`` that meets a runtime without Winnow's attention backend."""
+def _not_served() -> InvalidPolicy:
     return InvalidPolicy("attention", "must be dense: the runtime was started without --attention-backend winnow")
 
 
@@ -92,8 +91,8 @@ class ServedModelLookup:
         self._timeout_seconds = timeout_seconds
         self._known: _Known | None = None
 
-    async def get(self, authorization: str | None) -> ServedModel | None:
-        """Return what the runtime serves; None if its attention backend knows no policies.
+    async def get(self, authorization: str | None) -> ServedModel:
+        """Return what the runtime serves.
 
         Args:
             authorization: the client's, for a runtime that asks for it.
@@ -101,6 +100,7 @@ class ServedModelLookup:
         Raises:
             RuntimeFailure: it did not tell.
             RuntimeRefused: it wants another authorization.
+            InvalidPolicy: its attention backend knows no policies.
         """
         start = self._monitor.starts
         known = self._known
@@ -111,6 +111,8 @@ class ServedModelLookup:
                 self._monitor.ask_now()
                 raise
             known = self._known = _Known(start, self._clock() + _KNOWN_SECONDS, model)
+        if known.model is None:
+            raise _not_served()
         return known.model
 
     async def _ask(self, authorization: str | None) -> ServedModel | None:
@@ -119,14 +121,16 @@ class ServedModelLookup:
         if answer.status_code in _FORBIDDEN:
             raise RuntimeRefused(answer.status_code)
         if answer.status_code != 200:
-            raise RuntimeUnusable(f"it answered {_PATH} with status {answer.status_code}")
+            raise _unusable(f"it answered {_PATH} with status {answer.status_code}")
         try:
-            told: Any = from_json(answer.content)
-            facts = told.get("winnow") if isinstance(told, dict) else None
+            reported: Any = from_json(answer.content)
+            facts = reported.get("winnow") if isinstance(reported, dict) else None
             return None if facts is None else ServedModel.model_validate(facts)
         except ValidationError as error:
-            raise RuntimeUnusable(
-                f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)"
-            ) from None
+            raise _unusable(f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)") from None
         except ValueError:
-            raise RuntimeUnusable(f"its {_PATH} is not JSON") from None
+            raise _unusable(f"its {_PATH} is not JSON") from None
+
+
+def _unusable(problem: str) -> RuntimeFailure:
+    return RuntimeFailure("runtime_unusable", problem=problem)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from winnow_service.errors import PreconditionFailed
+from winnow_service.errors import ServiceError
 
 # Older revisions of a document are dropped.
 KEPT_REVISIONS: Final = 100
@@ -42,8 +42,10 @@ class Document:
         return f'"{self.revision}"'
 
     @property
-    def updated_at(self) -> datetime:
-        return datetime.fromtimestamp(self.updated, UTC)
+    def written(self) -> dict[str, Any]:
+        """Revision, time and author, as operators see them."""
+        at = datetime.fromtimestamp(self.updated, UTC)
+        return {"revision": self.revision, "updated_at": at, "updated_by": self.author}
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,15 @@ class Store(ABC):
     async def close(self) -> None: ...
 
 
-class Conflict(PreconditionFailed):
-    """A document was not as a write expected it."""
+class Conflict(ServiceError):
+    """A document is not as a write expects it. The answer has the ETag of what is there, if anything is."""
 
-    def __init__(self, current: Document | None) -> None:
-        exists = current is not None and current.value is not None
-        message = (
-            f"The current revision is {current.revision}: it was changed since you read it."
-            if current is not None and exists
-            else "It does not exist."
-        )
-        super().__init__(message, current.etag if current is not None and exists else None)
+    def __init__(self, current: Document | None, problem: str | None = None) -> None:
+        if current is None or current.value is None:
+            super().__init__("precondition_failed", problem=problem or "It does not exist.")
+        else:
+            changed = f"The current revision is {current.revision}: it was changed since you read it."
+            super().__init__("precondition_failed", headers={"etag": current.etag}, problem=problem or changed)
         self.current = current
 
 

@@ -22,8 +22,8 @@ _GATHER_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class StoreHealth:
-    """Whether the store answered when last asked, and if not, why."""
+class StoreState:
+    """Whether policies and keys can be written, and what was last known is up to date; if not, why."""
 
     healthy: bool
     reason: str
@@ -45,7 +45,7 @@ class Mirror:
         self._collections: set[str] = set()
         self._read_at = -math.inf
         self.loaded = False
-        self.health = StoreHealth(healthy=False, reason="The store has not been read yet.")
+        self.health = StoreState(healthy=False, reason="The store has not been read yet.")
 
     async def run(self) -> None:
         """Follow the store for ever; ends when cancelled."""
@@ -56,7 +56,7 @@ class Mirror:
             while not own.cancelling():
                 await self._follow()
         finally:
-            self.health = StoreHealth(healthy=False, reason="The store is not followed any more.")
+            self.health = StoreState(healthy=False, reason="The store is not followed any more.")
 
     async def _follow(self) -> None:
         try:
@@ -64,7 +64,7 @@ class Mirror:
             await self._store.wait_for_change(CHECK_SECONDS)
             await asyncio.sleep(_GATHER_SECONDS)
         except StoreUnavailable as error:
-            self._note(StoreHealth(healthy=False, reason=error.message))
+            self._note(StoreState(healthy=False, reason=error.message))
             await asyncio.sleep(CHECK_SECONDS)
 
     async def refresh(self) -> None:
@@ -77,7 +77,7 @@ class Mirror:
         self._apply(await self._store.changes(self._version))
         self._read_at = time.monotonic()
         self.loaded = True
-        self._note(StoreHealth(healthy=True, reason="The store answers."))
+        self._note(StoreState(healthy=True, reason="The store answers."))
 
     @property
     def age_seconds(self) -> float:
@@ -137,7 +137,7 @@ class Mirror:
             self._documents[at] = document
         self._collections.add(document.collection)
 
-    def _note(self, health: StoreHealth) -> None:
+    def _note(self, health: StoreState) -> None:
         if health != self.health:
             logger.log(logging.INFO if health.healthy else logging.WARNING, "Store: %s", health.reason)
         self.health = health

@@ -8,14 +8,16 @@ from urllib.parse import unquote, urlsplit
 
 from winnow_service.store.documents import Store
 from winnow_service.store.redis import RedisStore
-from winnow_service.store.redis_connection import SCHEMES, RedisAddress, RedisConnection, parse_redis_url
+from winnow_service.store.redis_connection import (
+    SCHEMES,
+    RedisAddress,
+    RedisConnection,
+    StoreAddressError,
+    parse_redis_url,
+)
 from winnow_service.store.sqlite import SqliteStore
 
 _SQLITE: Final = "sqlite:///"
-
-
-class StoreAddressError(ValueError):
-    """An address of a store that cannot be used. The message quotes no part that may be secret."""
 
 
 def parse_store_url(url: str, password: str | None = None) -> Path | RedisAddress:
@@ -30,8 +32,7 @@ def parse_store_url(url: str, password: str | None = None) -> Path | RedisAddres
         StoreAddressError: it is neither.
     """
     try:
-        scheme = urlsplit(url).scheme
-        if scheme in SCHEMES:
+        if urlsplit(url).scheme in SCHEMES:
             return parse_redis_url(url, password)
     except ValueError as error:
         raise StoreAddressError(str(error)) from None

@@ -67,7 +67,7 @@ class RedisStore(Store):
         self._revisions = f"{prefix}revisions:"
         self._channel = f"{prefix}changed"
         self._listening: asyncio.Task[None] | None = None
-        self._told = asyncio.Event()
+        self._notified = asyncio.Event()
         self._can_wait = False
         # After a failure Redis may be another server than before, one that has lost writes or has others.
         self._same_server = False
@@ -116,8 +116,8 @@ class RedisStore(Store):
         # Without a message too: Redis does not promise to deliver them.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                await self._told.wait()
-        self._told.clear()
+                await self._notified.wait()
+        self._notified.clear()
         if self._listening.done():
             listened, self._listening = self._listening, None
             self._same_server = False
@@ -126,7 +126,8 @@ class RedisStore(Store):
     async def close(self) -> None:
         if self._listening is not None:
             self._listening.cancel()
-            await asyncio.wait({self._listening})
+            # How it ended is of no interest now: an exception that nobody has seen would be logged.
+            await asyncio.gather(self._listening, return_exceptions=True)
         await self.connection.close()
 
     @asynccontextmanager
@@ -155,17 +156,17 @@ class RedisStore(Store):
     async def _listen(self) -> None:
         """Note every message; ends with an error when the connection does."""
         try:
-            subscription = (await self.connection.subscriber()).pubsub()
+            subscription = (await self.connection.client()).pubsub()
             try:
                 await subscription.subscribe(self._channel)
                 async for _ in subscription.listen():
-                    self._told.set()
+                    self._notified.set()
             finally:
                 await subscription.aclose()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis at {self.connection.address.description}: {error}") from error
         finally:
-            self._told.set()
+            self._notified.set()
 
 
 async def _can_wait(client: Redis) -> bool:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from redis.asyncio import Redis, RedisCluster, Sentinel
@@ -25,12 +25,10 @@ from redis.exceptions import RedisError
 
 from winnow_service.errors import StoreUnavailable
 
-Kind = Literal["", "sentinel", "cluster"]
 SCHEMES: Final = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 _TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
 _SENTINEL_OPTIONS: Final = frozenset({"sentinel_username", "sentinel_password"})
-_KINDS: Final[dict[str, Kind]] = {"": "", "sentinel": "sentinel", "cluster": "cluster"}
-_DEFAULT_PORTS: Final[dict[Kind, int]] = {"": 6379, "sentinel": 26379, "cluster": 6379}
+_DEFAULT_PORTS: Final = {"": 6379, "sentinel": 26379, "cluster": 6379}
 
 _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
@@ -38,8 +36,8 @@ _ANSWER_SECONDS = 2.0
 _CONNECTIONS = 64
 
 
-class RedisAddressError(ValueError):
-    """An address that cannot be used. The message quotes no part that may be secret."""
+class StoreAddressError(ValueError):
+    """An address of a store that cannot be used. The message quotes no part that may be secret."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,14 @@ class RedisAddress:
     """Where Redis is.
 
     Attributes:
+        kind: "sentinel", "cluster", or empty for one server.
         hosts: the server, the sentinels, or some nodes of the cluster.
         service: what the sentinels call the primary.
         options: arguments of a connection: database, credentials, TLS.
         sentinel_options: the same for connections to sentinels.
     """
 
-    kind: Kind
+    kind: str
     hosts: tuple[tuple[str, int], ...]
     service: str
     options: Mapping[str, Any] = field(repr=False)
@@ -72,33 +71,32 @@ def parse_redis_url(url: str, password: str | None = None) -> RedisAddress:
         password: in place of one in the URL.
 
     Raises:
-        RedisAddressError: it is not such a URL.
+        StoreAddressError: it is not such a URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
-        raise RedisAddressError(f"the scheme must be one of {', '.join(SCHEMES)}")
-    scheme, _, suffix = parts.scheme.partition("+")
-    kind = _KINDS[suffix]
+        raise StoreAddressError(f"the scheme must be one of {', '.join(SCHEMES)}")
+    scheme, _, kind = parts.scheme.partition("+")
     credentials, at, netloc = parts.netloc.rpartition("@")
     hosts = tuple(_host(host, _DEFAULT_PORTS[kind]) for host in netloc.split(","))
     if kind == "" and len(hosts) > 1:
-        raise RedisAddressError("several hosts need redis+sentinel:// or redis+cluster://")
+        raise StoreAddressError("several hosts need redis+sentinel:// or redis+cluster://")
     path = [part for part in parts.path.split("/") if part]
     service = path.pop(0) if kind == "sentinel" and path else ""
     if kind == "sentinel" and not service:
-        raise RedisAddressError("the path must begin with the name that the sentinels know the primary by")
+        raise StoreAddressError("the path must begin with the name that the sentinels know the primary by")
     database = path.pop(0) if path else "0"
     if path or not database.isdecimal() or (kind == "cluster" and database != "0"):
-        raise RedisAddressError("the path must end with the number of a database (in a cluster 0)")
+        raise StoreAddressError("the path must end with the number of a database (in a cluster 0)")
     given = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
     unknown = given.keys() - _TLS_OPTIONS - (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
     if unknown:
-        raise RedisAddressError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(_TLS_OPTIONS))}")
+        raise StoreAddressError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(_TLS_OPTIONS))}")
     tls = {name: value for name, value in given.items() if name in _TLS_OPTIONS}
     try:
         options = dict(parse_url(f"{scheme}://{credentials}{at}host/{database}?{urlencode(tls, quote_via=quote)}"))
     except ValueError as error:
-        raise RedisAddressError(str(error)) from None
+        raise StoreAddressError(str(error)) from None
     del options["host"]
     if options.pop("connection_class", None) is not None:
         options["ssl"] = True
@@ -131,26 +129,20 @@ class RedisConnection:
         """The client, for one operation. What fails within leaves as StoreUnavailable."""
         try:
             async with self._slots:
-                yield await self._found()
+                yield await self.client()
         except (RedisError, OSError, TimeoutError) as error:
             await self._forget()
             raise StoreUnavailable(
                 f"Redis at {self.address.description}: {str(error).rstrip('.') or type(error).__name__}"
             ) from error
 
-    async def subscriber(self) -> Redis:
-        """The client, for a subscription: one operation that never ends."""
-        try:
-            return await self._found()
-        except (RedisError, OSError, TimeoutError) as error:
-            raise StoreUnavailable(f"Redis at {self.address.description}: {error}") from error
-
     async def close(self) -> None:
         if self._client is not None:
             client, self._client = self._client, None
             await client.aclose()
 
-    async def _found(self) -> Redis:
+    async def client(self) -> Redis:
+        """The client, for a subscription: one operation that never ends. redis-py's exceptions pass."""
         async with self._finding:
             if self._client is None:
                 self._client = await self._find()
@@ -208,7 +200,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
         parts = urlsplit(f"//{text}")
         port = parts.port
     except ValueError:
-        raise RedisAddressError("a port must be a number up to 65535") from None
+        raise StoreAddressError("a port must be a number up to 65535") from None
     if not parts.hostname:
-        raise RedisAddressError("a host is missing")
+        raise StoreAddressError("a host is missing")
     return parts.hostname, port or default_port

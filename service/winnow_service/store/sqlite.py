@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from winnow_service.errors import StoreUnavailable
-from winnow_service.store.documents import (
-    KEPT_REVISIONS,
-    Changes,
-    Conflict,
-    Document,
-    Expected,
-    Store,
-    as_expected,
-)
+from winnow_service.store.documents import KEPT_REVISIONS, Changes, Conflict, Document, Expected, Store, as_expected
 
 _SCHEMA_VERSION = 1
 _SCHEMA = """

@@ -44,7 +44,7 @@ def runtime_program(model: Path, device: Device, port: int, arguments: Sequence[
     """SGLang's server, reachable from this machine only. The model is served under its folder's name."""
     environment = {
         # Else /health generates a token, and says "unhealthy" while a long prompt is being read on a CPU.
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"
     }
     if device is Device.cpu:
         # Without a visible GPU, Winnow's platform plugin takes over.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
 
 import httpx
 
 from winnow_service.supervisor.child import Child, Program
+from winnow_service.supervisor.display import ConsoleDisplay
 from winnow_service.supervisor.orphans import adopt_orphans, kill_children
 
 _POLL_SECONDS = 0.25
@@ -22,40 +20,21 @@ _RUNTIME_GRACE_SECONDS = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Display(Protocol):
-    """Where the supervisor says what happens."""
-
-    def line(self, name: str, text: str) -> None: ...
-    def waiting_for(self, name: str) -> None: ...
-    def ready(self) -> None: ...
-    def stopping(self) -> None: ...
-    def died(self, name: str, status: int, tail: Sequence[str]) -> None: ...
-    def refused(self, sentence: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Death:
-    name: str
-    status: int
-    tail: Sequence[str]
-    refusal: str | None
-
-
 class Supervisor:
     """Starts two programs, and stops both when told to or when one ends. It restarts nothing."""
 
-    def __init__(self, runtime: Program, service: Program, display: Display) -> None:
+    def __init__(self, runtime: Program, service: Program, display: ConsoleDisplay) -> None:
         self._runtime = runtime
         self._service = service
         self._display = display
 
     async def run(self) -> int:
         """Return the exit status: 0 if a signal said to stop, 1 if a program ended by itself."""
-        told_to_stop = asyncio.Event()
-        told_again = asyncio.Event()
+        stopped = asyncio.Event()
+        hurried = asyncio.Event()
 
         def stop() -> None:
-            (told_again if told_to_stop.is_set() else told_to_stop).set()
+            (hurried if stopped.is_set() else stopped).set()
 
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stop)
@@ -63,20 +42,21 @@ class Supervisor:
         adopt_orphans()
         runtime = await Child.start(self._runtime, self._display.line)
         service = await Child.start(self._service, self._display.line)
-        death = await self._watch(runtime, service, told_to_stop)
+        dead = await self._watch(runtime, service, stopped)
         self._display.stopping()
-        await _stop(runtime, service, told_again)
+        await _stop(runtime, service, hurried)
         kill_children()
-        if death is None:
+        if dead is None:
             return 0
-        if death.refusal is None:
-            self._display.died(death.name, death.status, death.tail)
+        if dead.refusal is None:
+            self._display.died(dead.program.name, await dead.wait(), dead.tail)
         else:
-            self._display.refused(death.refusal)
+            self._display.refused(dead.refusal)
         return 1
 
-    async def _watch(self, runtime: Child, service: Child, told_to_stop: asyncio.Event) -> _Death | None:
-        stop = asyncio.create_task(told_to_stop.wait())
+    async def _watch(self, runtime: Child, service: Child, stopped: asyncio.Event) -> Child | None:
+        """Return who ended first; None if a signal said to stop."""
+        stop = asyncio.create_task(stopped.wait())
         ready = asyncio.create_task(self._announce_readiness())
         ends = {asyncio.create_task(child.wait()): child for child in (runtime, service)}
         try:
@@ -88,7 +68,7 @@ class Supervisor:
                 # The runtime first: if both have ended, the service has ended because of it.
                 for end, child in ends.items():
                     if end in done:
-                        return _Death(child.program.name, end.result(), tuple(child.tail), child.refusal)
+                        return child
                 ready.result()
         finally:
             for task in (stop, ready, *ends):

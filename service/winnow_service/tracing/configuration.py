@@ -3,17 +3,6 @@
 ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``) says where they go, by OTLP over HTTP. The
 others that the SDK knows hold too: ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``, and so on. What FastAPI has of its
 own for this is not used: its spans have the whole query, and its log the messages of exceptions.
-
-Used so::
-
-    tracing = tracing_from_environment(os.environ)
-    if tracing is not None:
-        tracing.install(app)  # after EntranceMiddleware
-    # where the runtime's client is made:
-    send = pool.handle_async_request if tracing is None else tracing.sending(pool.handle_async_request)
-    # when the application ends:
-    if tracing is not None:
-        await tracing.close()
 """
 
 from __future__ import annotations

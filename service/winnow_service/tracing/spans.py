@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import Final
 
@@ -15,14 +14,15 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from yarl import URL
 
+from winnow_service.headers import RawHeaders
 from winnow_service.proxy.request_facts import PROBES, RequestFacts, request_facts
-from winnow_service.runtime.client import IncomingResponse, OutgoingRequest, Stream
-from winnow_service.runtime.client import Send as SendToRuntime
+from winnow_service.runtime.client import Span
 
 _SERVICE: Final = "winnow"
 _SERVER_ERROR: Final = 500
@@ -60,15 +60,16 @@ class Tracing:
         """Trace every request of ``app``, whose entrance must have been installed."""
         app.add_middleware(_TracingMiddleware, tracer=self._tracer)
 
-    def sending(self, send: SendToRuntime) -> SendToRuntime:
-        """Return ``send`` with a span for each request that it sends for a request of ours."""
-
-        async def traced_send(request: OutgoingRequest) -> IncomingResponse:
-            if not trace.get_current_span().get_span_context().is_valid:
-                return await send(request)
-            return await _send_traced(request, send, self._tracer)
-
-        return traced_send
+    def begin_span(self, method: str, url: URL) -> Span:
+        """Begin the span of a request to the runtime that is sent for a request of ours."""
+        if not trace.get_current_span().get_span_context().is_valid:
+            return Span()
+        attributes: dict[str, str | int] = {
+            "http.request.method": method,
+            "server.address": url.host or "",
+            "server.port": url.port or 0,
+        }
+        return _RuntimeSpan(self._tracer.start_span(f"{method} runtime", kind=SpanKind.CLIENT, attributes=attributes))
 
     async def close(self) -> None:
         """Send what has not been sent yet, for some seconds at most."""
@@ -103,7 +104,7 @@ class _TracingMiddleware:
             span.end()
 
 
-def _describe(span: Span, facts: RequestFacts) -> None:
+def _describe(span: trace.Span, facts: RequestFacts) -> None:
     span.update_name(f"{facts.method} {facts.route}")
     for name, attribute in _ATTRIBUTES.items():
         if (value := getattr(facts, name)) is not None:
@@ -112,52 +113,26 @@ def _describe(span: Span, facts: RequestFacts) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-async def _send_traced(request: OutgoingRequest, send: SendToRuntime, tracer: Tracer) -> IncomingResponse:
-    """Send ``request`` with the context of its span, which lasts until the answer has been read or closed."""
-    method = request.method
-    attributes: dict[str, str | int] = {
-        "http.request.method": method,
-        "server.address": request.url.host or "",
-        "server.port": request.url.port or 0,
-    }
-    span = tracer.start_span(f"{method} runtime", kind=SpanKind.CLIENT, attributes=attributes)
-    context: dict[str, str] = {}
-    _CONTEXT.inject(context, trace.set_span_in_context(span))
-    others = [(name, value) for name, value in request.headers if name.lower().decode() not in _CONTEXT_HEADERS]
-    request.headers = others + [(name.encode(), value.encode()) for name, value in context.items()]
-    try:
-        response = await send(request)
-    except BaseException as error:
-        _fail(span, error)
-        span.end()
-        raise
-    span.set_attribute("http.response.status_code", response.status)
-    if response.status >= _SERVER_ERROR:
-        span.set_status(StatusCode.ERROR)
-    response.stream = _TracedStream(response.stream, span)
-    return response
+class _RuntimeSpan(Span):
+    """The span of a request to the runtime, which lasts until the answer has been read or closed."""
 
-
-class _TracedStream:
-    def __init__(self, stream: Stream, span: Span) -> None:
-        self._stream = stream
+    def __init__(self, span: trace.Span) -> None:
         self._span = span
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in self._stream:
-                yield chunk
-        except Exception as error:
-            _fail(self._span, error)
-            raise
+    def carried_by(self, headers: RawHeaders) -> RawHeaders:
+        context: dict[str, str] = {}
+        _CONTEXT.inject(context, trace.set_span_in_context(self._span))
+        others = [(name, value) for name, value in headers if name.lower().decode() not in _CONTEXT_HEADERS]
+        return others + [(name.encode(), value.encode()) for name, value in context.items()]
 
-    async def aclose(self) -> None:
-        try:
-            await self._stream.aclose()
-        finally:
-            self._span.end()
+    def answered(self, status: int) -> None:
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= _SERVER_ERROR:
+            self._span.set_status(StatusCode.ERROR)
 
+    def failed(self, error: BaseException) -> None:
+        self._span.set_attribute("error.type", type(error).__qualname__)
+        self._span.set_status(StatusCode.ERROR)
 
-def _fail(span: Span, error: BaseException) -> None:
-    span.set_attribute("error.type", type(error).__qualname__)
-    span.set_status(StatusCode.ERROR)
+    def end(self) -> None:
+        self._span.end()

@@ -16,9 +16,7 @@ from benchmarks.command_line import numbers
 from benchmarks.cpu.answer_timing import Timing, read_timing
 from benchmarks.cpu.server import Collected
 from benchmarks.cpu.server_figures import (
-    BEGIN,
     DENSE,
-    END,
     NATIVE,
     Kind,
     Series,
@@ -29,7 +27,6 @@ from benchmarks.cpu.server_figures import (
     read_series,
     slower_policies,
     suggested_crossovers,
-    write_between_markers,
 )
 from benchmarks.needle_prompt import needle_prompt
 from benchmarks.serving import noop_server
@@ -167,7 +164,7 @@ def test_suggested_crossovers() -> None:
     }
 
 
-def test_the_record_makes_the_tables(tmp_path: Path) -> None:
+def test_the_record_makes_the_tables() -> None:
     measured = [*CELL, series(DENSE, [3.0], 16384, Kind.TTFT), series("quoka prefill", [1.5], 16384, Kind.TTFT)]
     record = json.loads(json.dumps(surroundings() | {"model": "needle", "series": [asdict(each) for each in measured]}))
     assert read_series(record) == measured
@@ -176,22 +173,6 @@ def test_the_record_makes_the_tables(tmp_path: Path) -> None:
     assert "| 512 | tactic | 2000.00 | dense | 2.00 | 4.00 | 50% | -50.0% |  |  |  |" in text
     for figure in figures(measured):
         assert len(cells(figure)) == len(headings(figure.series.kind))
-
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_between_markers(page, text)
-    write_between_markers(page, text)
-    content = page.read_text()
-    assert content == f"before\n{BEGIN}\n\n{text}\n\n{END}\nafter\n"
-
-
-@pytest.mark.parametrize("content", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{END}{END}"])
-def test_a_page_without_its_markers_is_left_alone(tmp_path: Path, content: str) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(content)
-    with pytest.raises(ValueError, match=r"page\.md"):
-        write_between_markers(page, "text")
-    assert page.read_text() == content
 
 
 @pytest.mark.parametrize("length", [300, 2048])

@@ -89,11 +89,11 @@ def test_a_question_has_the_values_that_the_text_gives(task: NeedleTask, seed: i
     assert len(sample.questions) == min(questions, keys // task.keys_per_question)
 
 
-@pytest.mark.parametrize("name", list(niah.RULER))
+@pytest.mark.parametrize("name", list(niah.NEEDLE_TASKS))
 def test_the_named_tasks_hide_what_ruler_hides(name: str) -> None:
     for seed in range(20):
         sample = TASKS[name].make(random.Random(seed), 500)
-        check(sample, niah.RULER[name])
+        check(sample, niah.NEEDLE_TASKS[name])
         assert len(sample.questions) == 1
 
 
@@ -108,7 +108,7 @@ def test_the_parameters_are_rulers() -> None:
         "niah_multivalue": NeedleTask("essay", "words", "numbers", 1, 4, 1),
         "niah_multiquery": NeedleTask("essay", "words", "numbers", 4, 1, 4),
     }
-    assert rulers == niah.RULER
+    assert rulers == niah.NEEDLE_TASKS
 
 
 @settings(deadline=None, max_examples=40)
@@ -121,7 +121,7 @@ def test_a_haystack_of_needles_holds_nothing_else(seed: int, size: int, kind: ni
 
 
 def test_needles_lie_anywhere_in_the_text() -> None:
-    task = niah.RULER["niah_single_2"]
+    task = niah.NEEDLE_TASKS["niah_single_2"]
     depths = []
     for seed in range(200):
         sample = niah.make(random.Random(seed), 600, task)

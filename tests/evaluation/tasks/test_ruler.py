@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from winnow_evaluation.tasks import TASKS
-from winnow_evaluation.tasks.ruler import NEEDLE_TASKS, NOISE, RULER_TASKS, ruler_tasks
+from winnow_evaluation.tasks.niah import NEEDLE_TASKS
+from winnow_evaluation.tasks.ruler import NOISE, RULER_TASKS, ruler_tasks
 from winnow_evaluation.tasks.sample import Question, Sample
 from winnow_evaluation.tasks.scoring import found_fraction
 
@@ -78,7 +79,7 @@ def test_needles_are_hidden_and_asked_for_in_rulers_words(name: str, seed: int, 
     values: dict[str, list[str]] = {}
     for key, value in re.findall(needle, sample.prompt):
         values.setdefault(key, []).append(value)
-    assert len(values) == task.key_count if task.filler != "needles" else len(values) > task.key_count
+    assert len(values) == task.key_count if task.haystack != "needles" else len(values) > task.key_count
 
     kind: str = task.values
     if len(question.references) == 1:
@@ -100,12 +101,12 @@ def test_needles_are_hidden_and_asked_for_in_rulers_words(name: str, seed: int, 
     assert question.given == begun.format(kind, query)
 
     asked = re.split(r", and |, ", query)
-    assert len(asked) == task.keys_asked
+    assert len(asked) == task.keys_per_question
     assert Counter(question.references) == Counter(value for key in asked for value in values[key])
-    assert len(question.references) == task.keys_asked * task.values_per_key
-    if task.filler == "noise":
+    assert len(question.references) == task.keys_per_question * task.values_per_key
+    if task.haystack == "noise":
         assert set(context) - {NOISE} == {re.search(needle, sample.prompt)[0]}  # type: ignore[index]
-    elif task.filler == "essay":
+    elif task.haystack == "essay":
         assert len(context) == 1
         assert re.fullmatch(r"(Sentence \d+ of the essay\. ?)*", re.sub(rf"{needle} ?", "", context[0]))
 

@@ -90,10 +90,10 @@ def test_ratios_are_of_sums_not_means_of_ratios() -> None:
     ratios = attention_ratios([_attention(2, 101, 1.0, 1.0), _attention(4, 1003, 0.1, 0.2)])
     assert ratios is not None
     short, long = 100 + 101, 1000 + 1001 + 1002 + 1003
-    assert ratios.decode.attended == pytest.approx((1.0 * short + 0.1 * long) / (short + long))
-    assert ratios.decode.kv_read == pytest.approx((1.0 * short + 0.2 * long) / (short + long))
+    assert ratios.decode_attended_ratio == pytest.approx((1.0 * short + 0.1 * long) / (short + long))
+    assert ratios.decode_kv_read_ratio == pytest.approx((1.0 * short + 0.2 * long) / (short + long))
     short, long = sum(range(1, 100)), sum(range(1, 1000))
-    assert ratios.prefill.attended == pytest.approx((1.0 * short + 0.1 * long) / (short + long))
+    assert ratios.prefill_attended_ratio == pytest.approx((1.0 * short + 0.1 * long) / (short + long))
 
 
 @settings(deadline=None)
@@ -102,7 +102,12 @@ def test_ratios_lie_between_the_least_and_the_greatest(requests: list[tuple[int,
     ratios = attention_ratios([_attention(steps, context, ratio, ratio) for steps, context, ratio in requests])
     assert ratios is not None
     each = [ratio for _, _, ratio in requests]
-    for ratio in (ratios.decode.attended, ratios.decode.kv_read, ratios.prefill.attended, ratios.prefill.kv_read):
+    for ratio in (
+        ratios.decode_attended_ratio,
+        ratios.decode_kv_read_ratio,
+        ratios.prefill_attended_ratio,
+        ratios.prefill_kv_read_ratio,
+    ):
         assert ratio is not None
         assert min(each) - 1e-9 <= ratio <= max(each) + 1e-9
 
@@ -112,9 +117,9 @@ def test_prefill_behind_a_cached_prefix_weighs_the_prefix_too() -> None:
     ratios = attention_ratios([{"prefill": section} for section in sections])
     behind, whole = sum(range(91, 101)), sum(range(1, 101))
     assert ratios is not None
-    assert ratios.prefill.attended == pytest.approx((0.5 * behind + whole) / (behind + whole))
-    assert ratios.prefill.kv_read is None
-    assert ratios.decode.attended is None
+    assert ratios.prefill_attended_ratio == pytest.approx((0.5 * behind + whole) / (behind + whole))
+    assert ratios.prefill_kv_read_ratio is None
+    assert ratios.decode_attended_ratio is None
 
 
 @pytest.mark.parametrize(
@@ -124,10 +129,10 @@ def test_what_an_object_does_not_tell_is_not_counted(partial: dict[str, object])
     assert attention_ratios([]) is None
     alone = attention_ratios([partial])
     assert alone is not None
-    assert alone.decode.attended is None
+    assert alone.decode_attended_ratio is None
     both = attention_ratios([partial, _attention(2, 100, 0.25, 0.5)])
     assert both is not None
-    assert both.decode.attended == 0.25
+    assert both.decode_attended_ratio == 0.25
 
 
 def test_termination_and_estimates_are_weighted_by_context() -> None:
@@ -145,8 +150,8 @@ def test_termination_and_estimates_are_weighted_by_context() -> None:
     )
     assert ratios is not None
     assert ratios.estimated_share == pytest.approx((0.9 * 100 + 0.8 * 300) / 400)
-    assert ratios.terminated == pytest.approx((1.0 * 100 + 0.5 * 300) / 400)
-    assert ratios.skipped == pytest.approx(0.5 * 100 / 400)
+    assert ratios.terminated_ratio == pytest.approx((1.0 * 100 + 0.5 * 300) / 400)
+    assert ratios.skipped_ratio == pytest.approx(0.5 * 100 / 400)
     assert ratios.cached_tokens == pytest.approx(1400 / 3)
 
 
