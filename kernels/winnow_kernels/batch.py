@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ class DecodeBatch:
         return self.page_table.shape[1] * self.page_size
 
 
-@dataclass(frozen=True, eq=False)
-class ToldShares:
+class ToldShares(NamedTuple):
     """What selectors believe of the attention mass in a layer, and what rows are told that they have attended of it.
 
     Attributes:

@@ -66,7 +66,7 @@ class Compiled:
     """What a variant needs.
 
     Attributes:
-        kernel: its name.
+        kernel: ``module:name``.
         warps: of a program.
         registers: per thread, at most 255.
         local_bytes: bytes of local memory per thread: spilled registers, and arrays that no register could hold.
@@ -129,7 +129,10 @@ def _compile_launches(launch: str, arguments: Sequence[Constant]) -> list[Compil
     compiled = []
 
     def compile_in_place(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **kwargs: compiled.append(_compiled(kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+        name = f"{kernel.module}:{kernel.fn.__name__}"
+        return lambda *args, **kwargs: compiled.append(
+            _compiled(name, kernel.run(*args, grid=grid, warmup=True, **kwargs))
+        )
 
     driver.set_active(_Hopper())
     triton.JITFunction.__getitem__ = compile_in_place
@@ -153,13 +156,13 @@ def _compile(variant: Variant) -> Compiled:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.maxnreg}
-    return _compiled(triton.compile(source, target=_HOPPER, options=options))
+    return _compiled(variant.kernel, triton.compile(source, target=_HOPPER, options=options))
 
 
-def _compiled(kernel: Any) -> Compiled:
+def _compiled(name: str, kernel: Any) -> Compiled:
     usage = _resource_usage(kernel.asm["cubin"])
     return Compiled(
-        kernel.metadata.name,
+        name,
         kernel.metadata.num_warps,
         usage["REG"],
         usage["STACK"] + usage["LOCAL"],

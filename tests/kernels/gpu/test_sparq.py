@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton import next_power_of_2
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.gpu.selectors import (
     PAGE_SIZE,
     cache_on,
@@ -18,11 +16,10 @@ from tests.kernels.gpu.selectors import (
     on_device,
     untouched,
 )
-from tests.kernels.gpu.test_selectors_compile import PAIRS, REGISTERS, variant_of
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import Count
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.policies.sparq.gpu import SCORING_PROGRAMS, select
+from winnow_kernels.policies.sparq.gpu import select
 from winnow_kernels.policies.sparq.parameters import SparQ
 from winnow_kernels.policies.sparq.reference import SparQStep
 from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
@@ -75,14 +72,3 @@ def test_a_selection_that_has_no_room_is_the_whole_context(device: torch.device)
     buffers = TopBuffers.empty(batch, selection)
     select(queries, cache, batch, rows, channels, selection, buffers, any_by_score=False)
     check_whole(selection, 0)
-
-
-def test_scoring_fits_a_multiprocessor_as_often_as_it_is_launched() -> None:
-    shapes = [
-        {"head_dim": dim, "dim_block": next_power_of_2(dim), "group": group} for dim, group in ((128, 4), (96, 5))
-    ]
-    variants = [variant_of("policies.sparq.gpu:_score_kernel", PAIRS | shape | {"block": 32}) for shape in shapes]
-    for compiled in compile_for_hopper(variants):
-        assert compiled.local_bytes == 0
-        assert SCORING_PROGRAMS * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024
-        assert SCORING_PROGRAMS * 4 * 32 * compiled.registers <= REGISTERS
