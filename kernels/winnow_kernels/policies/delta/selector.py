@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.gpu_selector import Entry, Selector, rows_within
+from winnow_kernels.decode.gpu_selector import Entry, Selector, Server, rows_within
 from winnow_kernels.decode.gpu_step import Step
-from winnow_kernels.decode.ranks import Ranks
 from winnow_kernels.decode.request import Request
 from winnow_kernels.host_tensors import to_device
 from winnow_kernels.policies.delta import gpu
@@ -22,26 +20,15 @@ KIND = "delta"
 class DeltaSelector(Selector):
     """Pages that Δ-layers find. Those layers' attention is its own, too: ``attend_at``."""
 
-    def __init__(
-        self,
-        layers: int,
-        scale: float,
-        query_heads: int,
-        attend_buffers: AttendBuffers,
-        requests: int,
-        step: Step,
-        ranks: Ranks,
-    ) -> None:
-        """Room for ``requests`` request slots; ``step`` is the largest that there will be."""
+    def __init__(self, server: Server) -> None:
+        layers, step = len(server.caches), server.step
         device = step.slots.device
-        self._scale = scale
-        self._ranks = ranks
-        self._attend_buffers = attend_buffers
-        self._roles = torch.zeros(requests, layers, dtype=torch.int8, device=device)
+        self._server = server
+        self._roles = torch.zeros(server.requests, layers, dtype=torch.int8, device=device)
         self._roles_of_rows = torch.zeros(layers * step.rows, dtype=torch.int8, device=device)
-        self._rows = rows_within(4 * step.batch.longest * (query_heads + 1), step.rows)
+        self._rows = rows_within(4 * step.batch.longest * (server.query_heads + 1), step.rows)
         [(_, part), *_] = step.parts(self._rows)
-        self._buffers = DeltaBuffers.empty(part.batch, query_heads)
+        self._buffers = DeltaBuffers.empty(part.batch, server.query_heads)
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         del context
@@ -72,13 +59,13 @@ class DeltaSelector(Selector):
                 cache,
                 part.batch,
                 own,
-                self._scale,
-                self._attend_buffers,
+                self._server.scale,
+                self._server.attend_buffers,
                 self._buffers,
                 output[rows],
             )
-            gpu.score_tokens(layer, part.batch, own, self._attend_buffers, self._buffers)
-            self._ranks.maximize(self._buffers.token_scores[: part.rows])
+            gpu.score_tokens(layer, part.batch, own, self._server.attend_buffers, self._buffers)
+            self._server.ranks.maximize(self._buffers.tokens.greatest[: part.rows])
             gpu.select(layer, part.batch, own, part.slots, self._buffers)
 
     def _of(self, step: Step) -> DeltaRows:
