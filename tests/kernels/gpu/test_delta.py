@@ -27,6 +27,7 @@ from winnow_kernels.attend.reference import group as grouped
 from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.policies.delta.reference import DeltaStep
 
 SLOTS = 4096
@@ -47,9 +48,9 @@ def _rows(parameters: list[Row | None], layers: int, device: torch.device) -> de
     rows = delta_rows(len(parameters), layers, device)
     for row, own in enumerate(parameters):
         if own is not None:
-            rows.roles[:, row] = delta.REUSE
-            rows.roles[: own.delta_layers[0], row] = delta.FULL
-            rows.roles[list(own.delta_layers), row] = delta.REFRESH
+            rows.roles[:, row] = Role.REUSE
+            rows.roles[: own.delta_layers[0], row] = Role.FULL
+            rows.roles[list(own.delta_layers), row] = Role.REFRESH
             rows.budgets[row], rows.recent[row], rows.by_score[row] = own.budget, own.recent, own.is_ordered
     return rows
 

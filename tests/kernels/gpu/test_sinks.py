@@ -16,6 +16,7 @@ from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.policies.delta.reference import DeltaStep
 from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.quest.reference import QuestStep
@@ -83,7 +84,7 @@ def test_delta(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     recent = 20
     batch = on_device(context, device, page_size=page_size)
     rows = delta_rows(batch.rows, 2, device)
-    rows.roles[0], rows.roles[1] = delta.REFRESH, delta.REUSE
+    rows.roles[0], rows.roles[1] = Role.REFRESH, Role.REUSE
     rows.budgets.copy_(torch.tensor([pages_kept(max(budget, recent), recent, sinks, page_size) for budget in BUDGETS]))
     rows.recent.fill_(pages_of(recent, page_size))
     rows.sinks.fill_(sinks)

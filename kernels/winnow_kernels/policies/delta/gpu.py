@@ -30,22 +30,17 @@ from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, PARTIAL_SLOTS, Parti
 from winnow_kernels.batch import ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Counts, Heads, KeysAndValues, Rows, Selected, Vectors
+from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.selection.gpu_pages import PageBuffers, page_counts, select_pages, warps_of
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
 
-FULL: Final = 1
-"""As a layer's role: the row attends to everything."""
-REFRESH: Final = 2
-"""The row attends to everything and selects: it is a Δ-layer."""
-REUSE: Final = 3
-"""The row attends to what its last Δ-layer selected."""
 _TILE = tl.constexpr(TILE)
 _HEADS = tl.constexpr(LARGEST_GROUP)
 _PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _WHOLE = tl.constexpr(WHOLE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
-_FULL = tl.constexpr(FULL)
-_REFRESH = tl.constexpr(REFRESH)
+_FULL = tl.constexpr(int(Role.FULL))
+_REFRESH = tl.constexpr(int(Role.REFRESH))
 _ELSEWHERE = tl.constexpr(ELSEWHERE)
 _CONTEXT = tl.constexpr(int(Count.CONTEXT))
 _ATTENDED = tl.constexpr(int(Count.ATTENDED))
@@ -62,8 +57,7 @@ class DeltaRows(NamedTuple):
     """The parameters of a batch's rows.
 
     Attributes:
-        roles: int8 [layers, rows]; 0 for a row of another kind, else what the layer is to the row: ``FULL``,
-            ``REFRESH`` or ``REUSE``.
+        roles: int8 [layers, rows]; 0 for a row of another kind, else what the layer is to the row (``Role``).
         budgets: int32 [rows]; pages for all KV heads; 0 for a row that is left untouched, whatever its roles.
         recent: int32 [rows]; newest pages that are always kept, at least 1.
         sinks: int32 [rows]; first tokens, whose pages are always kept, too; the budget holds both.

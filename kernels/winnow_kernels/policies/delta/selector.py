@@ -11,7 +11,7 @@ from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.request import Request
 from winnow_kernels.host_tensors import to_device
 from winnow_kernels.policies.delta import gpu
-from winnow_kernels.policies.delta.gpu import FULL, REFRESH, REUSE, DeltaBuffers, DeltaRows
+from winnow_kernels.policies.delta.gpu import DeltaBuffers, DeltaRows
 from winnow_kernels.policies.delta.parameters import Delta
 
 KIND = "delta"
@@ -35,7 +35,7 @@ class DeltaSelector(Selector):
         policy = request.decode
         assert isinstance(policy, Delta)
         layers = self._roles.shape[1]
-        roles = torch.tensor(roles_of(policy, layers), dtype=torch.int8)
+        roles = torch.tensor([policy.role(layer) for layer in range(layers)], dtype=torch.int8)
         self._roles[slot] = to_device(roles, self._roles.device)
         return Entry()
 
@@ -71,12 +71,6 @@ class DeltaSelector(Selector):
     def _of(self, step: Step) -> DeltaRows:
         layers = self._roles.shape[1]
         return _rows(step, self._roles_of_rows[: layers * step.rows].view(layers, step.rows))
-
-
-def roles_of(policy: Delta, layers: int) -> list[int]:
-    """Return what each layer is to a request of DELTA."""
-    refreshing = policy.named_layers
-    return [REFRESH if i in refreshing else FULL if i < refreshing[0] else REUSE for i in range(layers)]
 
 
 def _rows(step: Step, roles: Tensor) -> DeltaRows:
