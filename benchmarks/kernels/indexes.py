@@ -199,7 +199,7 @@ class _Prompt:
         """Time ``ensure``, and what it launches."""
         index = kind(self.caches, self.generations)
         built = milliseconds(partial(index.ensure, self.pages), repeats, partial(self._write, self.pages))
-        kernels = milliseconds(partial(index.launch, self.pages), repeats)
+        kernels = milliseconds(partial(index.entries.build, self.pages), repeats)
         floor = self.limits.milliseconds(self.context * KEY_BYTES)
         return [self._result(policy, "built", built, floor, {}), self._result(policy, "kernels", kernels, floor, {})]
 

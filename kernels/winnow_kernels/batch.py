@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class DecodeBatch:
             torch.zeros(rows, COUNTS, dtype=torch.int64, device=device),
         )
 
+    def __getitem__(self, rows: slice) -> DecodeBatch:
+        """Return some of the rows."""
+        return DecodeBatch(self.page_size, self.page_table[rows], self.lengths[rows], self.counts[rows])
+
     @property
     def rows(self) -> int:
         return self.page_table.shape[0]
@@ -74,8 +78,7 @@ class DecodeBatch:
         return self.page_table.shape[1] * self.page_size
 
 
-@dataclass(frozen=True, eq=False)
-class ToldShares:
+class ToldShares(NamedTuple):
     """What selectors believe of the attention mass in a layer, and what rows are told that they have attended of it.
 
     Attributes:

@@ -3,6 +3,9 @@
 Triton takes a named tuple apart when it launches. Each tensor and number in it is specialised as if it were an argument
 of its own, and a ``tl.constexpr`` in it is known to the compiler. A launch costs no more, and a replay of a CUDA graph
 nothing. Only a number that must not be specialised (``do_not_specialize``), as a layer's, stays outside.
+
+In a kernel a tuple's ``values`` and ``type`` are Triton's: no field can be called so. A tuple of tuples holds nothing
+else: if a tensor lies beside them, Triton 3.6 forgets behind a branch or a loop what is constant in an inner one.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ class Rows(NamedTuple):
     table_stride: Number
     lengths: Pointer
     page_size: Constant
+    page_bits: Constant
 
     @classmethod
     def of(cls, batch: DecodeBatch) -> Rows:
         """Return those of ``batch``."""
-        return cls(batch.page_table, batch.page_table.stride(0), batch.lengths, tl.constexpr(batch.page_size))
+        sizes = (batch.page_size, batch.page_size.bit_length() - 1)
+        return cls(batch.page_table, batch.page_table.stride(0), batch.lengths, *map(tl.constexpr, sizes))
 
 
 class Vectors(NamedTuple):
@@ -51,8 +56,26 @@ class Vectors(NamedTuple):
         return cls(vectors, vectors.stride(0), vectors.stride(1))
 
 
+class KeysAndValues(NamedTuple):
+    """A layer's KV cache, whose keys and values are strided alike."""
+
+    keys_ptr: Pointer
+    values_ptr: Pointer
+    slot_stride: Number
+    head_stride: Number
+
+    @classmethod
+    def of(cls, cache: LayerCache) -> KeysAndValues:
+        """Return those of ``cache``."""
+        assert cache.keys.stride() == cache.values.stride()
+        return cls(cache.keys, cache.values, cache.keys.stride(0), cache.keys.stride(1))
+
+
 class Heads(NamedTuple):
-    """A layer's heads: their numbers, and those of a head, with the power of two that holds them."""
+    """A layer's heads: their numbers, and those of a head, with the power of two, at least 16, that holds them.
+
+    Tensor cores multiply no fewer than 16.
+    """
 
     kv_heads: Constant
     group: Constant
@@ -62,8 +85,25 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, query_heads: int, cache: LayerCache) -> Heads:
         """Return those of a layer with ``query_heads`` over ``cache``."""
-        sizes = (cache.kv_heads, query_heads // cache.kv_heads, cache.head_dim)
-        return cls(*(tl.constexpr(size) for size in (*sizes, triton.next_power_of_2(cache.head_dim))))
+        return cls.sized(query_heads, cache.kv_heads, cache.head_dim)
+
+    @classmethod
+    def sized(cls, query_heads: int, kv_heads: int, head_dim: int) -> Heads:
+        """Return those of a layer with so many."""
+        sizes = (kv_heads, query_heads // kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)))
+        return cls(*map(tl.constexpr, sizes))
+
+
+class Counts(NamedTuple):
+    """What rows read in a step (``DecodeBatch.counts``)."""
+
+    pointer: Pointer
+    row_stride: Number
+
+    @classmethod
+    def of(cls, batch: DecodeBatch) -> Counts:
+        """Return that of ``batch``."""
+        return cls(batch.counts, batch.counts.stride(0))
 
 
 class Selected(NamedTuple):
@@ -76,4 +116,6 @@ class Selected(NamedTuple):
     @classmethod
     def of(cls, selection: DeviceSelection) -> Selected:
         """Return that of ``selection``, which must be contiguous."""
+        assert selection.slots.is_contiguous()
+        assert selection.counts.is_contiguous()
         return cls(selection.slots, selection.counts, selection.slots.shape[2])

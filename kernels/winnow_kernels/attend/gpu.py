@@ -28,10 +28,19 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu_early_termination import terminating_attend_kernel
-from winnow_kernels.attend.gpu_merge import INFINITY, PARTIAL_SLOTS, merge_kernel, run_of, spare_of, splits_of
+from winnow_kernels.attend.gpu_merge import (
+    INFINITY,
+    PARTIAL_SLOTS,
+    Partial,
+    merge_kernel,
+    run_of,
+    spare_of,
+    splits_of,
+)
 from winnow_kernels.attend.gpu_tile import attend_tile
 from winnow_kernels.batch import DecodeBatch, DeviceSelection, ToldShares
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Rows, Selected, Vectors
 
 LARGEST_GROUP: Final = 16
 """Query heads of a KV head, at most: the rows of a tensor core's tile."""
@@ -90,17 +99,13 @@ class AttendBuffers:
 
     Attributes:
         log_sum_exp: float32 [rows, query heads], of the last call; natural logarithm, of the scaled scores read.
-        partial_outputs: float32 [rows, query heads, splits, head dim].
-        partial_masses: float32 [rows, query heads, splits]; log-sum-exp to base 2.
-        tiles_read: int32 [rows, KV heads, splits]; of rows with early termination.
+        partial: what splits yield.
         multiprocessors: of the device.
         launch: how the kernel runs.
     """
 
     log_sum_exp: Tensor
-    partial_outputs: Tensor
-    partial_masses: Tensor
-    tiles_read: Tensor
+    partial: Partial
     multiprocessors: int
     launch: Launch
 
@@ -113,9 +118,11 @@ class AttendBuffers:
         device = cache.keys.device
         return cls(
             torch.empty(rows, query_heads, dtype=torch.float32, device=device),
-            torch.empty(rows, query_heads, PARTIAL_SLOTS, cache.head_dim, dtype=torch.float32, device=device),
-            torch.empty(rows, query_heads, PARTIAL_SLOTS, dtype=torch.float32, device=device),
-            torch.empty(rows, cache.kv_heads, PARTIAL_SLOTS, dtype=torch.int32, device=device),
+            Partial(
+                torch.empty(rows, query_heads, PARTIAL_SLOTS, cache.head_dim, dtype=torch.float32, device=device),
+                torch.empty(rows, query_heads, PARTIAL_SLOTS, dtype=torch.float32, device=device),
+                torch.empty(rows, cache.kv_heads, PARTIAL_SLOTS, dtype=torch.int32, device=device),
+            ),
             _multiprocessors(device),
             launch or Launch.of(cache.head_dim, cache.keys.element_size(), query_heads // cache.kv_heads),
         )
@@ -123,7 +130,7 @@ class AttendBuffers:
     @property
     def bytes(self) -> int:
         """Bytes of device memory."""
-        return sum(t.nbytes for t in (self.log_sum_exp, self.partial_outputs, self.partial_masses, self.tiles_read))
+        return sum(t.nbytes for t in (self.log_sum_exp, *self.partial))
 
 
 def attend(
@@ -155,79 +162,43 @@ def attend(
         output: [rows, query heads, head dim]; rows and heads may be strided.
         told: where the shares of the mass that were attended are added; None if nobody is told any.
     """
-    rows, query_heads, head_dim = queries.shape
-    kv_heads = cache.kv_heads
-    group = query_heads // kv_heads
-    pairs = rows * kv_heads
+    rows, query_heads, _ = queries.shape
+    pairs = rows * cache.kv_heads
+    group = query_heads // cache.kv_heads
     assert group <= LARGEST_GROUP
     assert batch.page_size <= TILE
     assert rows == batch.rows <= len(buffers.log_sum_exp)
-    assert cache.keys.stride() == cache.values.stride()
-    assert selection.slots.is_contiguous()
-    assert selection.counts.is_contiguous()
     launch = buffers.launch
     of_multiprocessor = launch.programs if thresholds is None else launch.programs_with_termination
     programs = min(pairs * PARTIAL_SLOTS, of_multiprocessor * buffers.multiprocessors)
-    inputs = (
-        queries,
-        cache.keys,
-        cache.values,
-        batch.page_table,
-        batch.lengths,
-        selection.slots,
-        selection.counts,
-    )
-    sizes = (
-        scale * _LOG2_E,
-        pairs,
-        queries.stride(0),
-        queries.stride(1),
-        cache.keys.stride(0),
-        cache.keys.stride(1),
-        batch.page_table.stride(0),
-        selection.slots.shape[2],
-    )
-    shape = {
-        "kv_heads": kv_heads,
-        "group": group,
-        "head_dim": head_dim,
-        "padded_dim": triton.next_power_of_2(head_dim),
-    }
+    inputs = (Vectors.of(queries), KeysAndValues.of(cache))
+    attended = (Rows.of(batch), Selected.of(selection))
+    heads = Heads.of(query_heads, cache)
     tiling = {
         "padded_group": _HALF_GROUP if group <= _HALF_GROUP else LARGEST_GROUP,
-        "page_bits": batch.page_size.bit_length() - 1,
         "padded_pairs": triton.next_power_of_2(pairs),
         "tiles_ahead": launch.tiles_ahead,
         "num_warps": launch.warps,
         # Left alone, the compiler aims at other numbers of programs.
         "maxnreg": launch.registers(of_multiprocessor),
     }
-    partial = (buffers.partial_outputs, buffers.partial_masses)
+    scaling = (scale * _LOG2_E, pairs)
     if thresholds is None:
-        attend_kernel[(programs,)](*inputs, *partial, *sizes, programs=programs, **shape, **tiling)
+        attend_kernel[(programs,)](*inputs, *attended, buffers.partial, heads, *scaling, programs=programs, **tiling)
     else:
         terminating_attend_kernel[(programs,)](
-            *inputs, thresholds, *partial, buffers.tiles_read, *sizes, **shape, **tiling
+            *inputs, *attended, thresholds, buffers.partial, heads, *scaling, **tiling
         )
     merge_kernel[(pairs, group)](
-        *partial,
-        buffers.tiles_read,
-        batch.lengths,
-        selection.counts,
-        # A tensor in its place, where no thresholds are read.
-        buffers.log_sum_exp if thresholds is None else thresholds,
-        output,
+        buffers.partial,
+        *attended,
+        thresholds,
+        Vectors.of(output),
         buffers.log_sum_exp,
         batch.counts,
-        # Tensors in their places, where nobody is told anything.
-        buffers.log_sum_exp if told is None else told.beliefs,
-        buffers.log_sum_exp if told is None else told.shares,
-        output.stride(0),
-        output.stride(1),
+        told,
+        heads,
         2 * cache.vector_bytes,
-        termination=thresholds is not None,
-        told=told is not None,
-        **shape,
         num_warps=4,
     )
 
@@ -239,29 +210,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    selected_ptr: tl.tensor,
-    partial_outputs_ptr: tl.tensor,
-    partial_masses_ptr: tl.tensor,
+    queries: Vectors,
+    cache: KeysAndValues,
+    rows: Rows,
+    selected: Selected,
+    partial: Partial,
+    heads: Heads,
     scale_log2: tl.tensor,
     pairs: tl.tensor,
-    query_row_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    page_table_stride: tl.tensor,
-    selection_width: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
     padded_group: tl.constexpr,
-    head_dim: tl.constexpr,
-    padded_dim: tl.constexpr,
-    page_bits: tl.constexpr,
     padded_pairs: tl.constexpr,
     programs: tl.constexpr,
     tiles_ahead: tl.constexpr,
@@ -271,20 +228,20 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
     Grid: ``programs``.
     """
     all_pairs = tl.arange(0, padded_pairs)
-    all_counts = tl.load(selected_ptr + all_pairs, mask=all_pairs < pairs, other=0)
-    all_lengths = tl.load(lengths_ptr + all_pairs // kv_heads, mask=all_pairs < pairs, other=0)
+    all_counts = tl.load(selected.counts + all_pairs, mask=all_pairs < pairs, other=0)
+    all_lengths = tl.load(rows.lengths + all_pairs // heads.kv_heads, mask=all_pairs < pairs, other=0)
     all_tokens = tl.where(all_counts < 0, all_lengths, all_counts)
     all_splits = splits_of(all_tokens, all_tokens < 0)
     up_to = tl.cumsum(all_splits, axis=0)
     own_tiles = tl.sum(_own_tiles(tl.cdiv(all_tokens, _TILE), all_splits, up_to, programs), axis=0)
 
-    heads = tl.arange(0, padded_group)
-    dim = tl.arange(0, padded_dim)
+    member = tl.arange(0, padded_group)
+    dim = tl.arange(0, heads.dim_block)
     in_tile = tl.arange(0, _TILE)
-    is_output = (heads < group)[:, None] & (dim < head_dim)[None, :]
+    is_output = (member < heads.group)[:, None] & (dim < heads.head_dim)[None, :]
     highest = tl.full([padded_group], -INFINITY, tl.float32)
     masses = tl.zeros([padded_group, _TILE], tl.float32)
-    weighted = tl.zeros([padded_group, padded_dim], tl.float32)
+    weighted = tl.zeros([padded_group, heads.dim_block], tl.float32)
     # Before the first split, which the first step finds.
     item = tl.program_id(0) - programs
     pair = 0
@@ -301,23 +258,23 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
             is_before = up_to <= item
             pair = tl.sum(is_before.to(tl.int32), axis=0)
             split = item - tl.max(tl.where(is_before, up_to, 0), axis=0)
-            count = tl.load(selected_ptr + pair)
-            tokens = tl.where(count < 0, tl.load(lengths_ptr + pair // kv_heads), count)
+            count = tl.load(selected.counts + pair)
+            tokens = tl.where(count < 0, tl.load(rows.lengths + pair // heads.kv_heads), count)
             tiles = tl.cdiv(tokens, _TILE)
             run = run_of(tiles)
             tile = split * run
             last = tl.where(tiles - (tile + run) <= spare_of(run), tiles, tile + run) - 1
         else:
             tile += 1
-        row = (pair // kv_heads).to(tl.int64)
-        kv_head = pair % kv_heads
+        row = (pair // heads.kv_heads).to(tl.int64)
+        kv_head = pair % heads.kv_heads
 
         # A selection is a table of pages of one slot.
         if count < 0:
-            table_ptr = page_table_ptr + row * page_table_stride
-            slot_bits = page_bits
+            table_ptr = rows.page_table + row * rows.table_stride
+            slot_bits = rows.page_bits
         else:
-            table_ptr = slots_ptr + tl.cast(pair, tl.int64) * selection_width
+            table_ptr = selected.slots + tl.cast(pair, tl.int64) * selected.width
             slot_bits = 0
         token = tile * _TILE + in_tile
         page = tl.load(table_ptr + (token >> slot_bits), mask=token < tokens, other=0)
@@ -325,25 +282,25 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
         slot = (page << slot_bits) + (in_tile & ((1 << slot_bits) - 1))
         # Not ``token < tokens``: what is known when pages are loaded would take registers until keys are.
         is_token = in_tile < tokens - tile * _TILE
-        offset = slot.to(tl.int64) * slot_stride + kv_head * kv_head_stride
-        is_vector = is_token[:, None] & (dim < head_dim)[None, :]
-        of_heads = (kv_head * group + heads)[:, None] * query_head_stride + dim[None, :]
-        query = tl.load(queries_ptr + row * query_row_stride + of_heads, mask=is_output, other=0.0)
-        key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
-        value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        offset = slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride
+        is_vector = is_token[:, None] & (dim < heads.head_dim)[None, :]
+        of_heads = (kv_head * heads.group + member)[:, None] * queries.head_stride + dim[None, :]
+        query = tl.load(queries.pointer + row * queries.row_stride + of_heads, mask=is_output, other=0.0)
+        key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
         highest, masses, weighted = attend_tile(query, key, value, is_token, scale_log2, highest, masses, weighted)
 
         # One number to keep until the tile has come: where the split's result goes, if this was its last tile.
-        result = tl.where(tile == last, pair * (group * _PARTIAL_SLOTS) + split, -1)
+        result = tl.where(tile == last, pair * (heads.group * _PARTIAL_SLOTS) + split, -1)
         if result >= 0:
             mass = tl.sum(masses, axis=1)
-            of_split = result.to(tl.int64) + heads * _PARTIAL_SLOTS
-            tl.store(partial_masses_ptr + of_split, highest + tl.log2(mass), mask=heads < group)
-            outputs_ptr = partial_outputs_ptr + of_split[:, None] * head_dim + dim[None, :]
+            of_split = result.to(tl.int64) + member * _PARTIAL_SLOTS
+            tl.store(partial.masses + of_split, highest + tl.log2(mass), mask=member < heads.group)
+            outputs_ptr = partial.outputs + of_split[:, None] * heads.head_dim + dim[None, :]
             tl.store(outputs_ptr, weighted / mass[:, None], mask=is_output)
             highest = tl.full([padded_group], -INFINITY, tl.float32)
             masses = tl.zeros([padded_group, _TILE], tl.float32)
-            weighted = tl.zeros([padded_group, padded_dim], tl.float32)
+            weighted = tl.zeros([padded_group, heads.dim_block], tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

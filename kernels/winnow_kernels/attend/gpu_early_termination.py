@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.attend.early_termination import PROBE, TILE
-from winnow_kernels.attend.gpu_merge import INFINITY, PARTIAL_SLOTS, splits_of, tiles_of_split
+from winnow_kernels.attend.gpu_merge import INFINITY, PARTIAL_SLOTS, Partial, splits_of, tiles_of_split
 from winnow_kernels.attend.gpu_tile import attend_tile
 from winnow_kernels.batch import WHOLE_TO_THE_END
+from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Rows, Selected, Vectors
 
 _TILE = tl.constexpr(TILE)
 _PROBE = tl.constexpr(PROBE)
@@ -26,52 +27,37 @@ _FOREVER = tl.constexpr(float(1 << 24))
 
 @triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    selected_ptr: tl.tensor,
+    queries: Vectors,
+    cache: KeysAndValues,
+    rows: Rows,
+    selected: Selected,
     thresholds_ptr: tl.tensor,
-    partial_outputs_ptr: tl.tensor,
-    partial_masses_ptr: tl.tensor,
-    tiles_read_ptr: tl.tensor,
+    partial: Partial,
+    heads: Heads,
     scale_log2: tl.tensor,
     pairs: tl.tensor,
-    query_row_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    page_table_stride: tl.tensor,
-    selection_width: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
     padded_group: tl.constexpr,
-    head_dim: tl.constexpr,
-    padded_dim: tl.constexpr,
-    page_bits: tl.constexpr,
     padded_pairs: tl.constexpr,
     tiles_ahead: tl.constexpr,
 ) -> None:
     """Attend to splits of the batch's selections; a pair is a row and a KV head, number row × KV heads + KV head.
 
     Grid: as many programs as fit the device. Arguments are those of ``attend.gpu.attend_kernel``, and
-    ``thresholds_ptr`` and ``tiles_read_ptr`` of ``attend``.
+    the thresholds of ``attend``.
     """
-    up_to = _splits_up_to(selected_ptr, lengths_ptr, thresholds_ptr, pairs, kv_heads, padded_pairs)
-    heads = tl.arange(0, padded_group)
-    dim = tl.arange(0, padded_dim)
+    up_to = _splits_up_to(selected, rows, thresholds_ptr, heads, pairs, padded_pairs)
+    member = tl.arange(0, padded_group)
+    dim = tl.arange(0, heads.dim_block)
     in_tile = tl.arange(0, _TILE)
-    is_output = (heads < group)[:, None] & (dim < head_dim)[None, :]
+    is_output = (member < heads.group)[:, None] & (dim < heads.head_dim)[None, :]
     for item in range(tl.program_id(0), tl.max(up_to, axis=0), tl.num_programs(0)):
         pair = tl.sum((up_to <= item).to(tl.int32), axis=0)
         split = item - tl.max(tl.where(up_to <= item, up_to, 0), axis=0)
-        row = pair // kv_heads
-        kv_head = pair % kv_heads
-        count = tl.load(selected_ptr + pair)
+        row = pair // heads.kv_heads
+        kv_head = pair % heads.kv_heads
+        count = tl.load(selected.counts + pair)
         whole = count < 0
-        tokens = tl.where(whole, tl.load(lengths_ptr + row), count)
+        tokens = tl.where(whole, tl.load(rows.lengths + row), count)
         scale_bound = tl.load(thresholds_ptr + row * 3)
         direction_bound = tl.load(thresholds_ptr + row * 3 + 1)
         patience = tl.load(thresholds_ptr + row * 3 + 2)
@@ -80,10 +66,10 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
 
         # A selection is a table of pages of one slot.
         if whole:
-            table_ptr = page_table_ptr + row.to(tl.int64) * page_table_stride
-            slot_bits = page_bits
+            table_ptr = rows.page_table + row.to(tl.int64) * rows.table_stride
+            slot_bits = rows.page_bits
         else:
-            table_ptr = slots_ptr + pair.to(tl.int64) * selection_width
+            table_ptr = selected.slots + pair.to(tl.int64) * selected.width
             slot_bits = 0
         # The token that is read as number i has the position origin + direction × i in the table.
         origin = tl.where(whole & stops, tokens - 1, 0)
@@ -91,11 +77,11 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
         # Tiles consist of whole pages, so this is the same in all.
         in_page = (origin + direction * in_tile) & ((1 << slot_bits) - 1)
 
-        of_heads = (kv_head * group + heads)[:, None] * query_head_stride + dim[None, :]
-        query = tl.load(queries_ptr + row.to(tl.int64) * query_row_stride + of_heads, mask=is_output, other=0.0)
+        of_heads = (kv_head * heads.group + member)[:, None] * queries.head_stride + dim[None, :]
+        query = tl.load(queries.pointer + row.to(tl.int64) * queries.row_stride + of_heads, mask=is_output, other=0.0)
         highest = tl.full([padded_group], -INFINITY, tl.float32)
         masses = tl.zeros([padded_group, _TILE], tl.float32)
-        weighted = tl.zeros([padded_group, padded_dim], tl.float32)
+        weighted = tl.zeros([padded_group, heads.dim_block], tl.float32)
         mass = tl.zeros([padded_group], tl.float32)
         norm = tl.zeros([padded_group], tl.float32)
         calm_tiles = 0.0
@@ -109,10 +95,10 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
                 slot = (page << slot_bits) + in_page
                 # Not ``token < tokens``: what is known when pages are loaded would take registers until keys are.
                 is_token = in_tile < tokens - begin
-                offset = slot.to(tl.int64) * slot_stride + kv_head * kv_head_stride
-                is_vector = is_token[:, None] & (dim < head_dim)[None, :]
-                key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
-                value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+                offset = slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride
+                is_vector = is_token[:, None] & (dim < heads.head_dim)[None, :]
+                key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+                value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
                 before = weighted
                 highest, masses, weighted = attend_tile(
                     query, key, value, is_token, scale_log2, highest, masses, weighted
@@ -121,35 +107,35 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
                     before = before / tl.where(mass > 0, mass, 1.0)[:, None]
                     mass = tl.sum(masses, axis=1)
                     after = weighted / mass[:, None]
-                    norm, is_calm = _compare(before, after, norm, dim, scale_bound, direction_bound, head_dim)
-                    all_calm = tl.min((is_calm | (heads >= group)).to(tl.int32), axis=0) > 0
+                    norm, is_calm = _compare(before, after, norm, dim, scale_bound, direction_bound, heads.head_dim)
+                    all_calm = tl.min((is_calm | (member >= heads.group)).to(tl.int32), axis=0) > 0
                     # The first tile has nothing to be compared with.
                     calm_tiles = tl.where((number > 0) & all_calm, calm_tiles + 1, 0.0)
             done += certain
             own = tl.where(calm_tiles >= patience, done, own)
-        tl.store(tiles_read_ptr + pair.to(tl.int64) * _PARTIAL_SLOTS + split, done)
+        tl.store(partial.tiles_read + pair.to(tl.int64) * _PARTIAL_SLOTS + split, done)
 
         mass = tl.sum(masses, axis=1)
-        result = (pair.to(tl.int64) * group + heads) * _PARTIAL_SLOTS + split
-        tl.store(partial_masses_ptr + result, highest + tl.log2(mass), mask=heads < group)
-        outputs_ptr = partial_outputs_ptr + result[:, None] * head_dim + dim[None, :]
+        result = (pair.to(tl.int64) * heads.group + member) * _PARTIAL_SLOTS + split
+        tl.store(partial.masses + result, highest + tl.log2(mass), mask=member < heads.group)
+        outputs_ptr = partial.outputs + result[:, None] * heads.head_dim + dim[None, :]
         tl.store(outputs_ptr, weighted / mass[:, None], mask=is_output)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _splits_up_to(
-    selected_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
+    selected: Selected,
+    rows: Rows,
     thresholds_ptr: tl.tensor,
+    heads: Heads,
     pairs: tl.tensor,
-    kv_heads: tl.constexpr,
     padded_pairs: tl.constexpr,
 ) -> tl.tensor:
     """Return how many splits each pair and those before it have: int32 [padded pairs]."""
     pair = tl.arange(0, padded_pairs)
-    row = pair // kv_heads
-    count = tl.load(selected_ptr + pair, mask=pair < pairs, other=0)
-    tokens = tl.where(count < 0, tl.load(lengths_ptr + row, mask=pair < pairs, other=0), count)
+    row = pair // heads.kv_heads
+    count = tl.load(selected.counts + pair, mask=pair < pairs, other=0)
+    tokens = tl.where(count < 0, tl.load(rows.lengths + row, mask=pair < pairs, other=0), count)
     patience = tl.load(thresholds_ptr + row * 3 + 2, mask=pair < pairs, other=INFINITY)
     stops = (patience < INFINITY) & (count != _TO_THE_END)
     return tl.cumsum(splits_of(tokens, stops), axis=0)

@@ -12,13 +12,14 @@ Merging reads a float32 output and a log-sum-exp for each query head and split, 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
 
 from winnow_kernels.attend.early_termination import MAX_SPLITS, TILE, TILES_PER_SPLIT
-from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count
+from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count, ToldShares
+from winnow_kernels.kernel_arguments import Heads, Pointer, Rows, Selected, Vectors
 
 PARTIAL_SLOTS: Final = 64
 """Of a selection; a power of two, and no less than with early termination."""
@@ -44,6 +45,20 @@ _SKIPPED_TILES = tl.constexpr(int(Count.SKIPPED_TILES))
 
 INFINITY = tl.constexpr(float("inf"))
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Partial(NamedTuple):
+    """What splits yield, ``PARTIAL_SLOTS`` for each of so many rows and heads.
+
+    Attributes:
+        outputs: float32 [rows, query heads, splits, head dim].
+        masses: float32 [rows, query heads, splits]; log-sum-exp to base 2.
+        tiles_read: int32 [rows, KV heads, splits]; of rows with early termination.
+    """
+
+    outputs: Pointer
+    masses: Pointer
+    tiles_read: Pointer
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -83,85 +98,74 @@ def spare_of(run: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
-    partial_outputs_ptr: tl.tensor,
-    partial_masses_ptr: tl.tensor,
-    tiles_read_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    selected_ptr: tl.tensor,
+    partial: Partial,
+    rows: Rows,
+    selected: Selected,
     thresholds_ptr: tl.tensor,
-    output_ptr: tl.tensor,
+    output: Vectors,
     log_sum_exp_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    beliefs_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    output_row_stride: tl.tensor,
-    output_head_stride: tl.tensor,
+    told: ToldShares,
+    heads: Heads,
     token_bytes: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    padded_dim: tl.constexpr,
-    termination: tl.constexpr,
-    told: tl.constexpr,
 ) -> None:
     """Merge the splits of one query head and add the share that it attended; the first of a group counts what was read.
 
-    Grid: (rows × KV heads, ``group``). Arguments are those of ``attend.gpu.attend_kernel``,
-    ``token_bytes``, those of a key and a value, and where shares are ``told`` those of ``ToldShares``.
+    Grid: (rows × KV heads, group). Arguments are those of ``attend.gpu.attend``, with None where there are no
+    thresholds or nobody is told anything, and ``token_bytes``, those of a key and a value.
     """
     pair = tl.program_id(0)
     of_group = tl.program_id(1)
-    row = pair // kv_heads
-    length = tl.load(lengths_ptr + row)
-    count = tl.load(selected_ptr + pair)
+    row = pair // heads.kv_heads
+    length = tl.load(rows.lengths + row)
+    count = tl.load(selected.counts + pair)
     if count == _ELSEWHERE:
         return
     tokens = tl.where(count < 0, length, count)
     stops = tokens < 0
-    if termination:
+    if thresholds_ptr is not None:
         stops = (tl.load(thresholds_ptr + row * 3 + 2) < INFINITY) & (count != _TO_THE_END)
     splits = splits_of(tokens, stops)
 
     split = tl.arange(0, _PARTIAL_SLOTS)
     present = split < splits
-    head = pair.to(tl.int64) * group + of_group
-    masses_ptr = partial_masses_ptr + head * _PARTIAL_SLOTS + split
-    masses = tl.load(masses_ptr, mask=present, other=-INFINITY)
-    dim = tl.arange(0, padded_dim)
+    head = pair.to(tl.int64) * heads.group + of_group
+    masses = tl.load(partial.masses + head * _PARTIAL_SLOTS + split, mask=present, other=-INFINITY)
+    dim = tl.arange(0, heads.dim_block)
     outputs = tl.load(
-        partial_outputs_ptr + (head * _PARTIAL_SLOTS + split[:, None]) * head_dim + dim[None, :],
-        mask=present[:, None] & (dim < head_dim)[None, :],
+        partial.outputs + (head * _PARTIAL_SLOTS + split[:, None]) * heads.head_dim + dim[None, :],
+        mask=present[:, None] & (dim < heads.head_dim)[None, :],
         other=0.0,
     )
     highest = tl.max(masses, axis=0)
     weights = tl.exp2(masses - highest)
     total = tl.sum(weights, axis=0)
     merged = tl.sum(outputs * weights[:, None], axis=0) / total
-    of_row = (pair % kv_heads) * group + of_group
-    target = output_ptr + row.to(tl.int64) * output_row_stride + of_row * output_head_stride
-    tl.store(target + dim, merged.to(output_ptr.dtype.element_ty), mask=dim < head_dim)
+    of_row = (pair % heads.kv_heads) * heads.group + of_group
+    target = output.pointer + row.to(tl.int64) * output.row_stride + of_row * output.head_stride
+    tl.store(target + dim, merged.to(output.pointer.dtype.element_ty), mask=dim < heads.head_dim)
     mass = highest + tl.log2(total)
     tl.store(log_sum_exp_ptr + head, mass * LN_2)
 
     tiles = tl.cdiv(tokens, _TILE)
     read = tiles
     of_splits = split * 0
-    if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
+    if thresholds_ptr is not None:  # noqa: SIM102  # A condition of the launch and one of the row.
         if stops:
-            of_splits = tl.load(tiles_read_ptr + pair.to(tl.int64) * _PARTIAL_SLOTS + split, mask=present, other=0)
+            of_splits = tl.load(partial.tiles_read + pair.to(tl.int64) * _PARTIAL_SLOTS + split, mask=present, other=0)
             read = tl.sum(of_splits, axis=0)
-    if told:
+    if told is not None:
         # What is selected weighs at least as much as what was read of it, and just that if it was read to the end.
-        selected = tl.where(read < tiles, tl.maximum(tl.load(beliefs_ptr + head * 2), mass), mass)
-        unread = tl.exp2(selected - mass) - 1.0 + tl.exp2(tl.load(beliefs_ptr + head * 2 + 1) - mass)
-        tl.store(shares_ptr + head, tl.load(shares_ptr + head) + (1.0 / (1.0 + unread)).to(tl.float64))
+        of_selected = tl.where(read < tiles, tl.maximum(tl.load(told.beliefs + head * 2), mass), mass)
+        unread = tl.exp2(of_selected - mass) - 1.0 + tl.exp2(tl.load(told.beliefs + head * 2 + 1) - mass)
+        tl.store(told.shares + head, tl.load(told.shares + head) + (1.0 / (1.0 + unread)).to(tl.float64))
 
     if of_group == 0:
         column = tl.arange(0, _COUNTS)
         amounts = tl.where(column == _CONTEXT, length, 0).to(tl.int64)
         amounts += tl.where(column == _CONTEXT_BYTES, length.to(tl.int64) * token_bytes, 0)
         attended = tokens
-        if termination:  # noqa: SIM102  # A condition of the launch and one of the row.
+        if thresholds_ptr is not None:  # noqa: SIM102  # A condition of the launch and one of the row.
             if stops:
                 # Of all tiles only a selection's last may hold fewer tokens; its split has read it if it read all.
                 last = tiles - 1

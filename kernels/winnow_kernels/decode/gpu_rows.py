@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.host_tensors import to_device
+from winnow_kernels.kernel_arguments import Number, Pointer
 
 
 class Parameter(IntEnum):
@@ -156,15 +157,10 @@ class ParameterTable:
             rows: what is written to.
         """
         _gather_kernel[(batch.rows,)](
-            self.values,
-            self._rules,
+            Table(self.values, self.values.stride(0), self._rules),
             request_slots,
             batch.lengths,
-            rows.values,
-            rows.shares,
-            rows.thresholds,
-            batch.rows,
-            self.values.stride(0),
+            Gathered(rows.values, rows.shares, rows.thresholds, batch.rows),
             columns=len(rows.values),
             column_block=triton.next_power_of_2(len(rows.values)),
             num_warps=1,
@@ -223,29 +219,41 @@ class RowParameters:
         return RowParameters(self.layout, self.values[:, rows], self.shares[rows], self.thresholds[rows])
 
 
+class Table(NamedTuple):
+    """``ParameterTable``, and what its layout says of columns (``Layout.rules``)."""
+
+    pointer: Pointer
+    row_stride: Number
+    rules: Pointer
+
+
+class Gathered(NamedTuple):
+    """``RowParameters`` of so many rows."""
+
+    numbers: Pointer
+    shares: Pointer
+    thresholds: Pointer
+    rows: Number
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather_kernel(
-    table_ptr: tl.tensor,
-    rules_ptr: tl.tensor,
+    table: Table,
     request_slots_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    thresholds_ptr: tl.tensor,
-    rows: tl.tensor,
-    table_stride: tl.tensor,
+    gathered: Gathered,
     columns: tl.constexpr,
     column_block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
-    own_ptr = table_ptr + tl.load(request_slots_ptr + row) * table_stride
+    own_ptr = table.pointer + tl.load(request_slots_ptr + row) * table.row_stride
     length = tl.load(lengths_ptr + row).to(tl.int64)
     is_sparse = length > tl.load(own_ptr + _SPARSE_FROM)
     kind = tl.load(own_ptr + _KIND)
     column = tl.arange(0, column_block)
     is_column = column < columns
-    owner = tl.load(rules_ptr + column, mask=is_column, other=-1)
-    by_ratio = tl.load(rules_ptr + columns + column, mask=is_column, other=0)
+    owner = tl.load(table.rules + column, mask=is_column, other=-1)
+    by_ratio = tl.load(table.rules + columns + column, mask=is_column, other=0)
     # Between the columns that everyone's rows have and policies' own lie those that rows have not.
     value = tl.load(own_ptr + column + tl.where(column < _SPARSE_FROM, 0, _APART), mask=is_column, other=0)
     bits = tl.load(own_ptr + _RATIO)
@@ -253,13 +261,13 @@ def _gather_kernel(
     budget = tl.maximum(budget, tl.load(own_ptr + _SINKS) + 1)
     value = tl.where((by_ratio != 0) & (bits != 0), budget, value)
     applies = is_sparse & ((owner < 0) | (owner == kind))
-    tl.store(values_ptr + column * rows + row, tl.where(applies, value, 0).to(tl.int32), mask=is_column)
+    tl.store(gathered.numbers + column * gathered.rows + row, tl.where(applies, value, 0).to(tl.int32), mask=is_column)
     share = tl.load(own_ptr + _SHARE).to(tl.float64, bitcast=True)
-    tl.store(shares_ptr + row, tl.where(is_sparse, share, 0.0))
+    tl.store(gathered.shares + row, tl.where(is_sparse, share, 0.0))
     which = tl.arange(0, 4)
     threshold = tl.load(own_ptr + _SCALE + which, mask=which < 3, other=0).to(tl.int32).to(tl.float32, bitcast=True)
     never = tl.where(which == 2, float("inf"), 0.0)
-    tl.store(thresholds_ptr + row * 3 + which, tl.where(is_sparse, threshold, never), mask=which < 3)
+    tl.store(gathered.thresholds + row * 3 + which, tl.where(is_sparse, threshold, never), mask=which < 3)
 
 
 _SPARSE_FROM = tl.constexpr(int(Parameter.SPARSE_FROM))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -15,9 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.kernel_arguments import Constant, Number, Pointer
 
 _TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT: Final = 16
+
+
+class Pools(NamedTuple):
+    """``KeyPools``, for a kernel; ``layer_keys`` takes the type of all layers' keys from the ``first`` layer's."""
+
+    addresses: Pointer
+    first: Pointer
+    slot_stride: Number
+    head_stride: Number
+    kv_heads: Constant
+    head_dim: Constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +75,13 @@ class KeyPools:
     @property
     def head_dim(self) -> int:
         return self.caches[0].head_dim
+
+    @property
+    def arguments(self) -> Pools:
+        """What a kernel takes."""
+        return Pools(
+            self.addresses, self.first, *self.strides, tl.constexpr(self.kv_heads), tl.constexpr(self.head_dim)
+        )
 
     @property
     def strides(self) -> tuple[int, int]:

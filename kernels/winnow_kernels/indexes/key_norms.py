@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.indexes import gpu_builds as index_builds
+from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
 from winnow_kernels.indexes.pool_shape import PoolShape
 
@@ -39,16 +39,13 @@ class KeyNorms(PageIndex):
         return shape.heads * cls.BYTES + cls.BYTES_PER_PAGE / page_size
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
-        """Compute the entries of ``pages``, int64 [n], from the layer's keys."""
         size = self.generations.page_size
         slots = pages[:, None] * size + torch.arange(size, device=pages.device)
         self.reciprocals[layer][slots] = reciprocal_norms(self.page_keys(cache, pages))
 
-    def launch(self, pages: Tensor) -> None:
-        index_builds.build_norms(self.pools, pages, self.reciprocals, self.generations.page_size)
-
-    def extend(self, batch: DecodeBatch, active: Tensor) -> None:
-        index_builds.extend_norms(self.pools, batch, active, self.reciprocals, self.built, self.generations.counts)
+    @cached_property
+    def entries(self) -> Entries:
+        return Entries.norms(self.pools, self.reciprocals, self.generations.page_size)
 
 
 def reciprocal_norms(vectors: Tensor) -> Tensor:

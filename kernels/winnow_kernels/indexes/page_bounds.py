@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gather import Meter
-from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.indexes import gpu_builds as index_builds
+from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
 from winnow_kernels.indexes.pool_shape import PoolShape
 
@@ -40,11 +40,9 @@ class PageBounds(PageIndex):
         keys = self.page_keys(cache, pages)
         self.bounds[layer][pages] = torch.cat((keys.amax(1), keys.amin(1)), dim=-1)
 
-    def launch(self, pages: Tensor) -> None:
-        index_builds.build_bounds(self.pools, pages, self.bounds, self.generations.page_size)
-
-    def extend(self, batch: DecodeBatch, active: Tensor) -> None:
-        index_builds.extend_bounds(self.pools, batch, active, self.bounds, self.built, self.generations.counts)
+    @cached_property
+    def entries(self) -> Entries:
+        return Entries.bounds(self.pools, self.bounds, self.generations.page_size)
 
     def upper_scores(self, layer: int, grouped: Tensor, pages: Tensor, counts: Tensor, meter: Meter) -> Tensor:
         """Return, for each query head and page, the greatest score that a key within the page's bounds can have.

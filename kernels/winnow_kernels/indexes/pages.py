@@ -12,6 +12,7 @@ from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.gpu_key_pools import KeyPools
 from winnow_kernels.indexes.pool_shape import PoolShape
 
@@ -85,7 +86,7 @@ class PageIndex(ABC):
     def warm_up(self) -> None:
         """Compile what ``ensure`` launches, which takes seconds: before the first request has to wait for it."""
         if self.in_triton:
-            self.launch(self.built.new_empty(0))
+            self.entries.build(self.built.new_empty(0))
 
     def ensure(self, pages: Tensor) -> int:
         """Build what is missing or outdated among ``pages``, int64 [n]: complete in every layer.
@@ -95,7 +96,7 @@ class PageIndex(ABC):
         missing = pages[self.built[pages] != self.generations.counts[pages]].unique()
         if len(missing):
             if self.in_triton:
-                self.launch(missing)
+                self.entries.build(missing)
             else:
                 for layer, cache in enumerate(self.caches):
                     self.build(layer, cache, missing)
@@ -106,11 +107,11 @@ class PageIndex(ABC):
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
         """Compute the entries of ``pages``, int64 [n], from the layer's keys, in torch."""
 
+    @cached_property
     @abstractmethod
-    def launch(self, pages: Tensor) -> None:
-        """Compute the entries of ``pages``, int64 [n], in all layers, in Triton."""
+    def entries(self) -> Entries:
+        """What Triton builds, of all layers."""
 
-    @abstractmethod
     def extend(self, batch: DecodeBatch, active: Tensor) -> None:
         """Build the entries of the pages that the tokens before the newest ones have completed; one launch.
 
@@ -122,6 +123,7 @@ class PageIndex(ABC):
             batch: the step's rows.
             active: int32 [rows]; 0 where nothing shall be done.
         """
+        self.entries.extend(batch, active, self.built, self.generations.counts)
 
     def page_keys(self, cache: LayerCache, pages: Tensor) -> Tensor:
         """Return the keys of ``pages``: [n, page size, KV heads, head dim]."""

@@ -7,14 +7,14 @@ expanded to the slots of its tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from winnow_kernels.kernel_arguments import Rows, Selected
 from winnow_kernels.selection.gpu_threshold import LOWEST, ordered, threshold
 
 MAX_PAGES: Final = 16384
@@ -25,17 +25,18 @@ _TOKENS_AT_ONCE: Final = tl.constexpr(1024)
 _PAGES_COMPARED: Final = tl.constexpr(64)
 
 
-@dataclass(frozen=True, eq=False)
-class PageBuffers:
+class PageBuffers(NamedTuple):
     """Scratch of the page-wise selectors, the same in all layers: 8 bytes for each row, head and page.
 
     Attributes:
         scores: float32 [rows, heads, pages].
         lists: int32 [rows, heads, pages]; the selected pages.
+        width: pages of a row and head.
     """
 
     scores: Tensor
     lists: Tensor
+    width: int
 
     @classmethod
     def empty(cls, rows: int, heads: int, pages: int, device: torch.device) -> PageBuffers:
@@ -46,10 +47,8 @@ class PageBuffers:
         """
         if pages > MAX_PAGES:
             raise ValueError(f"pages: must be at most {MAX_PAGES}; they are {pages}")
-        shape = (rows, heads, pages)
-        return cls(
-            torch.zeros(shape, dtype=torch.float32, device=device), torch.zeros(shape, dtype=torch.int32, device=device)
-        )
+        scores = torch.zeros(rows, heads, pages, dtype=torch.float32, device=device)
+        return cls(scores, torch.zeros_like(scores, dtype=torch.int32), pages)
 
 
 def warps_of(pages: int) -> int:
@@ -67,18 +66,17 @@ def page_counts(length: tl.tensor, budget: tl.tensor, page_size: tl.constexpr) -
 
 @triton.jit  # type: ignore[untyped-decorator]
 def select_pages(
-    scores_ptr: tl.tensor,
-    list_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
+    rows: Rows,
+    row: tl.tensor,
+    buffers: PageBuffers,
+    selected: Selected,
+    owner: tl.tensor,
     length: tl.tensor,
     kept: tl.tensor,
     recent: tl.tensor,
     sinks: tl.tensor,
     is_ordered: tl.tensor,
     copies: tl.tensor,
-    copy_stride: tl.tensor,
-    page_size: tl.constexpr,
     pages: tl.constexpr,
 ) -> None:
     """Write the slots of the tokens in one head's pages: from the newest back, those of sinks, those that score most.
@@ -87,24 +85,27 @@ def select_pages(
     page's comes first. Every thread of the program has to come here.
 
     Args:
-        scores_ptr: float32 [pages of the context]; those of pages that are always kept are not read.
-        list_ptr: int32 [kept], scratch of this program's own.
-        table_ptr: int32 [pages of the context]; the context's pages.
-        slots_ptr: int32 [tokens in the pages kept]; the result.
+        rows: of the batch.
+        row: whose context it is.
+        buffers: with the scores of pages; those that are always kept are not read. Lists are this program's scratch.
+        selected: gets the result.
+        owner: number of the row, or of the row and KV head, in buffers and result.
         length: tokens in the context.
         kept: pages to select, at least 1 and no more than the context has.
         recent: newest pages that are always kept, at least 1.
         sinks: tokens at the context's beginning whose pages are always kept, too; these and the recent ones are no more
             than ``kept`` where the context has as many.
         is_ordered: whether the others come by descending score; if not, in the context's order.
-        copies: how many heads get the result.
-        copy_stride: slots from one head's result to the next.
-        page_size: tokens in a page.
+        copies: how many heads of an owner get the result.
         pages: a power of two, no less than the pages of the context.
     """
-    newest = (length - 1) // page_size
+    scores_ptr = buffers.scores + owner * buffers.width
+    list_ptr = buffers.lists + owner * buffers.width
+    own_table_ptr = rows.page_table + row * rows.table_stride
+    own_slots_ptr = selected.slots + owner * copies * selected.width
+    newest = (length - 1) // rows.page_size
     recent = tl.minimum(recent, kept)
-    first = tl.minimum(tl.cdiv(sinks, page_size), kept - recent)
+    first = tl.minimum(tl.cdiv(sinks, rows.page_size), kept - recent)
     always = recent + first
     end = newest + 1 - recent
     all_keys = _keys(scores_ptr, tl.arange(0, pages), first, end)
@@ -124,9 +125,9 @@ def select_pages(
         equal_room -= tl.sum(is_first.to(tl.int32), axis=0)
     # What was stored is read back by other threads.
     tl.debug_barrier()
-    in_newest = length - newest * page_size
-    expanded: tl.constexpr = _TOKENS_AT_ONCE // page_size
-    within = tl.arange(0, page_size)
+    in_newest = length - newest * rows.page_size
+    expanded: tl.constexpr = _TOKENS_AT_ONCE // rows.page_size
+    within = tl.arange(0, rows.page_size)
     for begin in range(0, kept, expanded):
         place = begin + tl.arange(0, expanded)
         is_kept = place < kept
@@ -134,13 +135,13 @@ def select_pages(
         page = tl.where(place < recent, newest - place, tl.where(place < always, place - recent, other))
         if is_ordered:
             place = _places_by_score(scores_ptr, list_ptr, place, page, kept, always)
-        first_slot = tl.load(table_ptr + page, mask=is_kept, other=0) * page_size
+        first_slot = tl.load(own_table_ptr + page, mask=is_kept, other=0) * rows.page_size
         is_newest = (place == 0)[:, None]
-        behind = in_newest + (place[:, None] - 1) * page_size + within
+        behind = in_newest + (place[:, None] - 1) * rows.page_size + within
         target = tl.where(is_newest, in_newest - 1 - within, behind)
         is_token = is_kept[:, None] & (~is_newest | (within < in_newest))
         for copy in range(copies):
-            tl.store(slots_ptr + copy * copy_stride + target, first_slot[:, None] + within, mask=is_token)
+            tl.store(own_slots_ptr + copy * selected.width + target, first_slot[:, None] + within, mask=is_token)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

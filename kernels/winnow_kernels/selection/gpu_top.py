@@ -12,8 +12,7 @@ Batches with early termination take one launch more, which sorts what was select
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.batch import WHOLE, Count, DecodeBatch, DeviceSelection
+from winnow_kernels.kernel_arguments import Counts, Number, Pointer, Rows, Selected
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
 from winnow_kernels.selection.gpu_threshold import LOWEST, ordered
 
@@ -39,13 +39,11 @@ _CHUNKS: Final = 16
 _SORTED_AT_ONCE: Final = 64
 
 
-@dataclass(frozen=True, eq=False)
-class TopRows:
+class TopRows(NamedTuple):
     """The parameters of a batch's rows.
 
     Attributes:
-        budgets: int32 [rows]; tokens for each KV head in this step, 0 for a row of
-            another kind.
+        budgets: int32 [rows]; tokens for each KV head in this step, 0 for a row of another kind.
         sinks: int32 [rows]; first tokens, always attended to.
         by_score: int32 [rows]; not 0 where keys must come by descending score, as early termination needs them.
     """
@@ -54,14 +52,8 @@ class TopRows:
     sinks: Tensor
     by_score: Tensor
 
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> TopRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        return cls(*torch.zeros(3, rows, dtype=torch.int32, device=device))
 
-
-@dataclass(frozen=True, eq=False)
-class TopBuffers:
+class TopBuffers(NamedTuple):
     """Scratch, the same in all layers: 4 × rows × KV heads × (tokens + width + 6,144) bytes.
 
     Attributes:
@@ -69,12 +61,14 @@ class TopBuffers:
         histograms: int32 [rows, KV heads, BINS]; all 0 before and after a layer.
         candidates: int32 [rows, KV heads, MAX_CANDIDATES]; positions.
         unsorted: int32 [rows, KV heads, width]; selected positions that are still to be sorted.
+        tokens: of a row and head.
     """
 
     scores: Tensor
     histograms: Tensor
     candidates: Tensor
     unsorted: Tensor
+    tokens: int
 
     @classmethod
     def empty(cls, batch: DecodeBatch, selection: DeviceSelection) -> TopBuffers:
@@ -86,6 +80,7 @@ class TopBuffers:
             torch.zeros(rows, kv_heads, BINS, dtype=torch.int32, device=device),
             torch.zeros(rows, kv_heads, MAX_CANDIDATES, dtype=torch.int32, device=device),
             torch.zeros(rows, kv_heads, width, dtype=torch.int32, device=device),
+            batch.longest,
         )
 
 
@@ -112,96 +107,55 @@ def select_top(
         key_bytes: read for each of these keys and KV head, sinks included.
         any_by_score: whether ``rows.by_score`` may be set for any row.
     """
-    _, kv_heads, width = selection.slots.shape
-    longest = buffers.scores.shape[2]
+    kv_heads = selection.slots.shape[1]
     pairs = batch.rows * kv_heads
-    assert selection.slots.is_contiguous()
-    shared = (
-        rows.budgets,
-        rows.sinks,
-        rows.by_score,
-        batch.page_table,
-        batch.lengths,
-        buffers.scores,
-        buffers.histograms,
-        buffers.candidates,
-        buffers.unsorted,
-        selection.slots,
+    block = min(1024, triton.next_power_of_2(buffers.tokens))
+    of_rows = (rows, Rows.of(batch), buffers, Selected.of(selection))
+    _split_kernel[(batch.rows, kv_heads, min(_CHUNKS, triton.cdiv(buffers.tokens, 1024)))](
+        *of_rows, block=block, count_block=min(8192, triton.next_power_of_2(buffers.tokens)), num_warps=8
     )
-    _split_kernel[(batch.rows, kv_heads, min(_CHUNKS, triton.cdiv(longest, 1024)))](
-        *shared,
-        batch.page_table.stride(0),
-        longest,
-        width,
-        page_size=batch.page_size,
-        block=min(1024, triton.next_power_of_2(longest)),
-        count_block=min(8192, triton.next_power_of_2(longest)),
-        num_warps=8,
-    )
-    _settle_kernel[(batch.rows, kv_heads)](
-        *shared,
-        selection.counts,
-        batch.counts,
-        batch.page_table.stride(0),
-        longest,
-        width,
-        batch.counts.stride(0),
-        key_bytes,
-        page_size=batch.page_size,
-        block=min(1024, triton.next_power_of_2(longest)),
-        num_warps=4,
-    )
+    _settle_kernel[(batch.rows, kv_heads)](*of_rows, Counts.of(batch), key_bytes, block=block, num_warps=4)
     if any_by_score:
         _sort_kernel[(programs_on(buffers.scores.device, SORTING_PROGRAMS),)](
-            rows.budgets,
-            rows.sinks,
-            rows.by_score,
-            batch.page_table,
-            batch.lengths,
-            buffers.scores,
-            buffers.unsorted,
-            selection.slots,
+            *of_rows,
             pairs,
-            batch.page_table.stride(0),
-            longest,
-            width,
             block=_SORTED_AT_ONCE,
-            page_size=batch.page_size,
             kv_heads=kv_heads,
             pair_block=triton.next_power_of_2(pairs),
             num_warps=4,
         )
 
 
+class Candidates(NamedTuple):
+    """Scores of a row and head: those of so many ``places``, or listed ones, in part in the ``critical`` bin."""
+
+    scores: Pointer
+    listed: Pointer
+    sinks: Number
+    places: Number
+    is_listed: Number
+    critical: Number
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _split_kernel(
-    budgets_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    by_score_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    candidates_ptr: tl.tensor,
-    unsorted_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    table_stride: tl.tensor,
-    longest: tl.tensor,
-    width: tl.tensor,
-    page_size: tl.constexpr,
+    parameters: TopRows,
+    rows: Rows,
+    buffers: TopBuffers,
+    selected: Selected,
     block: tl.constexpr,
     count_block: tl.constexpr,
 ) -> None:
     """Select what lies above the threshold's bin and list what lies in it, both in the context's order."""
     row = tl.program_id(0).to(tl.int64)
-    earlier, sinks, wanted, count = token_counts(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
+    earlier, sinks, wanted, count = token_counts(parameters, rows, row, True)
     chunk = tl.cdiv(earlier, tl.num_programs(2) * block) * block
     begin = tl.program_id(2) * chunk
-    if (wanted <= 0) | (count > width) | (begin >= earlier):
+    if (wanted <= 0) | (count > selected.width) | (begin >= earlier):
         return
     row_and_head = row * tl.num_programs(1) + tl.program_id(1)
-    own_scores_ptr = scores_ptr + row_and_head * longest
-    critical, _, _ = _critical_bin(histograms_ptr + row_and_head * _BINS, earlier - sinks, wanted)
+    own_scores_ptr = buffers.scores + row_and_head * buffers.tokens
+    critical, _, _ = _critical_bin(buffers.histograms + row_and_head * _BINS, earlier - sinks, wanted)
     # What precedes the chunk: selected in the lower half of the word, candidates in the upper half.
     preceding = tl.zeros([count_block], tl.int32)
     for start in range(0, begin, count_block):
@@ -210,10 +164,10 @@ def _split_kernel(
         bins = bin_of(tl.load(own_scores_ptr + place, mask=precedes, other=0.0))
         share = (bins > critical).to(tl.int32) + ((bins == critical).to(tl.int32) << 16)
         preceding += tl.where(precedes, share, 0)
-    selected = tl.sum(preceding & 0xFFFF, axis=0)
+    taken = tl.sum(preceding & 0xFFFF, axis=0)
     listed = tl.sum(preceding >> 16, axis=0)
-    is_sorted = tl.load(by_score_ptr + row) != 0
-    own_offset = row_and_head * width + count - wanted
+    is_sorted = tl.load(parameters.by_score + row) != 0
+    own_offset = row_and_head * selected.width + count - wanted
     end = tl.minimum(begin + chunk, earlier)
     for start in range(begin, end, block):
         place = start + tl.arange(0, block)
@@ -222,68 +176,49 @@ def _split_kernel(
         is_above = inside & (bins > critical)
         is_candidate = inside & (bins == critical)
         rank = tl.cumsum(is_above.to(tl.int32), axis=0)
-        _write(
-            own_offset + selected + rank - 1,
-            place,
-            is_above,
-            is_sorted,
-            unsorted_ptr,
-            slots_ptr,
-            page_table_ptr + row * table_stride,
-            page_size,
-        )
+        _write(own_offset + taken + rank - 1, place, is_above, is_sorted, buffers, selected, rows, row)
         number = listed + tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
         tl.store(
-            candidates_ptr + row_and_head * _MAX_CANDIDATES + number,
+            buffers.candidates + row_and_head * _MAX_CANDIDATES + number,
             place,
             mask=is_candidate & (number < _MAX_CANDIDATES),
         )
-        selected += tl.sum(is_above.to(tl.int32), axis=0)
+        taken += tl.sum(is_above.to(tl.int32), axis=0)
         listed += tl.sum(is_candidate.to(tl.int32), axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _settle_kernel(
-    budgets_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    by_score_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    candidates_ptr: tl.tensor,
-    unsorted_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    read_ptr: tl.tensor,
-    table_stride: tl.tensor,
-    longest: tl.tensor,
-    width: tl.tensor,
-    read_stride: tl.tensor,
+    parameters: TopRows,
+    rows: Rows,
+    buffers: TopBuffers,
+    selected: Selected,
+    counts: Counts,
     key_bytes: tl.tensor,
-    page_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """Select among the candidates, write the newest page, the sinks and the count, and clear the histogram."""
     row = tl.program_id(0).to(tl.int64)
-    earlier, sinks, wanted, count = token_counts(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
+    earlier, sinks, wanted, count = token_counts(parameters, rows, row, True)
     if wanted < 0:
         return
     row_and_head = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(counts_ptr + row_and_head, tl.where(count <= width, count, _WHOLE))
-    if count > width:
+    tl.store(selected.counts + row_and_head, tl.where(count <= selected.width, count, _WHOLE))
+    if count > selected.width:
         return
-    tl.atomic_add(read_ptr + row * read_stride + _READ_BYTES, earlier.to(tl.int64) * key_bytes, sem="relaxed")
-    own_table_ptr = page_table_ptr + row * table_stride
-    within = tl.arange(0, page_size)
-    newest_page = tl.load(own_table_ptr + earlier // page_size)
+    tl.atomic_add(
+        counts.pointer + row * counts.row_stride + _READ_BYTES, earlier.to(tl.int64) * key_bytes, sem="relaxed"
+    )
+    own_table_ptr = rows.page_table + row * rows.table_stride
+    within = tl.arange(0, rows.page_size)
+    newest_page = tl.load(own_table_ptr + earlier // rows.page_size)
     in_newest = count - wanted - sinks
-    own_slots_ptr = slots_ptr + row_and_head * width
-    tl.store(own_slots_ptr + within, newest_page * page_size + within, mask=within < in_newest)
-    for start in range(0, sinks, page_size):
-        first_slot = tl.load(own_table_ptr + start // page_size) * page_size
+    own_slots_ptr = selected.slots + row_and_head * selected.width
+    tl.store(own_slots_ptr + within, newest_page * rows.page_size + within, mask=within < in_newest)
+    for start in range(0, sinks, rows.page_size):
+        first_slot = tl.load(own_table_ptr + start // rows.page_size) * rows.page_size
         tl.store(own_slots_ptr + in_newest + start + within, first_slot + within, mask=start + within < sinks)
-    own_histogram_ptr = histograms_ptr + row_and_head * _BINS
+    own_histogram_ptr = buffers.histograms + row_and_head * _BINS
     critical, above, inside_bin = _critical_bin(own_histogram_ptr, earlier - sinks, wanted)
     # Other threads may still read what this one clears.
     tl.debug_barrier()
@@ -292,43 +227,32 @@ def _settle_kernel(
         return
     is_listed = inside_bin <= _MAX_CANDIDATES
     places = tl.where(is_listed, inside_bin, earlier)
-    own_scores_ptr = scores_ptr + row_and_head * longest
-    own_candidates_ptr = candidates_ptr + row_and_head * _MAX_CANDIDATES
+    own_scores_ptr = buffers.scores + row_and_head * buffers.tokens
+    own_candidates_ptr = buffers.candidates + row_and_head * _MAX_CANDIDATES
+    among = Candidates(own_scores_ptr, own_candidates_ptr, sinks, places, is_listed, critical)
     room = wanted - above
-    threshold, greater = _candidate_threshold(
-        own_scores_ptr, own_candidates_ptr, sinks, places, is_listed, critical, room, block
-    )
+    threshold, greater = _candidate_threshold(among, room, block)
     equal_room = room - greater
-    is_sorted = tl.load(by_score_ptr + row) != 0
-    offset = row_and_head * width + count - room
+    is_sorted = tl.load(parameters.by_score + row) != 0
+    offset = row_and_head * selected.width + count - room
     for start in range(0, places, block):
-        place, keys, is_candidate = _candidates(
-            own_scores_ptr, own_candidates_ptr, start, sinks, places, is_listed, critical, block
-        )
+        place, keys, is_candidate = _candidates(among, start, block)
         is_equal = is_candidate & (keys == threshold)
         is_first = is_equal & (tl.cumsum(is_equal.to(tl.int32), axis=0) <= equal_room)
         is_selected = (is_candidate & (keys > threshold)) | is_first
         rank = tl.cumsum(is_selected.to(tl.int32), axis=0)
-        _write(offset + rank - 1, place, is_selected, is_sorted, unsorted_ptr, slots_ptr, own_table_ptr, page_size)
+        _write(offset + rank - 1, place, is_selected, is_sorted, buffers, selected, rows, row)
         offset += tl.sum(is_selected.to(tl.int32), axis=0)
         equal_room -= tl.sum(is_first.to(tl.int32), axis=0)
 
 
 @triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def _sort_kernel(
-    budgets_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    by_score_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    unsorted_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
+    parameters: TopRows,
+    rows: Rows,
+    buffers: TopBuffers,
+    selected: Selected,
     pairs: tl.tensor,
-    table_stride: tl.tensor,
-    longest: tl.tensor,
-    width: tl.tensor,
-    page_size: tl.constexpr,
     kv_heads: tl.constexpr,
     block: tl.constexpr,
     pair_block: tl.constexpr,
@@ -337,48 +261,49 @@ def _sort_kernel(
     all_pairs = tl.arange(0, pair_block)
     in_batch = all_pairs < pairs
     all_rows = all_pairs // kv_heads
-    _, _, all_wanted, all_counts = token_counts(lengths_ptr, budgets_ptr, sinks_ptr, all_rows, in_batch, page_size)
-    is_sorted = tl.load(by_score_ptr + all_rows, mask=in_batch, other=0) != 0
-    blocks = tl.where(is_sorted & (all_wanted > 0) & (all_counts <= width), tl.cdiv(all_wanted, block), 0)
+    _, _, all_wanted, all_counts = token_counts(parameters, rows, all_rows, in_batch)
+    is_sorted = tl.load(parameters.by_score + all_rows, mask=in_batch, other=0) != 0
+    blocks = tl.where(is_sorted & (all_wanted > 0) & (all_counts <= selected.width), tl.cdiv(all_wanted, block), 0)
     part, end = own_share(blocks)
     for each in range(part, end):
         pair, first, _after = owner_of(each, blocks)
         row = (pair // kv_heads).to(tl.int64)
-        _earlier, _sinks, wanted, count = token_counts(lengths_ptr, budgets_ptr, sinks_ptr, row, True, page_size)
-        own_scores_ptr = scores_ptr + pair.to(tl.int64) * longest
-        own_offset = pair.to(tl.int64) * width + count - wanted
+        _earlier, _sinks, wanted, count = token_counts(parameters, rows, row, True)
+        own_scores_ptr = buffers.scores + pair.to(tl.int64) * buffers.tokens
+        own_offset = pair.to(tl.int64) * selected.width + count - wanted
         number = (each - first) * block + tl.arange(0, block)
-        place, key = _unsorted(own_scores_ptr, unsorted_ptr + own_offset, number, wanted)
+        place, key = _unsorted(own_scores_ptr, buffers.unsorted + own_offset, number, wanted)
         preceding = tl.zeros([block], tl.int32)
         for start in range(0, wanted, block):
             other_number = start + tl.arange(0, block)
-            other_place, other_key = _unsorted(own_scores_ptr, unsorted_ptr + own_offset, other_number, wanted)
+            other_place, other_key = _unsorted(own_scores_ptr, buffers.unsorted + own_offset, other_number, wanted)
             precedes = (other_key[None, :] > key[:, None]) | (
                 (other_key[None, :] == key[:, None]) & (other_place[None, :] < place[:, None])
             )
             preceding += tl.sum((precedes & (other_number < wanted)[None, :]).to(tl.int32), axis=1)
-        page = tl.load(page_table_ptr + row * table_stride + place // page_size, mask=number < wanted, other=0)
-        tl.store(slots_ptr + own_offset + preceding, page * page_size + place % page_size, mask=number < wanted)
+        page = tl.load(
+            rows.page_table + row * rows.table_stride + place // rows.page_size, mask=number < wanted, other=0
+        )
+        tl.store(
+            selected.slots + own_offset + preceding,
+            page * rows.page_size + place % rows.page_size,
+            mask=number < wanted,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def token_counts(
-    lengths_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    row: tl.tensor,
-    in_batch: tl.tensor,
-    page_size: tl.constexpr,
+    parameters: TopRows, rows: Rows, row: tl.tensor, in_batch: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return how many tokens lie before the newest page, and how many of these are sinks, selected, and read in all.
 
     What is read in all is the newest page, the sinks, and what is selected by score, which is −1 for rows of other
     kinds.
     """
-    length = tl.load(lengths_ptr + row, mask=in_batch, other=1)
-    budget = tl.load(budgets_ptr + row, mask=in_batch, other=0)
-    earlier = (length - 1) // page_size * page_size
-    sinks = tl.minimum(tl.load(sinks_ptr + row, mask=in_batch, other=0), earlier)
+    length = tl.load(rows.lengths + row, mask=in_batch, other=1)
+    budget = tl.load(parameters.budgets + row, mask=in_batch, other=0)
+    earlier = (length - 1) // rows.page_size * rows.page_size
+    sinks = tl.minimum(tl.load(parameters.sinks + row, mask=in_batch, other=0), earlier)
     always = length - earlier + sinks
     wanted = tl.maximum(tl.minimum(length, budget) - always, 0)
     return earlier, sinks, tl.where(budget > 0, wanted, -1), always + wanted
@@ -408,46 +333,26 @@ def _critical_bin(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _candidates(
-    scores_ptr: tl.tensor,
-    candidates_ptr: tl.tensor,
-    start: tl.tensor,
-    sinks: tl.tensor,
-    places: tl.tensor,
-    is_listed: tl.tensor,
-    critical: tl.tensor,
-    block: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _candidates(among: Candidates, start: tl.tensor, block: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return positions, keys and whether they are candidates, of a block of the list, or of all if it overflowed.
 
     The key of what is no candidate is ``LOWEST``.
     """
     number = start + tl.arange(0, block)
-    inside = number < places
-    place = tl.where(is_listed, tl.load(candidates_ptr + number, mask=inside & is_listed, other=0), number)
-    scores = tl.load(scores_ptr + place, mask=inside, other=0.0)
-    is_candidate = inside & (place >= sinks) & (bin_of(scores) == critical)
+    inside = number < among.places
+    place = tl.where(among.is_listed, tl.load(among.listed + number, mask=inside & among.is_listed, other=0), number)
+    scores = tl.load(among.scores + place, mask=inside, other=0.0)
+    is_candidate = inside & (place >= among.sinks) & (bin_of(scores) == among.critical)
     return place, tl.where(is_candidate, ordered(scores), LOWEST), is_candidate
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _candidate_threshold(
-    scores_ptr: tl.tensor,
-    candidates_ptr: tl.tensor,
-    sinks: tl.tensor,
-    places: tl.tensor,
-    is_listed: tl.tensor,
-    critical: tl.tensor,
-    room: tl.tensor,
-    block: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+def _candidate_threshold(among: Candidates, room: tl.tensor, block: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return the largest key that at least ``room`` candidates reach, and how many are greater."""
     least = tl.full([block], 0x7FFFFFFF, tl.int32)
     most = tl.full([block], LOWEST, tl.int32)
-    for start in range(0, places, block):
-        _place, keys, is_candidate = _candidates(
-            scores_ptr, candidates_ptr, start, sinks, places, is_listed, critical, block
-        )
+    for start in range(0, among.places, block):
+        _place, keys, is_candidate = _candidates(among, start, block)
         least = tl.minimum(least, tl.where(is_candidate, keys, 0x7FFFFFFF))
         most = tl.maximum(most, keys)
     # Bisecting only between the candidates' own keys, which share a bin, takes few rounds.
@@ -456,19 +361,15 @@ def _candidate_threshold(
     while low < high:
         middle = low + (high - low + 1) // 2
         reached = tl.zeros([block], tl.int32)
-        for start in range(0, places, block):
-            _place, keys, is_candidate = _candidates(
-                scores_ptr, candidates_ptr, start, sinks, places, is_listed, critical, block
-            )
+        for start in range(0, among.places, block):
+            _place, keys, is_candidate = _candidates(among, start, block)
             reached += (keys >= middle.to(tl.int32)).to(tl.int32)
         is_enough = tl.sum(reached, axis=0) >= room
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle - 1)
     greater = tl.zeros([block], tl.int32)
-    for start in range(0, places, block):
-        _place, keys, is_candidate = _candidates(
-            scores_ptr, candidates_ptr, start, sinks, places, is_listed, critical, block
-        )
+    for start in range(0, among.places, block):
+        _place, keys, is_candidate = _candidates(among, start, block)
         greater += (keys > low.to(tl.int32)).to(tl.int32)
     return low.to(tl.int32), tl.sum(greater, axis=0)
 
@@ -479,17 +380,18 @@ def _write(
     place: tl.tensor,
     is_selected: tl.tensor,
     is_sorted: tl.tensor,
-    unsorted_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    page_size: tl.constexpr,
+    buffers: TopBuffers,
+    selected: Selected,
+    rows: Rows,
+    row: tl.tensor,
 ) -> None:
     """Write the slots of selected positions, or the positions themselves where they are still to be sorted."""
+    own_table_ptr = rows.page_table + row * rows.table_stride
     if is_sorted:
-        tl.store(unsorted_ptr + target, place, mask=is_selected)
+        tl.store(buffers.unsorted + target, place, mask=is_selected)
     else:
-        page = tl.load(table_ptr + place // page_size, mask=is_selected, other=0)
-        tl.store(slots_ptr + target, page * page_size + place % page_size, mask=is_selected)
+        page = tl.load(own_table_ptr + place // rows.page_size, mask=is_selected, other=0)
+        tl.store(selected.slots + target, page * rows.page_size + place % rows.page_size, mask=is_selected)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

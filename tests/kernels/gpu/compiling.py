@@ -1,10 +1,14 @@
 """Compiling a Triton kernel for Hopper (sm_90) without one, to see what it needs of a multiprocessor.
 
 The compiler does not work in a process whose kernels are interpreted (TRITON_INTERPRET=1), so variants are compiled in
-a process of their own, all of one call in the same one:
+a process of their own, all of one call in the same one: those that a function launches,
+
+    [compiled] = compile_launches(launch, 128)
+    assert compiled.local_bytes == 0
+
+or those of which the types are written down:
 
     [compiled] = compile_for_hopper([Variant("winnow_kernels.attend.gpu:_kernel", {"keys": "*bf16", …}, {"TILE": 64})])
-    assert compiled.local_bytes == 0
 
 Compiled kernels stay in Triton's cache, so a second call with the same sources takes no time.
 """
@@ -17,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -26,10 +30,12 @@ from typing import Any, Final, TypeAlias
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 SHARED_LIMIT: Final = 227 * 1024
 """Bytes of shared memory that one program can have."""
 
+_HOPPER: Final = GPUTarget("cuda", 90, 32)
 Constant: TypeAlias = int | float | bool | str | None
 
 
@@ -60,24 +66,40 @@ class Compiled:
     """What a variant needs.
 
     Attributes:
+        kernel: ``module:name``.
+        warps: of a program.
         registers: per thread, at most 255.
         local_bytes: bytes of local memory per thread: spilled registers, and arrays that no register could hold.
         shared_bytes: per program.
         ptx: the assembly.
     """
 
+    kernel: str
+    warps: int
     registers: int
     local_bytes: int
     shared_bytes: int
     ptx: str = field(repr=False)
 
 
+def compile_launches(launch: Callable[..., None], *arguments: Constant, timeout: float = 240) -> list[Compiled]:
+    """Call ``launch``, a module's function, in a process of its own that compiles kernels in place of launching them.
+
+    Its tensors, on the CPU, may be as large as on a GPU: nobody reads those of ``torch.empty``.
+    """
+    return _run({"launch": f"{launch.__module__}:{launch.__name__}", "arguments": arguments}, timeout)
+
+
 def compile_for_hopper(variants: Sequence[Variant], timeout: float = 240) -> list[Compiled]:
     """Compile ``variants`` in a process of their own; what the compiler refuses raises, with its words."""
+    return _run({"variants": [asdict(variant) for variant in variants]}, timeout)
+
+
+def _run(wanted: Mapping[str, Any], timeout: float) -> list[Compiled]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=json.dumps([asdict(variant) for variant in variants]),
+        input=json.dumps(wanted),
         capture_output=True,
         text=True,
         env=environment,
@@ -90,9 +112,41 @@ def compile_for_hopper(variants: Sequence[Variant], timeout: float = 240) -> lis
     return [Compiled(**compiled) for compiled in json.loads(process.stdout.splitlines()[-1])]
 
 
+class _Hopper:
+    """What the compiler asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return _HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def _compile_launches(launch: str, arguments: Sequence[Constant]) -> list[Compiled]:
+    compiled = []
+
+    def compile_in_place(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        name = f"{kernel.module}:{kernel.fn.__name__}"
+        return lambda *args, **kwargs: compiled.append(
+            _compiled(name, kernel.run(*args, grid=grid, warmup=True, **kwargs))
+        )
+
+    driver.set_active(_Hopper())
+    triton.JITFunction.__getitem__ = compile_in_place
+    _named(launch)(*arguments)
+    return compiled
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 def _compile(variant: Variant) -> Compiled:
-    module, name = variant.kernel.split(":")
-    kernel: Any = getattr(import_module(module), name)
+    kernel = _named(variant.kernel)
     names = kernel.arg_names
     aligned = [n for n in names if variant.types.get(n, "").startswith("*") or n in variant.divisible]
     source = ASTSource(
@@ -102,9 +156,19 @@ def _compile(variant: Variant) -> Compiled:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.maxnreg}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    usage = _resource_usage(compiled.asm["cubin"])
-    return Compiled(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, compiled.asm["ptx"])
+    return _compiled(variant.kernel, triton.compile(source, target=_HOPPER, options=options))
+
+
+def _compiled(name: str, kernel: Any) -> Compiled:
+    usage = _resource_usage(kernel.asm["cubin"])
+    return Compiled(
+        name,
+        kernel.metadata.num_warps,
+        usage["REG"],
+        usage["STACK"] + usage["LOCAL"],
+        kernel.metadata.shared,
+        kernel.asm["ptx"],
+    )
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -120,9 +184,13 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """Compile the variants given as JSON on standard input."""
-    variants = [Variant(**variant) for variant in json.load(sys.stdin)]
-    json.dump([asdict(_compile(variant)) for variant in variants], sys.stdout)
+    """Compile what is given as JSON on standard input."""
+    wanted = json.load(sys.stdin)
+    if "launch" in wanted:
+        compiled = _compile_launches(**wanted)
+    else:
+        compiled = [_compile(Variant(**variant)) for variant in wanted["variants"]]
+    json.dump([asdict(each) for each in compiled], sys.stdout)
 
 
 if __name__ == "__main__":

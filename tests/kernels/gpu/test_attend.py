@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import triton
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.attention_float64 import attend_head_until_settled
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.parameters import termination_at
 from winnow_kernels.attend.early_termination import Termination
@@ -24,7 +23,7 @@ from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers, Launch, attend
 from winnow_kernels.attend.gpu_merge import PARTIAL_SLOTS
 from winnow_kernels.attend.reference import attend as reference_attend
-from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection
+from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection, ToldShares
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.selection.tokens import Selection
@@ -34,6 +33,8 @@ HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bflo
 # The interpreter takes 5 ms for a tile.
 LONGEST, EXAMPLES = (1500, 5) if INTERPRETED else (20_000, 200)
 SETTLING = termination_at(0.05, 0.01, 2)
+# Head dim, query heads of a KV head, and whether some row terminates early.
+SHAPES = [(64, 4, True), (128, 16, True), (64, 4, False), (128, 4, False), (128, 16, False), (256, 7, False)]
 
 
 @dataclass(frozen=True)
@@ -318,66 +319,26 @@ def test_bytes_of_buffers() -> None:
     assert buffers.bytes == partial + 2 * 32 * 4 + 2 * 8 * PARTIAL_SLOTS * 4
 
 
-def _variant(head_dim: int, group: int, *, termination: bool) -> Variant:
-    launch = Launch.of(head_dim, 2, group)
-    half = dict.fromkeys(["queries_ptr", "keys_ptr", "values_ptr"], "*bf16")
-    floats = dict.fromkeys(["partial_outputs_ptr", "partial_masses_ptr"], "*fp32")
-    integers = dict.fromkeys(["page_table_ptr", "lengths_ptr", "slots_ptr", "selected_ptr"], "*i32")
-    strides = ["query_row_stride", "query_head_stride", "slot_stride", "kv_head_stride"]
-    sizes = dict.fromkeys([*strides, "pairs", "page_table_stride", "selection_width"], "i32")
-    types = {**half, **floats, **integers, **sizes, "scale_log2": "fp32"}
-    constants = {**_shape(head_dim, group), "page_bits": 4, "padded_pairs": 256, "tiles_ahead": launch.tiles_ahead}
-    constants["padded_group"] = 8 if group <= 8 else 16
-    programs = launch.programs_with_termination if termination else launch.programs
-    if termination:
-        kernel = "winnow_kernels.attend.gpu_early_termination:terminating_attend_kernel"
-        types |= {"thresholds_ptr": "*fp32", "tiles_read_ptr": "*i32"}
-    else:
-        kernel = "winnow_kernels.attend.gpu:attend_kernel"
-        constants |= {"programs": 132 * programs}
-    registers = launch.registers(programs)
-    return Variant(kernel, types, constants, divisible=strides, num_warps=launch.warps, maxnreg=registers)
-
-
-def _merge_variant(head_dim: int) -> Variant:
-    floats = ["partial_outputs_ptr", "partial_masses_ptr", "thresholds_ptr", "log_sum_exp_ptr"]
-    integers = ["tiles_read_ptr", "lengths_ptr", "selected_ptr"]
-    sizes = ["output_row_stride", "output_head_stride", "token_bytes"]
-    return Variant(
-        "winnow_kernels.attend.gpu_merge:merge_kernel",
-        {
-            **dict.fromkeys(floats, "*fp32"),
-            **dict.fromkeys(integers, "*i32"),
-            **dict.fromkeys(sizes, "i32"),
-            "output_ptr": "*bf16",
-            "counts_ptr": "*i64",
-            "beliefs_ptr": "*fp32",
-            "shares_ptr": "*fp64",
-        },
-        {**_shape(head_dim, 4), "termination": True, "told": True},
-        divisible=sizes,
-    )
-
-
-def _shape(head_dim: int, group: int) -> dict[str, int | bool]:
-    return {
-        "kv_heads": 8,
-        "group": group,
-        "head_dim": head_dim,
-        "padded_dim": triton.next_power_of_2(head_dim),
-    }
+def _launch() -> None:
+    """Attend at each of ``SHAPES``, of bfloat16, with 8 KV heads, on a device like a H100."""
+    batch = DecodeBatch.empty(32, 1024, 16, torch.device("cpu"))
+    selection = DeviceSelection.empty(32, 8, 256, torch.device("cpu"))
+    for head_dim, group, termination in SHAPES:
+        cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16))
+        queries = torch.empty(32, 8 * group, head_dim, dtype=torch.bfloat16)
+        told = ToldShares.empty(32, 8 * group, queries.device)
+        thresholds = torch.empty(32, 3) if termination else None
+        buffers = replace(AttendBuffers.empty(32, 8 * group, cache), multiprocessors=132)
+        attend(queries, cache, batch, selection, 0.125, thresholds, buffers, torch.empty_like(queries), told)
 
 
 def test_fits_a_hopper_multiprocessor() -> None:
     """As many programs as the launch counts on, without spills, with tiles loaded while others are attended to."""
-    cases = [(64, 4, True), (128, 16, True), (64, 4, False), (128, 4, False), (128, 16, False), (256, 7, False)]
-    variants = [_variant(head_dim, group, termination=termination) for head_dim, group, termination in cases]
-    *attends, merge = compile_for_hopper([*variants, _merge_variant(256)])
-    assert merge.local_bytes == 0
-    for (head_dim, group, termination), variant, compiled in zip(cases, variants, attends, strict=True):
+    compiled = compile_launches(_launch)
+    for (head_dim, group, termination), attending, merging in zip(SHAPES, compiled[::2], compiled[1::2], strict=True):
         launch = Launch.of(head_dim, 2, group)
         programs = launch.programs_with_termination if termination else launch.programs
-        assert compiled.local_bytes == 0
-        assert programs * variant.num_warps * 32 * compiled.registers <= 64 << 10
-        assert programs * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024
-        assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.ptx))) > 0
+        assert attending.local_bytes == merging.local_bytes == 0
+        assert programs * attending.warps * 32 * attending.registers <= 64 << 10
+        assert programs * (attending.shared_bytes + 1024) <= SHARED_LIMIT + 1024
+        assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", attending.ptx))) > 0

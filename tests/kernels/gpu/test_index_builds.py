@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.caches import random_cache
-from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex
@@ -135,28 +135,20 @@ def test_a_span_too_long_for_a_program_is_refused() -> None:
     ClusterIndex(caches, generations, 4096, in_triton=False)
 
 
-def _variant(kernel: str, head_dim: int, kv_heads: int, page_size: int) -> Variant:
-    types = dict.fromkeys(("addresses_ptr", "pages_ptr", "built_ptr", "generations_ptr"), "*i64")
-    types |= dict.fromkeys(("table_ptr", "lengths_ptr", "active_ptr"), "*i32")
-    types |= {"first_ptr": "*bf16", "bounds_ptr": "*bf16", "reciprocals_ptr": "*fp32"}
-    types |= {"table_stride": "i32", "layer_stride": "i64", "slot_stride": "i32", "head_stride": "i32"}
-    constants = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
-    if "bounds" in kernel:
-        constants["columns"] = 1024
-    else:
-        constants |= {"keys": 64, "block_dim": 128 if head_dim == 96 else head_dim}
-    return Variant(
-        f"winnow_kernels.indexes.gpu_builds:{kernel}",
-        types,
-        constants,
-        divisible=("layer_stride", "slot_stride", "head_stride"),
-    )
+def _launch(head_dim: int, kv_heads: int, page_size: int) -> None:
+    keys = torch.empty(4096, kv_heads, head_dim, dtype=torch.bfloat16)
+    batch = DecodeBatch.empty(2, 256, page_size, keys.device)
+    for kind in KINDS:
+        index = kind([LayerCache(keys, keys)] * 2, PageGenerations(len(keys), page_size, keys.device), in_triton=True)
+        index.entries.build(torch.empty(16, dtype=torch.int64))
+        index.extend(batch, batch.lengths)
 
 
 def test_kernels_fit_a_multiprocessor() -> None:
-    kernels = ("_bounds_kernel", "_extend_bounds_kernel", "_norms_kernel", "_extend_norms_kernel")
-    shapes = [(128, 8, 16), (96, 8, 64)]
-    for kernel in compile_for_hopper([_variant(name, *shape) for name in kernels for shape in shapes]):
-        assert kernel.local_bytes == 0
-        assert kernel.shared_bytes <= SHARED_LIMIT
-        assert "ld.global.v4.b32" in kernel.ptx  # keys come 16 bytes at a time
+    for shape in ((128, 8, 16), (96, 8, 64)):
+        compiled = compile_launches(_launch, *shape)
+        assert len(compiled) == 4
+        for kernel in compiled:
+            assert kernel.local_bytes == 0
+            assert kernel.shared_bytes <= SHARED_LIMIT
+            assert "ld.global.v4.b32" in kernel.ptx  # keys come 16 bytes at a time

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.caches import scattered_context
-from tests.kernels.gpu.compiling import Variant, compile_for_hopper
+from tests.kernels.gpu.compiling import compile_launches
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import (
@@ -94,29 +94,15 @@ def test_a_page_table_is_that_of_the_slots(page_size: int, device: torch.device)
         assert torch.equal(pages.long(), context.slots[row, :length:page_size] // page_size)
 
 
+def _launch() -> None:
+    device = torch.device("cpu")
+    batch = DecodeBatch.empty(4, 512, 16, device)
+    request_slots = torch.empty(4, dtype=torch.int64)
+    table = ParameterTable(LAYOUT, 4, device)
+    table.gather(request_slots, batch, RowParameters.empty(LAYOUT, 4, device))
+    copy_page_table(torch.empty(4, 512, dtype=torch.int32), request_slots, request_slots, batch)
+
+
 def test_they_compile_for_hopper() -> None:
-    gather = {
-        **dict.fromkeys(("table_ptr", "request_slots_ptr"), "*i64"),
-        **dict.fromkeys(("rules_ptr", "lengths_ptr", "values_ptr"), "*i32"),
-        "shares_ptr": "*fp64",
-        "thresholds_ptr": "*fp32",
-        **dict.fromkeys(("rows", "table_stride"), "i32"),
-    }
-    copy = {
-        **dict.fromkeys(("slots_ptr", "table_ptr", "own_lengths_ptr"), "*i32"),
-        **dict.fromkeys(("request_slots_ptr", "lengths_ptr", "counts_ptr"), "*i64"),
-        **dict.fromkeys(("slots_stride", "table_stride"), "i32"),
-    }
-    variants = [
-        Variant(
-            "winnow_kernels.decode.gpu_rows:_gather_kernel",
-            gather,
-            {"columns": LAYOUT.of_rows, "column_block": 16},
-            num_warps=1,
-        ),
-        Variant(
-            "winnow_kernels.decode.gpu_page_table:_copy_kernel", copy, {"columns": 8, "page_size": 16, "block": 1024}
-        ),
-    ]
-    for compiled in compile_for_hopper(variants):
-        assert compiled.local_bytes == 0
+    gathering, copying = compile_launches(_launch)
+    assert gathering.local_bytes == copying.local_bytes == 0

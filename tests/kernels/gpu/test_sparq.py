@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton import next_power_of_2
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.gpu.selectors import (
     PAGE_SIZE,
     cache_on,
@@ -15,14 +13,14 @@ from tests.kernels.gpu.selectors import (
     check_untouched,
     check_whole,
     integers,
+    of_other_kinds,
     on_device,
     untouched,
 )
-from tests.kernels.gpu.test_selectors_compile import PAIRS, REGISTERS, variant_of
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import Count
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.policies.sparq.gpu import SCORING_PROGRAMS, select
+from winnow_kernels.policies.sparq.gpu import select
 from winnow_kernels.policies.sparq.parameters import SparQ
 from winnow_kernels.policies.sparq.reference import SparQStep
 from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
@@ -38,7 +36,7 @@ def test_rows_are_the_references_and_other_kinds_stay_untouched(in_order: bool, 
     queries = random_queries(len(LENGTHS), KV_HEADS * GROUP, DIM)
     batch = on_device(context, device)
     selection = untouched(batch, KV_HEADS, 256)
-    rows = TopRows.empty(len(LENGTHS), device)
+    rows = of_other_kinds(TopRows, len(LENGTHS), device)
     rows.budgets.copy_(torch.tensor(BUDGETS))
     rows.sinks.copy_(torch.tensor(SINKS))
     rows.by_score.fill_(int(in_order))
@@ -69,20 +67,9 @@ def test_a_selection_that_has_no_room_is_the_whole_context(device: torch.device)
     queries = integers((1, KV_HEADS * GROUP, DIM), 3, 3).to(device)
     batch = on_device(context, device)
     selection = untouched(batch, KV_HEADS, 64)
-    rows = TopRows.empty(1, device)
+    rows = of_other_kinds(TopRows, 1, device)
     rows.budgets.fill_(65)
     channels = torch.full((1,), 8, dtype=torch.int32, device=device)
     buffers = TopBuffers.empty(batch, selection)
     select(queries, cache, batch, rows, channels, selection, buffers, any_by_score=False)
     check_whole(selection, 0)
-
-
-def test_scoring_fits_a_multiprocessor_as_often_as_it_is_launched() -> None:
-    shapes = [
-        {"head_dim": dim, "dim_block": next_power_of_2(dim), "group": group} for dim, group in ((128, 4), (96, 5))
-    ]
-    variants = [variant_of("policies.sparq.gpu:_score_kernel", PAIRS | shape | {"block": 32}) for shape in shapes]
-    for compiled in compile_for_hopper(variants):
-        assert compiled.local_bytes == 0
-        assert SCORING_PROGRAMS * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024
-        assert SCORING_PROGRAMS * 4 * 32 * compiled.registers <= REGISTERS

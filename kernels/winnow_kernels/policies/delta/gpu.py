@@ -17,7 +17,7 @@ share out the heads, token scores are to be replaced by their maximum over the r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -26,25 +26,21 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu import LARGEST_GROUP, AttendBuffers, Launch
-from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, PARTIAL_SLOTS, splits_of, tiles_of_split
+from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, PARTIAL_SLOTS, Partial, splits_of, tiles_of_split
 from winnow_kernels.batch import ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.kernel_arguments import Counts, Heads, KeysAndValues, Rows, Selected, Vectors
+from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.selection.gpu_pages import PageBuffers, page_counts, select_pages, warps_of
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
 
-FULL: Final = 1
-"""As a layer's role: the row attends to everything."""
-REFRESH: Final = 2
-"""The row attends to everything and selects: it is a Δ-layer."""
-REUSE: Final = 3
-"""The row attends to what its last Δ-layer selected."""
 _TILE = tl.constexpr(TILE)
 _HEADS = tl.constexpr(LARGEST_GROUP)
 _PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _WHOLE = tl.constexpr(WHOLE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
-_FULL = tl.constexpr(FULL)
-_REFRESH = tl.constexpr(REFRESH)
+_FULL = tl.constexpr(int(Role.FULL))
+_REFRESH = tl.constexpr(int(Role.REFRESH))
 _ELSEWHERE = tl.constexpr(ELSEWHERE)
 _CONTEXT = tl.constexpr(int(Count.CONTEXT))
 _ATTENDED = tl.constexpr(int(Count.ATTENDED))
@@ -57,13 +53,11 @@ _TOKENS_SUMMED: Final = 1024
 SCORING_PROGRAMS: Final = 4
 
 
-@dataclass(frozen=True, eq=False)
-class DeltaRows:
+class DeltaRows(NamedTuple):
     """The parameters of a batch's rows.
 
     Attributes:
-        roles: int8 [layers, rows]; 0 for a row of another kind, else what the layer is to the row: ``FULL``,
-            ``REFRESH`` or ``REUSE``.
+        roles: int8 [layers, rows]; 0 for a row of another kind, else what the layer is to the row (``Role``).
         budgets: int32 [rows]; pages for all KV heads; 0 for a row that is left untouched, whatever its roles.
         recent: int32 [rows]; newest pages that are always kept, at least 1.
         sinks: int32 [rows]; first tokens, whose pages are always kept, too; the budget holds both.
@@ -76,11 +70,24 @@ class DeltaRows:
     sinks: Tensor
     by_score: Tensor
 
-    @classmethod
-    def empty(cls, rows: int, layers: int, device: torch.device) -> DeltaRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        roles = torch.zeros(layers, rows, dtype=torch.int8, device=device)
-        return cls(roles, *torch.zeros(4, rows, dtype=torch.int32, device=device))
+    def at(self, layer: int) -> DeltaRows:
+        """Return those in one layer, with roles [rows]."""
+        return self._replace(roles=self.roles[layer])
+
+
+class TokenBuffers(NamedTuple):
+    """Scratch of a Δ-layer for scores of tokens.
+
+    Attributes:
+        scores: float32 [rows, query heads, tokens]; scaled scores, to base 2.
+        greatest: float32 [rows, tokens]; the greatest weight that a query head gives a token, of rows that refresh
+            (others hold any number).
+        width: tokens of a row.
+    """
+
+    scores: Tensor
+    greatest: Tensor
+    width: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +95,11 @@ class DeltaBuffers:
     """Scratch of a Δ-layer, the same in all layers: 4 × rows × tokens × (query heads + 1) bytes and little more.
 
     Attributes:
-        scores: float32 [rows, query heads, tokens]; scaled scores, to base 2.
-        token_scores: float32 [rows, tokens]; the greatest weight that a query head gives a token, of rows that refresh
-            (others hold any number).
+        tokens: scores of tokens.
         pages: scores of pages, and lists of them; one head.
     """
 
-    scores: Tensor
-    token_scores: Tensor
+    tokens: TokenBuffers
     pages: PageBuffers
 
     @classmethod
@@ -106,9 +110,10 @@ class DeltaBuffers:
             ValueError: contexts have more pages than ``MAX_PAGES``.
         """
         device = batch.lengths.device
+        scores = torch.zeros(batch.rows, query_heads, batch.longest, dtype=torch.float32, device=device)
+        greatest = torch.zeros(batch.rows, batch.longest, dtype=torch.float32, device=device)
         return cls(
-            torch.zeros(batch.rows, query_heads, batch.longest, dtype=torch.float32, device=device),
-            torch.zeros(batch.rows, batch.longest, dtype=torch.float32, device=device),
+            TokenBuffers(scores, greatest, batch.longest),
             PageBuffers.empty(batch.rows, 1, batch.page_table.shape[1], device),
         )
 
@@ -132,9 +137,7 @@ def write_counts(batch: DecodeBatch, rows: DeltaRows, counts: Tensor, width: int
     """
     layers, _, kv_heads = counts.shape
     assert counts.is_contiguous()
-    _count_kernel[(layers, batch.rows)](
-        rows.roles, rows.budgets, batch.lengths, counts, kv_heads, width, page_size=batch.page_size, num_warps=1
-    )
+    _count_kernel[(layers, batch.rows)](rows, Rows.of(batch), counts, kv_heads, width, num_warps=1)
 
 
 def attend_and_score(
@@ -164,57 +167,33 @@ def attend_and_score(
         buffers: gets the scores.
         output: [rows, query heads, head dim]; rows and heads may be strided.
     """
-    query_heads, head_dim = queries.shape[1:]
-    kv_heads = cache.kv_heads
-    group = query_heads // kv_heads
-    pairs = batch.rows * kv_heads
+    query_heads = queries.shape[1]
+    pairs = batch.rows * cache.kv_heads
     launch = attend_buffers.launch
-    assert cache.keys.stride() == cache.values.stride()
-    shape = {
-        "kv_heads": kv_heads,
-        "group": group,
-        "head_dim": head_dim,
-        "dim_block": max(16, triton.next_power_of_2(head_dim)),
-    }
-    _attend_kernel[(min(pairs * PARTIAL_SLOTS, programs_of_multiprocessor(launch) * attend_buffers.multiprocessors),)](
-        queries,
-        cache.keys,
-        cache.values,
-        batch.page_table,
-        batch.lengths,
-        rows.roles[layer],
-        rows.budgets,
-        attend_buffers.partial_outputs,
-        attend_buffers.partial_masses,
-        buffers.scores,
+    programs = min(pairs * PARTIAL_SLOTS, programs_of_multiprocessor(launch) * attend_buffers.multiprocessors)
+    of_rows = (rows.at(layer), Rows.of(batch))
+    heads = Heads.of(query_heads, cache)
+    _attend_kernel[(programs,)](
+        Vectors.of(queries),
+        KeysAndValues.of(cache),
+        *of_rows,
+        attend_buffers.partial,
+        buffers.tokens,
+        heads,
         scale * _LOG2_E,
         pairs,
-        queries.stride(0),
-        queries.stride(1),
-        cache.keys.stride(0),
-        cache.keys.stride(1),
-        batch.page_table.stride(0),
-        buffers.scores.shape[2],
-        page_bits=batch.page_size.bit_length() - 1,
         pair_block=triton.next_power_of_2(pairs),
         tiles_ahead=launch.tiles_ahead,
-        **shape,
         num_warps=launch.warps,
     )
-    _merge_kernel[(pairs, group)](
-        attend_buffers.partial_outputs,
-        attend_buffers.partial_masses,
-        batch.lengths,
-        rows.roles[layer],
-        rows.budgets,
-        output,
+    _merge_kernel[(pairs, query_heads // cache.kv_heads)](
+        *of_rows,
+        attend_buffers.partial,
+        Vectors.of(output),
         attend_buffers.log_sum_exp,
-        batch.counts,
-        output.stride(0),
-        output.stride(1),
-        batch.counts.stride(0),
+        Counts.of(batch),
+        heads,
         2 * cache.vector_bytes,
-        **shape,
         num_warps=4,
     )
 
@@ -226,16 +205,13 @@ def score_tokens(
 
     Rows and tokens beyond those hold any number afterwards; to combine ranks is to take the maximum of everything.
     """
-    query_heads = buffers.scores.shape[1]
-    _token_kernel[(programs_on(buffers.scores.device, SCORING_PROGRAMS),)](
-        buffers.scores,
+    query_heads = buffers.tokens.scores.shape[1]
+    _token_kernel[(programs_on(batch.lengths.device, SCORING_PROGRAMS),)](
+        rows.at(layer),
+        Rows.of(batch),
+        buffers.tokens,
         attend_buffers.log_sum_exp,
-        batch.lengths,
-        rows.roles[layer],
-        rows.budgets,
-        buffers.token_scores,
         batch.rows,
-        buffers.scores.shape[2],
         query_heads=query_heads,
         head_block=triton.next_power_of_2(query_heads),
         block=_TOKENS_AT_ONCE,
@@ -254,39 +230,23 @@ def select(layer: int, batch: DecodeBatch, rows: DeltaRows, slots: Tensor, buffe
         slots: int32 [rows, KV heads, width], contiguous; kept until the rows' next Δ-layer.
         buffers: with the token scores.
     """
-    _, kv_heads, width = slots.shape
+    kv_heads, width = slots.shape[1:]
     assert slots.is_contiguous()
     pages = batch.page_table.shape[1]
+    of_rows = (rows.at(layer), Rows.of(batch), buffers.pages)
     _page_kernel[(programs_on(slots.device, SCORING_PROGRAMS),)](
-        buffers.token_scores,
-        batch.lengths,
-        rows.roles[layer],
-        rows.budgets,
-        buffers.pages.scores,
+        *of_rows,
+        buffers.tokens,
         batch.rows,
-        buffers.token_scores.shape[1],
-        buffers.pages.scores.shape[2],
-        page_size=batch.page_size,
         block=max(1, _TOKENS_SUMMED // batch.page_size),
         row_block=triton.next_power_of_2(batch.rows),
         num_warps=4,
     )
     _select_kernel[(batch.rows,)](
-        rows.roles[layer],
-        rows.budgets,
-        rows.recent,
-        rows.sinks,
-        rows.by_score,
-        batch.page_table,
-        batch.lengths,
-        buffers.pages.scores,
-        buffers.pages.lists,
-        slots,
-        batch.page_table.stride(0),
-        buffers.pages.scores.shape[2],
+        *of_rows,
+        # Counts are written at the step's begin.
+        Selected(slots, None, width),
         kv_heads,
-        width,
-        page_size=batch.page_size,
         pages=triton.next_power_of_2(pages),
         num_warps=warps_of(pages),
     )
@@ -294,21 +254,15 @@ def select(layer: int, batch: DecodeBatch, rows: DeltaRows, slots: Tensor, buffe
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(
-    roles_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    kv_heads: tl.tensor,
-    width: tl.tensor,
-    page_size: tl.constexpr,
+    parameters: DeltaRows, rows: Rows, counts_ptr: tl.tensor, kv_heads: tl.tensor, width: tl.tensor
 ) -> None:
     row = tl.program_id(1)
     row_in_layer = tl.program_id(0) * tl.num_programs(1) + row
-    role = tl.load(roles_ptr + row_in_layer)
-    budget = tl.load(budgets_ptr + row)
+    role = tl.load(parameters.roles + row_in_layer)
+    budget = tl.load(parameters.budgets + row)
     if (role == 0) | (budget == 0):
         return
-    _, tokens = page_counts(tl.load(lengths_ptr + row), budget, page_size)
+    _, tokens = page_counts(tl.load(rows.lengths + row), budget, rows.page_size)
     count = tl.where(tokens > width, _WHOLE, tokens)
     count = tl.where(role == _FULL, _TO_THE_END, count)
     count = tl.where(role == _REFRESH, _ELSEWHERE, count)
@@ -317,83 +271,69 @@ def _count_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _refreshes(roles_ptr: tl.tensor, budgets_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
-    return (tl.load(roles_ptr + row) == _REFRESH) & (tl.load(budgets_ptr + row) > 0)
+def _refreshes(parameters: DeltaRows, row: tl.tensor) -> tl.tensor:
+    return (tl.load(parameters.roles + row) == _REFRESH) & (tl.load(parameters.budgets + row) > 0)
 
 
 @triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def _attend_kernel(
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    roles_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    partial_outputs_ptr: tl.tensor,
-    partial_masses_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
+    queries: Vectors,
+    cache: KeysAndValues,
+    parameters: DeltaRows,
+    rows: Rows,
+    partial: Partial,
+    scratch: TokenBuffers,
+    heads: Heads,
     scale_log2: tl.tensor,
     pairs: tl.tensor,
-    query_row_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    longest: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
-    page_bits: tl.constexpr,
     pair_block: tl.constexpr,
     tiles_ahead: tl.constexpr,
 ) -> None:
     """Attend to splits of whole contexts; a pair is a row and a KV head, as in ``attend.gpu``."""
     all_pairs = tl.arange(0, pair_block)
-    all_rows = all_pairs // kv_heads
+    all_rows = all_pairs // heads.kv_heads
     in_batch = all_pairs < pairs
-    refreshes = tl.load(roles_ptr + all_rows, mask=in_batch, other=0) == _REFRESH
-    refreshes &= tl.load(budgets_ptr + all_rows, mask=in_batch, other=0) > 0
-    all_tokens = tl.load(lengths_ptr + all_rows, mask=refreshes, other=0)
+    refreshes = tl.load(parameters.roles + all_rows, mask=in_batch, other=0) == _REFRESH
+    refreshes &= tl.load(parameters.budgets + all_rows, mask=in_batch, other=0) > 0
+    all_tokens = tl.load(rows.lengths + all_rows, mask=refreshes, other=0)
     all_splits = splits_of(all_tokens, all_tokens < 0)
     up_to = tl.cumsum(all_splits, axis=0)
     member = tl.arange(0, _HEADS)
-    is_member = member < group
-    channel = tl.arange(0, dim_block)
-    is_channel = channel < head_dim
+    is_member = member < heads.group
+    channel = tl.arange(0, heads.dim_block)
+    is_channel = channel < heads.head_dim
     for item in range(tl.program_id(0), tl.sum(all_splits, axis=0), tl.num_programs(0)):
         pair = tl.sum((up_to <= item).to(tl.int32), axis=0)
         split = item - tl.sum(tl.where(up_to <= item, all_splits, 0), axis=0)
-        row = (pair // kv_heads).to(tl.int64)
-        kv_head = pair % kv_heads
-        tokens = tl.load(lengths_ptr + row)
+        row = (pair // heads.kv_heads).to(tl.int64)
+        kv_head = pair % heads.kv_heads
+        tokens = tl.load(rows.lengths + row)
         first, _every, tiles = tiles_of_split(split, tokens, tokens < 0)
-        query_heads = kv_head * group + member
+        query_heads = kv_head * heads.group + member
         query = tl.load(
-            queries_ptr + row * query_row_stride + query_heads[:, None] * query_head_stride + channel[None, :],
+            queries.pointer + row * queries.row_stride + query_heads[:, None] * queries.head_stride + channel[None, :],
             mask=is_member[:, None] & is_channel[None, :],
             other=0.0,
         )
-        own_table_ptr = page_table_ptr + row * table_stride
-        own_scores_ptr = scores_ptr + pair.to(tl.int64) * group * longest
+        own_table_ptr = rows.page_table + row * rows.table_stride
+        own_scores_ptr = scratch.scores + pair.to(tl.int64) * heads.group * scratch.width
         highest = tl.full([_HEADS], -INFINITY, tl.float32)
         mass = tl.zeros([_HEADS], tl.float32)
-        weighted = tl.zeros([_HEADS, dim_block], tl.float32)
+        weighted = tl.zeros([_HEADS, heads.dim_block], tl.float32)
         # A tile's pages are loaded before its keys: two stages each.
         for tile in tl.range(first, first + tiles, num_stages=2 * tiles_ahead + 1):
             token = tile * _TILE + tl.arange(0, _TILE)
             is_token = token < tokens
-            page = tl.load(own_table_ptr + (token >> page_bits), mask=is_token, other=0)
-            slot = (page << page_bits) + (token & ((1 << page_bits) - 1))
-            vector = (slot.to(tl.int64) * slot_stride + kv_head * kv_head_stride)[:, None] + channel[None, :]
+            page = tl.load(own_table_ptr + (token >> rows.page_bits), mask=is_token, other=0)
+            slot = (page << rows.page_bits) + (token & (rows.page_size - 1))
+            vector = (slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride)[:, None] + channel[None, :]
             is_element = is_token[:, None] & is_channel[None, :]
-            key = tl.load(keys_ptr + vector, mask=is_element, other=0.0)
-            value = tl.load(values_ptr + vector, mask=is_element, other=0.0)
+            key = tl.load(cache.keys_ptr + vector, mask=is_element, other=0.0)
+            value = tl.load(cache.values_ptr + vector, mask=is_element, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
             scores = tl.where(is_token[None, :], scores, -INFINITY)
             tl.store(
-                own_scores_ptr + member[:, None] * longest + token[None, :],
+                own_scores_ptr + member[:, None] * scratch.width + token[None, :],
                 scores,
                 mask=is_member[:, None] & is_token[None, :],
             )
@@ -403,10 +343,10 @@ def _attend_kernel(
             mass = mass * fade + tl.sum(weights, axis=1)
             weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
             highest = new_highest
-        head = pair.to(tl.int64) * group + member
-        tl.store(partial_masses_ptr + head * _PARTIAL_SLOTS + split, highest + tl.log2(mass), mask=is_member)
+        head = pair.to(tl.int64) * heads.group + member
+        tl.store(partial.masses + head * _PARTIAL_SLOTS + split, highest + tl.log2(mass), mask=is_member)
         tl.store(
-            partial_outputs_ptr + (head * _PARTIAL_SLOTS + split)[:, None] * head_dim + channel[None, :],
+            partial.outputs + (head * _PARTIAL_SLOTS + split)[:, None] * heads.head_dim + channel[None, :],
             weighted / mass[:, None],
             mask=is_member[:, None] & is_channel[None, :],
         )
@@ -414,36 +354,28 @@ def _attend_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge_kernel(
-    partial_outputs_ptr: tl.tensor,
-    partial_masses_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    roles_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    output_ptr: tl.tensor,
+    parameters: DeltaRows,
+    rows: Rows,
+    partial: Partial,
+    output: Vectors,
     log_sum_exp_ptr: tl.tensor,
-    read_ptr: tl.tensor,
-    output_row_stride: tl.tensor,
-    output_head_stride: tl.tensor,
-    read_stride: tl.tensor,
+    counts: Counts,
+    heads: Heads,
     token_bytes: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
 ) -> None:
     pair = tl.program_id(0)
-    row = (pair // kv_heads).to(tl.int64)
-    if not _refreshes(roles_ptr, budgets_ptr, row):
+    row = (pair // heads.kv_heads).to(tl.int64)
+    if not _refreshes(parameters, row):
         return
-    tokens = tl.load(lengths_ptr + row)
+    tokens = tl.load(rows.lengths + row)
     split = tl.arange(0, _PARTIAL_SLOTS)
     is_split = split < splits_of(tokens, tokens < 0)
-    head = pair.to(tl.int64) * group + tl.program_id(1)
-    masses = tl.load(partial_masses_ptr + head * _PARTIAL_SLOTS + split, mask=is_split, other=-INFINITY)
-    channel = tl.arange(0, dim_block)
-    is_channel = channel < head_dim
+    head = pair.to(tl.int64) * heads.group + tl.program_id(1)
+    masses = tl.load(partial.masses + head * _PARTIAL_SLOTS + split, mask=is_split, other=-INFINITY)
+    channel = tl.arange(0, heads.dim_block)
+    is_channel = channel < heads.head_dim
     outputs = tl.load(
-        partial_outputs_ptr + (head * _PARTIAL_SLOTS + split[:, None]) * head_dim + channel[None, :],
+        partial.outputs + (head * _PARTIAL_SLOTS + split[:, None]) * heads.head_dim + channel[None, :],
         mask=is_split[:, None] & is_channel[None, :],
         other=0.0,
     )
@@ -452,35 +384,34 @@ def _merge_kernel(
     mass = tl.sum(weights, axis=0)
     merged = tl.sum(outputs * weights[:, None], axis=0) / mass
     own_output_ptr = (
-        output_ptr + row * output_row_stride + ((pair % kv_heads) * group + tl.program_id(1)) * output_head_stride
+        output.pointer
+        + row * output.row_stride
+        + ((pair % heads.kv_heads) * heads.group + tl.program_id(1)) * output.head_stride
     )
-    tl.store(own_output_ptr + channel, merged.to(output_ptr.dtype.element_ty), mask=is_channel)
+    tl.store(own_output_ptr + channel, merged.to(output.pointer.dtype.element_ty), mask=is_channel)
     tl.store(log_sum_exp_ptr + head, (highest + tl.log2(mass)) * LN_2)
     if tl.program_id(1) == 0:
         amount = tokens.to(tl.int64)
-        own_read_ptr = read_ptr + row * read_stride
-        tl.atomic_add(own_read_ptr + _CONTEXT, amount, sem="relaxed")
-        tl.atomic_add(own_read_ptr + _ATTENDED, amount, sem="relaxed")
-        tl.atomic_add(own_read_ptr + _CONTEXT_BYTES, amount * token_bytes, sem="relaxed")
-        tl.atomic_add(own_read_ptr + _READ_BYTES, amount * token_bytes, sem="relaxed")
+        own_counts_ptr = counts.pointer + row * counts.row_stride
+        tl.atomic_add(own_counts_ptr + _CONTEXT, amount, sem="relaxed")
+        tl.atomic_add(own_counts_ptr + _ATTENDED, amount, sem="relaxed")
+        tl.atomic_add(own_counts_ptr + _CONTEXT_BYTES, amount * token_bytes, sem="relaxed")
+        tl.atomic_add(own_counts_ptr + _READ_BYTES, amount * token_bytes, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["batch_rows"])  # type: ignore[untyped-decorator]
 def _token_kernel(
-    scores_ptr: tl.tensor,
+    parameters: DeltaRows,
+    rows: Rows,
+    scratch: TokenBuffers,
     log_sum_exp_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    roles_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    token_scores_ptr: tl.tensor,
-    rows: tl.tensor,
-    longest: tl.tensor,
+    batch_rows: tl.tensor,
     query_heads: tl.constexpr,
     head_block: tl.constexpr,
     block: tl.constexpr,
     row_block: tl.constexpr,
 ) -> None:
-    blocks = _parts(lengths_ptr, roles_ptr, budgets_ptr, rows, block, row_block)
+    blocks = _parts(parameters, rows, batch_rows, block, row_block)
     head = tl.arange(0, head_block)
     is_head = head < query_heads
     part, end = own_share(blocks)
@@ -489,103 +420,76 @@ def _token_kernel(
         row = owner.to(tl.int64)
         mass = tl.load(log_sum_exp_ptr + row * query_heads + head, mask=is_head, other=0.0) / LN_2
         # Bounds that are multiples of 16 let loads be wide; what is beyond the context means nothing to anybody.
-        tokens = tl.cdiv(tl.load(lengths_ptr + row), 16) * 16
-        own_scores_ptr = scores_ptr + row * query_heads * longest
+        tokens = tl.cdiv(tl.load(rows.lengths + row), 16) * 16
+        own_scores_ptr = scratch.scores + row * query_heads * scratch.width
         for number in range(part - first, tl.minimum(end, after) - first):
             token = number * block + tl.arange(0, block)
             is_token = token < tokens
             scores = tl.load(
-                own_scores_ptr + head[:, None] * longest + token[None, :],
+                own_scores_ptr + head[:, None] * scratch.width + token[None, :],
                 mask=is_head[:, None] & is_token[None, :],
                 other=-INFINITY,
             )
             # The greatest weight is that of the greatest exponent.
             greatest = tl.exp2(tl.max(scores - mass[:, None], axis=0))
-            tl.store(token_scores_ptr + row * longest + token, greatest, mask=is_token)
+            tl.store(scratch.greatest + row * scratch.width + token, greatest, mask=is_token)
         part = tl.minimum(end, after)
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["batch_rows"])  # type: ignore[untyped-decorator]
 def _page_kernel(
-    token_scores_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    roles_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    rows: tl.tensor,
-    longest: tl.tensor,
-    buffer_pages: tl.tensor,
-    page_size: tl.constexpr,
+    parameters: DeltaRows,
+    rows: Rows,
+    pages: PageBuffers,
+    scratch: TokenBuffers,
+    batch_rows: tl.tensor,
     block: tl.constexpr,
     row_block: tl.constexpr,
 ) -> None:
-    blocks = _parts(lengths_ptr, roles_ptr, budgets_ptr, rows, block * page_size, row_block)
+    blocks = _parts(parameters, rows, batch_rows, block * rows.page_size, row_block)
     begin, end = own_share(blocks)
     for part in range(begin, end):
         owner, first, _after = owner_of(part, blocks)
         row = owner.to(tl.int64)
-        length = tl.load(lengths_ptr + row)
+        length = tl.load(rows.lengths + row)
         page = (part - first) * block + tl.arange(0, block)
-        token = page[:, None] * page_size + tl.arange(0, page_size)[None, :]
-        scores = tl.load(token_scores_ptr + row * longest + token, mask=token < length, other=0.0)
-        tl.store(scores_ptr + row * buffer_pages + page, tl.sum(scores, axis=1), mask=page * page_size < length)
+        token = page[:, None] * rows.page_size + tl.arange(0, rows.page_size)[None, :]
+        scores = tl.load(scratch.greatest + row * scratch.width + token, mask=token < length, other=0.0)
+        tl.store(
+            pages.scores + row * pages.width + page,
+            tl.sum(scores, axis=1),
+            mask=page * rows.page_size < length,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _parts(
-    lengths_ptr: tl.tensor,
-    roles_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    rows: tl.tensor,
-    tokens: tl.constexpr,
-    row_block: tl.constexpr,
+    parameters: DeltaRows, rows: Rows, batch_rows: tl.tensor, tokens: tl.constexpr, row_block: tl.constexpr
 ) -> tl.tensor:
     """Return how many parts of ``tokens`` tokens the rows have that refresh."""
     row = tl.arange(0, row_block)
-    in_batch = row < rows
-    refreshes = tl.load(roles_ptr + row, mask=in_batch, other=0) == _REFRESH
-    refreshes &= tl.load(budgets_ptr + row, mask=in_batch, other=0) > 0
-    return tl.cdiv(tl.load(lengths_ptr + row, mask=refreshes, other=0), tokens)
+    in_batch = row < batch_rows
+    refreshes = tl.load(parameters.roles + row, mask=in_batch, other=0) == _REFRESH
+    refreshes &= tl.load(parameters.budgets + row, mask=in_batch, other=0) > 0
+    return tl.cdiv(tl.load(rows.lengths + row, mask=refreshes, other=0), tokens)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _select_kernel(
-    roles_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    recent_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    by_score_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    lists_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    table_stride: tl.tensor,
-    buffer_pages: tl.tensor,
+    parameters: DeltaRows,
+    rows: Rows,
+    buffers: PageBuffers,
+    selected: Selected,
     kv_heads: tl.tensor,
-    width: tl.tensor,
-    page_size: tl.constexpr,
     pages: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    if not _refreshes(roles_ptr, budgets_ptr, row):
+    if not _refreshes(parameters, row):
         return
-    length = tl.load(lengths_ptr + row)
-    kept, tokens = page_counts(length, tl.load(budgets_ptr + row), page_size)
-    if tokens > width:
+    length = tl.load(rows.lengths + row)
+    kept, tokens = page_counts(length, tl.load(parameters.budgets + row), rows.page_size)
+    if tokens > selected.width:
         return
-    select_pages(
-        scores_ptr + row * buffer_pages,
-        lists_ptr + row * buffer_pages,
-        page_table_ptr + row * table_stride,
-        slots_ptr + row * kv_heads * width,
-        length,
-        kept,
-        tl.load(recent_ptr + row),
-        tl.load(sinks_ptr + row),
-        tl.load(by_score_ptr + row) != 0,
-        kv_heads,
-        width,
-        page_size,
-        pages,
-    )
+    recent, sinks = tl.load(parameters.recent + row), tl.load(parameters.sinks + row)
+    is_ordered = tl.load(parameters.by_score + row) != 0
+    select_pages(rows, row, buffers, selected, row, length, kept, recent, sinks, is_ordered, kv_heads, pages)

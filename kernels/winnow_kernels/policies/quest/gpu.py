@@ -6,15 +6,14 @@ the bytes of its keys and values, and writes 4 bytes a page. The second selects,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.batch import WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
+from winnow_kernels.kernel_arguments import Counts, Heads, Rows, Selected, Vectors
 from winnow_kernels.selection.gpu_pages import PageBuffers, page_counts, select_pages, warps_of
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
 
@@ -24,10 +23,12 @@ _BYTES_AT_ONCE: Final = 16 << 10
 SCORING_PROGRAMS: Final = 3
 # The least that the matrix units take: rows of a group beyond its query heads are padding.
 _MIN_GROUP: Final = 16
+_WHOLE = tl.constexpr(WHOLE)
+_TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
+_READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
 
 
-@dataclass(frozen=True, eq=False)
-class QuestRows:
+class QuestRows(NamedTuple):
     """The parameters of a batch's rows.
 
     Attributes:
@@ -42,11 +43,6 @@ class QuestRows:
     sinks: Tensor
     full_layers: Tensor
     by_score: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> QuestRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        return cls(*torch.zeros(4, rows, dtype=torch.int32, device=device))
 
 
 def select(
@@ -72,61 +68,30 @@ def select(
         selection: what is written to.
         buffers: with one head for each KV head.
     """
-    _, kv_heads, width = selection.slots.shape
+    kv_heads = selection.slots.shape[1]
     query_heads, head_dim = queries.shape[1:]
     pages = batch.page_table.shape[1]
-    group = query_heads // kv_heads
-    dim_block = triton.next_power_of_2(head_dim)
     pairs = batch.rows * kv_heads
-    assert selection.slots.is_contiguous()
     assert bounds.is_contiguous()
+    heads = Heads.sized(query_heads, kv_heads, head_dim)
+    of_rows = (rows, Rows.of(batch), buffers, Selected.of(selection))
     _score_kernel[(programs_on(bounds.device, SCORING_PROGRAMS),)](
-        queries,
+        Vectors.of(queries),
         bounds,
-        rows.budgets,
-        rows.full_layers,
-        batch.page_table,
-        batch.lengths,
-        buffers.scores,
+        *of_rows,
+        heads,
         layer,
         pairs,
-        queries.stride(0),
-        queries.stride(1),
-        batch.page_table.stride(0),
-        buffers.scores.shape[2],
-        width,
-        page_size=batch.page_size,
-        kv_heads=kv_heads,
-        group=group,
-        group_block=max(_MIN_GROUP, triton.next_power_of_2(group)),
-        head_dim=head_dim,
-        dim_block=dim_block,
-        block=min(64, _BYTES_AT_ONCE // (dim_block * bounds.element_size())),
+        group_block=max(_MIN_GROUP, triton.next_power_of_2(query_heads // kv_heads)),
+        block=min(64, _BYTES_AT_ONCE // (triton.next_power_of_2(head_dim) * bounds.element_size())),
         pair_block=triton.next_power_of_2(pairs),
         num_warps=4,
     )
     _select_kernel[(batch.rows, kv_heads)](
-        rows.budgets,
-        rows.sinks,
-        rows.full_layers,
-        rows.by_score,
-        batch.page_table,
-        batch.lengths,
-        buffers.scores,
-        buffers.lists,
-        selection.slots,
-        selection.counts,
-        batch.counts,
+        *of_rows,
+        Counts.of(batch),
         layer,
-        batch.page_table.stride(0),
-        buffers.scores.shape[2],
-        width,
-        batch.counts.stride(0),
         2 * head_dim * bounds.element_size(),
-        bytes_column=Count.READ_BYTES,
-        whole=WHOLE,
-        to_the_end=WHOLE_TO_THE_END,
-        page_size=batch.page_size,
         pages=triton.next_power_of_2(pages),
         num_warps=warps_of(pages),
     )
@@ -134,71 +99,61 @@ def select(
 
 @triton.jit(do_not_specialize=["layer", "pairs"])  # type: ignore[untyped-decorator]
 def _score_kernel(
-    queries_ptr: tl.tensor,
+    queries: Vectors,
     bounds_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    full_layers_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
+    parameters: QuestRows,
+    rows: Rows,
+    buffers: PageBuffers,
+    selected: Selected,
+    heads: Heads,
     layer: tl.tensor,
     pairs: tl.tensor,
-    query_row_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    buffer_pages: tl.tensor,
-    width: tl.tensor,
-    page_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
     group_block: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
     block: tl.constexpr,
     pair_block: tl.constexpr,
 ) -> None:
     """Score the complete pages; a pair is a row and a KV head, number row × KV heads + KV head."""
     all_pairs = tl.arange(0, pair_block)
-    all_rows = all_pairs // kv_heads
+    all_rows = all_pairs // heads.kv_heads
     in_batch = all_pairs < pairs
-    budgets = tl.load(budgets_ptr + all_rows, mask=in_batch, other=0)
-    full_layers = tl.load(full_layers_ptr + all_rows, mask=in_batch, other=0)
-    lengths = tl.load(lengths_ptr + all_rows, mask=in_batch, other=1)
-    _, tokens = page_counts(lengths, budgets, page_size)
-    selects = (budgets > 0) & (layer >= full_layers) & (tokens <= width)
-    blocks = tl.where(selects, tl.cdiv((lengths - 1) // page_size, block), 0)
-    channel = tl.arange(0, dim_block)
-    is_channel = channel < head_dim
+    budgets = tl.load(parameters.budgets + all_rows, mask=in_batch, other=0)
+    full_layers = tl.load(parameters.full_layers + all_rows, mask=in_batch, other=0)
+    lengths = tl.load(rows.lengths + all_rows, mask=in_batch, other=1)
+    _, tokens = page_counts(lengths, budgets, rows.page_size)
+    selects = (budgets > 0) & (layer >= full_layers) & (tokens <= selected.width)
+    blocks = tl.where(selects, tl.cdiv((lengths - 1) // rows.page_size, block), 0)
+    channel = tl.arange(0, heads.dim_block)
+    is_channel = channel < heads.head_dim
     member = tl.arange(0, group_block)
-    is_member = member < group
+    is_member = member < heads.group
     part, end = own_share(blocks)
     while part < end:
         pair, first, after = owner_of(part, blocks)
-        row = (pair // kv_heads).to(tl.int64)
-        head = pair % kv_heads
-        queries = tl.load(
-            queries_ptr
-            + row * query_row_stride
-            + (head * group + member)[None, :] * query_head_stride
+        row = (pair // heads.kv_heads).to(tl.int64)
+        head = pair % heads.kv_heads
+        query = tl.load(
+            queries.pointer
+            + row * queries.row_stride
+            + (head * heads.group + member)[None, :] * queries.head_stride
             + channel[:, None],
             mask=is_channel[:, None] & is_member[None, :],
             other=0.0,
         )
         # A channel's maximum counts where the query is positive, its minimum where it is negative.
-        positive = tl.where(queries > 0, queries, 0.0).to(queries.dtype)
-        negative = tl.where(queries < 0, queries, 0.0).to(queries.dtype)
-        complete = (tl.load(lengths_ptr + row) - 1) // page_size
-        own_table_ptr = page_table_ptr + row * table_stride
-        own_bounds_ptr = bounds_ptr + head * 2 * head_dim
-        own_scores_ptr = scores_ptr + pair.to(tl.int64) * buffer_pages
+        positive = tl.where(query > 0, query, 0.0).to(query.dtype)
+        negative = tl.where(query < 0, query, 0.0).to(query.dtype)
+        complete = (tl.load(rows.lengths + row) - 1) // rows.page_size
+        own_table_ptr = rows.page_table + row * rows.table_stride
+        own_bounds_ptr = bounds_ptr + head * 2 * heads.head_dim
+        own_scores_ptr = buffers.scores + pair.to(tl.int64) * buffers.width
         for number in tl.range(part - first, tl.minimum(end, after) - first, num_stages=3):
             place = number * block + tl.arange(0, block)
             is_complete = place < complete
             page = tl.load(own_table_ptr + place, mask=is_complete, other=0).to(tl.int64)
-            maxima_ptr = own_bounds_ptr + (page * (kv_heads * 2 * head_dim))[:, None] + channel[None, :]
+            maxima_ptr = own_bounds_ptr + (page * (heads.kv_heads * 2 * heads.head_dim))[:, None] + channel[None, :]
             is_bound = is_complete[:, None] & is_channel[None, :]
             maxima = tl.load(maxima_ptr, mask=is_bound, other=0.0)
-            minima = tl.load(maxima_ptr + head_dim, mask=is_bound, other=0.0)
+            minima = tl.load(maxima_ptr + heads.head_dim, mask=is_bound, other=0.0)
             upper = tl.dot(maxima, positive, input_precision="ieee")
             upper = tl.dot(minima, negative, upper, input_precision="ieee")
             promise = tl.max(tl.where(is_member[None, :], upper, -float("inf")), axis=1)
@@ -208,55 +163,29 @@ def _score_kernel(
 
 @triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
 def _select_kernel(
-    budgets_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    full_layers_ptr: tl.tensor,
-    by_score_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    lists_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    read_ptr: tl.tensor,
+    parameters: QuestRows,
+    rows: Rows,
+    buffers: PageBuffers,
+    selected: Selected,
+    counts: Counts,
     layer: tl.tensor,
-    table_stride: tl.tensor,
-    buffer_pages: tl.tensor,
-    width: tl.tensor,
-    read_stride: tl.tensor,
     bounds_bytes: tl.tensor,
-    bytes_column: tl.constexpr,
-    whole: tl.constexpr,
-    to_the_end: tl.constexpr,
-    page_size: tl.constexpr,
     pages: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    budget = tl.load(budgets_ptr + row)
+    budget = tl.load(parameters.budgets + row)
     if budget == 0:
         return
     row_and_head = row * tl.num_programs(1) + tl.program_id(1)
-    length = tl.load(lengths_ptr + row)
-    kept, tokens = page_counts(length, budget, page_size)
-    is_full = layer < tl.load(full_layers_ptr + row)
-    if is_full | (tokens > width):
-        tl.store(counts_ptr + row_and_head, tl.where(is_full, to_the_end, whole))
+    length = tl.load(rows.lengths + row)
+    kept, tokens = page_counts(length, budget, rows.page_size)
+    is_full = layer < tl.load(parameters.full_layers + row)
+    if is_full | (tokens > selected.width):
+        tl.store(selected.counts + row_and_head, tl.where(is_full, _TO_THE_END, _WHOLE))
         return
-    tl.store(counts_ptr + row_and_head, tokens)
-    scored = ((length - 1) // page_size).to(tl.int64)
-    tl.atomic_add(read_ptr + row * read_stride + bytes_column, scored * bounds_bytes, sem="relaxed")
-    select_pages(
-        scores_ptr + row_and_head * buffer_pages,
-        lists_ptr + row_and_head * buffer_pages,
-        page_table_ptr + row * table_stride,
-        slots_ptr + row_and_head * width,
-        length,
-        kept,
-        1,
-        tl.load(sinks_ptr + row),
-        tl.load(by_score_ptr + row) != 0,
-        1,
-        0,
-        page_size,
-        pages,
-    )
+    tl.store(selected.counts + row_and_head, tokens)
+    scored = ((length - 1) // rows.page_size).to(tl.int64)
+    tl.atomic_add(counts.pointer + row * counts.row_stride + _READ_BYTES, scored * bounds_bytes, sem="relaxed")
+    sinks = tl.load(parameters.sinks + row)
+    is_ordered = tl.load(parameters.by_score + row) != 0
+    select_pages(rows, row, buffers, selected, row_and_head, length, kept, 1, sinks, is_ordered, 1, pages)

@@ -7,8 +7,7 @@ table and writes 4 bytes for each selected token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -17,15 +16,17 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.batch import WHOLE, DecodeBatch, DeviceSelection
+from winnow_kernels.kernel_arguments import Rows, Selected
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
 
 _BLOCK: Final = 1024
+_TILE = tl.constexpr(TILE)
+_WHOLE = tl.constexpr(WHOLE)
 # On each multiprocessor.
 PROGRAMS: Final = 4
 
 
-@dataclass(frozen=True, eq=False)
-class StoredRows:
+class StoredRows(NamedTuple):
     """What a batch's rows keep of their prompts.
 
     Attributes:
@@ -51,33 +52,26 @@ class StoredRows:
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
+    def at(self, layer: int) -> StoredRows:
+        """Return those in one layer: offsets and kept [rows, KV heads]."""
+        return self._replace(offsets=self.offsets[:, layer], kept=self.kept[:, layer])
+
 
 def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSelection) -> None:
     """Write the slots and counts of the kind's rows in ``layer``.
 
     A row whose selection is wider than there is room for attends to its whole context.
     """
-    _, kv_heads, width = selection.slots.shape
-    assert selection.slots.is_contiguous()
+    kv_heads = selection.slots.shape[1]
     assert rows.kept.is_contiguous()
     assert rows.offsets.is_contiguous()
     pairs = batch.rows * kv_heads
     _select_kernel[(programs_on(selection.slots.device, PROGRAMS),)](
-        rows.positions,
-        rows.offsets[:, layer],
-        rows.kept[:, layer],
-        rows.prompt_lengths,
-        batch.page_table,
-        batch.lengths,
-        selection.slots,
-        selection.counts,
+        rows.at(layer),
+        Rows.of(batch),
+        Selected.of(selection),
         pairs,
         rows.kept.stride(0),
-        batch.page_table.stride(0),
-        width,
-        tile=TILE,
-        whole=WHOLE,
-        page_size=batch.page_size,
         kv_heads=kv_heads,
         block=_BLOCK,
         pair_block=triton.next_power_of_2(pairs),
@@ -86,21 +80,11 @@ def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSe
 
 @triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def _select_kernel(
-    positions_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    kept_ptr: tl.tensor,
-    prompt_lengths_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+    parameters: StoredRows,
+    rows: Rows,
+    selected: Selected,
     pairs: tl.tensor,
     kept_stride: tl.tensor,
-    table_stride: tl.tensor,
-    width: tl.tensor,
-    tile: tl.constexpr,
-    whole: tl.constexpr,
-    page_size: tl.constexpr,
     kv_heads: tl.constexpr,
     block: tl.constexpr,
     pair_block: tl.constexpr,
@@ -109,31 +93,33 @@ def _select_kernel(
     all_pairs = tl.arange(0, pair_block)
     in_batch = all_pairs < pairs
     all_rows = all_pairs // kv_heads
-    prompt_lengths = tl.load(prompt_lengths_ptr + all_rows, mask=in_batch, other=0)
+    prompt_lengths = tl.load(parameters.prompt_lengths + all_rows, mask=in_batch, other=0)
     selects = prompt_lengths > 0
-    all_kept = tl.load(kept_ptr + all_rows * kept_stride + all_pairs % kv_heads, mask=selects, other=0)
-    counts = tl.load(lengths_ptr + all_rows, mask=selects, other=0) - prompt_lengths + all_kept
+    all_kept = tl.load(parameters.kept + all_rows * kept_stride + all_pairs % kv_heads, mask=selects, other=0)
+    counts = tl.load(rows.lengths + all_rows, mask=selects, other=0) - prompt_lengths + all_kept
     if tl.program_id(0) == 0:
-        tl.store(counts_ptr + all_pairs, tl.where(counts <= width, counts, whole), mask=selects)
-    blocks = tl.where(selects & (counts <= width), tl.cdiv(counts, block), 0)
+        tl.store(selected.counts + all_pairs, tl.where(counts <= selected.width, counts, _WHOLE), mask=selects)
+    blocks = tl.where(selects & (counts <= selected.width), tl.cdiv(counts, block), 0)
     begin, end = own_share(blocks)
     for part in range(begin, end):
         pair, first, _after = owner_of(part, blocks)
         row = (pair // kv_heads).to(tl.int64)
-        length = tl.load(lengths_ptr + row)
-        generated = length - tl.load(prompt_lengths_ptr + row)
+        length = tl.load(rows.lengths + row)
+        generated = length - tl.load(parameters.prompt_lengths + row)
         own = row * kept_stride + pair % kv_heads
-        kept = tl.load(kept_ptr + own)
+        kept = tl.load(parameters.kept + own)
         index = (part - first) * block + tl.arange(0, block)
-        selected = index < generated + kept
-        front = tl.minimum(generated, tile)
+        is_selected = index < generated + kept
+        front = tl.minimum(generated, _TILE)
         # How many of the tokens before an index are of the prompt.
         before = tl.cdiv(tl.maximum(index - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
         through = tl.cdiv(tl.maximum(index + 1 - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
-        of_prompt = (index >= front) & (through > before) & selected
-        stored = tl.load(positions_ptr + tl.load(offsets_ptr + own) + before, mask=of_prompt, other=0)
+        of_prompt = (index >= front) & (through > before) & is_selected
+        stored = tl.load(parameters.positions + tl.load(parameters.offsets + own) + before, mask=of_prompt, other=0)
         newest_first = length - 1 - (index - before)
         position = tl.where(of_prompt, stored, newest_first)
-        page = tl.load(page_table_ptr + row * table_stride + position // page_size, mask=selected, other=0)
-        target_ptr = slots_ptr + pair.to(tl.int64) * width + index
-        tl.store(target_ptr, page * page_size + position % page_size, mask=selected)
+        page = tl.load(
+            rows.page_table + row * rows.table_stride + position // rows.page_size, mask=is_selected, other=0
+        )
+        target_ptr = selected.slots + pair.to(tl.int64) * selected.width + index
+        tl.store(target_ptr, page * rows.page_size + position % rows.page_size, mask=is_selected)

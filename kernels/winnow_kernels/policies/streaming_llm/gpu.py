@@ -6,21 +6,20 @@ reads the page table and writes 4 bytes for each selected token and KV head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.batch import WHOLE, DecodeBatch, DeviceSelection
+from winnow_kernels.kernel_arguments import Rows, Selected
 
 _BLOCK: Final = 1024
+_WHOLE = tl.constexpr(WHOLE)
 
 
-@dataclass(frozen=True, eq=False)
-class StreamingLLMRows:
+class StreamingLLMRows(NamedTuple):
     """The parameters of a batch's rows.
 
     Attributes:
@@ -31,12 +30,6 @@ class StreamingLLMRows:
     sinks: Tensor
     window: Tensor
 
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> StreamingLLMRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        sinks, window = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        return cls(sinks, window)
-
 
 def select(batch: DecodeBatch, rows: StreamingLLMRows, selection: DeviceSelection) -> None:
     """Write the slots and counts of the kind's rows: what they attend to in every layer of the step.
@@ -44,55 +37,32 @@ def select(batch: DecodeBatch, rows: StreamingLLMRows, selection: DeviceSelectio
     A row whose selection is wider than there is room for attends to its whole context.
     """
     _, kv_heads, width = selection.slots.shape
-    assert selection.slots.is_contiguous()
     _select_kernel[(batch.rows, triton.cdiv(width, _BLOCK))](
-        rows.sinks,
-        rows.window,
-        batch.page_table,
-        batch.lengths,
-        selection.slots,
-        selection.counts,
-        batch.page_table.stride(0),
-        kv_heads,
-        width,
-        whole=WHOLE,
-        page_size=batch.page_size,
-        block=_BLOCK,
+        rows, Rows.of(batch), Selected.of(selection), kv_heads, block=_BLOCK
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _select_kernel(
-    sinks_ptr: tl.tensor,
-    window_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    table_stride: tl.tensor,
-    kv_heads: tl.tensor,
-    width: tl.tensor,
-    whole: tl.constexpr,
-    page_size: tl.constexpr,
-    block: tl.constexpr,
+    parameters: StreamingLLMRows, rows: Rows, selected: Selected, kv_heads: tl.tensor, block: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    window = tl.load(window_ptr + row)
+    window = tl.load(parameters.window + row)
     if window == 0:
         return
-    length = tl.load(lengths_ptr + row)
-    sinks = tl.minimum(tl.load(sinks_ptr + row), length)
+    length = tl.load(rows.lengths + row)
+    sinks = tl.minimum(tl.load(parameters.sinks + row), length)
     count = sinks + tl.minimum(window, length - sinks)
     if tl.program_id(1) == 0:
         for head in range(kv_heads):
-            tl.store(counts_ptr + row * kv_heads + head, tl.where(count <= width, count, whole))
+            tl.store(selected.counts + row * kv_heads + head, tl.where(count <= selected.width, count, _WHOLE))
     begin = tl.program_id(1) * block
-    if (count > width) | (begin >= count):
+    if (count > selected.width) | (begin >= count):
         return
     index = begin + tl.arange(0, block)
     position = tl.where(index < sinks, index, length - 1 - (index - sinks))
-    selected = index < count
-    page = tl.load(page_table_ptr + row * table_stride + position // page_size, mask=selected)
-    slot = page * page_size + position % page_size
+    is_selected = index < count
+    page = tl.load(rows.page_table + row * rows.table_stride + position // rows.page_size, mask=is_selected)
+    slot = page * rows.page_size + position % rows.page_size
     for head in range(kv_heads):
-        tl.store(slots_ptr + (row * kv_heads + head) * width + index, slot, mask=selected)
+        tl.store(selected.slots + (row * kv_heads + head) * selected.width + index, slot, mask=is_selected)
