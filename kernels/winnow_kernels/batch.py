@@ -64,6 +64,10 @@ class DecodeBatch:
             torch.zeros(rows, COUNTS, dtype=torch.int64, device=device),
         )
 
+    def __getitem__(self, rows: slice) -> DecodeBatch:
+        """Return some of the rows."""
+        return DecodeBatch(self.page_size, self.page_table[rows], self.lengths[rows], self.counts[rows])
+
     @property
     def rows(self) -> int:
         return self.page_table.shape[0]

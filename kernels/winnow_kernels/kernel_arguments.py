@@ -2,8 +2,10 @@
 
 Triton takes a named tuple apart when it launches. Each tensor and number in it is specialised as if it were an argument
 of its own, and a ``tl.constexpr`` in it is known to the compiler. A launch costs no more, and a replay of a CUDA graph
-nothing. Only a number that must not be specialised (``do_not_specialize``), as a layer's, stays outside. In a kernel a
-tuple's ``values`` and ``type`` are Triton's: no field can be called so.
+nothing. Only a number that must not be specialised (``do_not_specialize``), as a layer's, stays outside.
+
+In a kernel a tuple's ``values`` and ``type`` are Triton's: no field can be called so. A tuple of tuples holds nothing
+else: if a tensor lies beside them, Triton 3.6 forgets behind a branch or a loop what is constant in an inner one.
 """
 
 from __future__ import annotations

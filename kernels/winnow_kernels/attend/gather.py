@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.batch import Count
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.selection.tokens import Selection
 
@@ -25,14 +26,16 @@ class Meter:
     """
 
     def __init__(self, requests: int, device: torch.device) -> None:
-        self.attended = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.read_bytes = torch.zeros_like(self.attended)
-        self.context = torch.zeros_like(self.attended)
-        self.context_bytes = torch.zeros_like(self.attended)
-        self.traversals = torch.zeros_like(self.attended)
-        self.terminated = torch.zeros_like(self.attended)
-        self.tiles = torch.zeros_like(self.attended)
-        self.skipped_tiles = torch.zeros_like(self.attended)
+        (
+            self.context,
+            self.attended,
+            self.context_bytes,
+            self.read_bytes,
+            self.traversals,
+            self.terminated,
+            self.tiles,
+            self.skipped_tiles,
+        ) = torch.zeros(len(Count), requests, dtype=torch.int64, device=device)
 
     def count_context(self, context: Context, cache: LayerCache) -> None:
         """Count a layer's whole context: what the ratios are of."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,16 +45,12 @@ class Step:
             yield part, self if part == slice(0, self.rows) else self._part(part)
 
     def _part(self, rows: slice) -> Step:
-        batch = self.batch
-        return replace(
-            self,
-            request_slots=self.request_slots[rows],
-            batch=replace(
-                batch, page_table=batch.page_table[rows], lengths=batch.lengths[rows], counts=batch.counts[rows]
-            ),
-            parameters=self.parameters[rows],
-            slots=self.slots[rows],
-            counts=self.counts[:, rows],
+        return Step(
+            self.request_slots[rows],
+            self.batch[rows],
+            self.parameters[rows],
+            self.slots[rows],
+            self.counts[:, rows],
         )
 
 
@@ -111,13 +107,10 @@ class StepBuffers:
     def __getitem__(self, rows: int) -> Step:
         """Return the step of a batch of ``rows`` rows."""
         if rows not in self._steps:
-            batch = self._batch
             heads = self._slots.shape[1]
             self._steps[rows] = Step(
                 self._request_slots[:rows],
-                replace(
-                    batch, page_table=batch.page_table[:rows], lengths=batch.lengths[:rows], counts=batch.counts[:rows]
-                ),
+                self._batch[:rows],
                 RowParameters(
                     self._parameters.layout,
                     self._parameters.values.flatten()[: len(self._parameters.values) * rows].view(-1, rows),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gather import Meter
+from winnow_kernels.batch import Count
 from winnow_kernels.decode.ranks import ALONE, Ranks
 
 
@@ -81,19 +82,7 @@ class Statistics:
 
     def add_decode(self, slots: Tensor, meter: Meter) -> None:
         """Add what a decode step read."""
-        counts = torch.stack(
-            (
-                meter.context,
-                meter.attended,
-                meter.context_bytes,
-                meter.read_bytes,
-                meter.traversals,
-                meter.terminated,
-                meter.tiles,
-                meter.skipped_tiles,
-            ),
-            dim=1,
-        )
+        counts = torch.stack([getattr(meter, column.name.lower()) for column in Count], dim=1)
         self.rows[slots, Field.DECODE_CONTEXT : Field.SKIPPED_TILES + 1] += counts
 
     def snapshot(self, slots: Tensor) -> Tensor:

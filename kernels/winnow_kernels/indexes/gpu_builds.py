@@ -53,12 +53,11 @@ class Norms(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """Rows whose newest tokens may begin a page; the one before is built, and its generation noted, where ``active``.
+    """Which rows are ``active``, and where it is noted what was built of the pages that they have completed.
 
     ``active`` is int32 [rows]; ``built`` and ``generations`` are those of a ``PageIndex``.
     """
 
-    rows: Rows
     active: Pointer
     built: Pointer
     generations: Pointer
@@ -116,9 +115,10 @@ class Entries:
             built: int64 [pages of the pool]; gets the generations of the pages.
             generations: int64 [pages of the pool].
         """
-        completed = Completed(Rows.of(batch), active, built, generations)
         grid = (batch.rows, self.pools.layers, self.programs)
-        _extend_kernel[grid](self.pools.arguments, completed, self.target, self.write)
+        _extend_kernel[grid](
+            self.pools.arguments, Rows.of(batch), Completed(active, built, generations), self.target, self.write
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -128,9 +128,9 @@ def _build_kernel(pools: Pools, pages_ptr: tl.tensor, entries: tl.tuple, write: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _extend_kernel(pools: Pools, completed: Completed, entries: tl.tuple, write: tl.constexpr) -> None:
+def _extend_kernel(pools: Pools, rows: Rows, completed: Completed, entries: tl.tuple, write: tl.constexpr) -> None:
     """Write entries of the pages that rows have completed."""
-    page = _completed_page(completed.rows, completed.active, tl.program_id(0))
+    page = _completed_page(rows, completed.active, tl.program_id(0))
     if page >= 0:
         write(pools, entries, page)
         # The launch's first program of a page says that its entry holds: later launches see all of its programs.

@@ -6,7 +6,7 @@ the scores' distribution, taken to be logistic, would have the threshold; every 
 are left, which bounds the rounds whatever the scores are. On scores as attention has them about ten rounds do.
 
 A block holds up to 8,192 keys with ``num_warps`` 8, and 16,384 with 16 or more: one per page or cluster of 16 tokens,
-that is a context of 256K. What is longer is searched in memory, block by block, in every round (``stored_threshold``).
+that is a context of 256K.
 """
 
 from __future__ import annotations
@@ -112,33 +112,6 @@ def leading(keys: tl.tensor, present: tl.tensor, count: tl.tensor) -> tl.tensor:
     equal = present & (keys == least)
     room = count - tl.sum(above.to(tl.int32), axis=0)
     return (above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))) & (count > 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def stored_threshold(scores_ptr: tl.tensor, count: tl.tensor, wanted: tl.tensor, block: tl.constexpr) -> tl.tensor:
-    """Return the key of the ``wanted``-th largest of ``count`` scores in memory, however many they are.
-
-    Args:
-        scores_ptr: float32 [count], in a row.
-        count: int32 scalar.
-        wanted: int32 scalar, at least 1.
-        block: scores read at a time, in each of 32 rounds (they come from the L2 cache).
-
-    Returns:
-        int32 scalar; ``LOWEST`` where ``count`` is less than ``wanted``.
-    """
-    found = wanted * 0 + LOWEST
-    one = tl.full((), 1, tl.int32)
-    for cleared in range(32):
-        # The sign bit is the only one that is set at first: to clear it is to go up.
-        candidate = found ^ (one << (31 - cleared))
-        above = wanted * 0
-        for start in range(0, count, block):
-            places = start + tl.arange(0, block)
-            keys = ordered(tl.load(scores_ptr + places, mask=places < count, other=0.0))
-            above += tl.sum(((keys >= candidate) & (places < count)).to(tl.int32), axis=0)
-        found = tl.where(above >= wanted, candidate, found)
-    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]

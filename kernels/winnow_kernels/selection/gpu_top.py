@@ -52,11 +52,6 @@ class TopRows(NamedTuple):
     sinks: Tensor
     by_score: Tensor
 
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> TopRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        return cls(*torch.zeros(3, rows, dtype=torch.int32, device=device))
-
 
 class TopBuffers(NamedTuple):
     """Scratch, the same in all layers: 4 × rows × KV heads × (tokens + width + 6,144) bytes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +10,10 @@ from torch import Tensor
 from tests.kernels.gpu.conftest import INTERPRETED
 from winnow_kernels.batch import WHOLE, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.policies.delta.gpu import DeltaRows
 from winnow_kernels.selection.tokens import Selection
 
+P = TypeVar("P", bound=NamedTuple)
 PAGE_SIZE = 16
 UNTOUCHED = -7
 HALF: Final = torch.float16 if INTERPRETED else torch.bfloat16
@@ -31,6 +33,18 @@ def on_device(context: Context, device: torch.device, spare_pages: int = 3, page
 
 def cache_on(device: torch.device, cache: LayerCache) -> LayerCache:
     return LayerCache(cache.keys.to(device), cache.values.to(device))
+
+
+def of_other_kinds(parameters: type[P], rows: int, device: torch.device) -> P:
+    """The parameters of rows of other kinds: int32 [rows] for each."""
+    return parameters(*torch.zeros(len(parameters._fields), rows, dtype=torch.int32, device=device))
+
+
+def delta_rows(rows: int, layers: int, device: torch.device) -> DeltaRows:
+    """The same of DELTA."""
+    return of_other_kinds(DeltaRows, rows, device)._replace(
+        roles=torch.zeros(layers, rows, dtype=torch.int8, device=device)
+    )
 
 
 def untouched(batch: DecodeBatch, kv_heads: int, width: int) -> DeviceSelection:

@@ -16,6 +16,7 @@ from tests.kernels.gpu.selectors import (
     cache_on,
     check_equal,
     check_untouched,
+    delta_rows,
     on_device,
     untouched,
 )
@@ -26,6 +27,7 @@ from winnow_kernels.attend.reference import group as grouped
 from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.policies.delta.reference import DeltaStep
 
 SLOTS = 4096
@@ -43,12 +45,12 @@ class Row:
 
 
 def _rows(parameters: list[Row | None], layers: int, device: torch.device) -> delta.DeltaRows:
-    rows = delta.DeltaRows.empty(len(parameters), layers, device)
+    rows = delta_rows(len(parameters), layers, device)
     for row, own in enumerate(parameters):
         if own is not None:
-            rows.roles[:, row] = delta.REUSE
-            rows.roles[: own.delta_layers[0], row] = delta.FULL
-            rows.roles[list(own.delta_layers), row] = delta.REFRESH
+            rows.roles[:, row] = Role.REUSE
+            rows.roles[: own.delta_layers[0], row] = Role.FULL
+            rows.roles[list(own.delta_layers), row] = Role.REFRESH
             rows.budgets[row], rows.recent[row], rows.by_score[row] = own.budget, own.recent, own.is_ordered
     return rows
 
@@ -140,7 +142,7 @@ def test_rows_are_the_references_and_other_families_stay_untouched(
             assert torch.equal(step.batch.counts[row].cpu(), expected_counts)
             length = int(context.lengths[row])
             _, scores = reference.attend_and_score([0], queries[[row]], cache, Meter(1, CPU))
-            torch.testing.assert_close(step.buffers.token_scores[row, :length].cpu(), scores[0], atol=0, rtol=1e-4)
+            torch.testing.assert_close(step.buffers.tokens.greatest[row, :length].cpu(), scores[0], atol=0, rtol=1e-4)
             keys = cache.keys[context.slots[row, :length]].float()
             products = torch.einsum("hgd,thd->hgt", grouped(queries[[row]], kv_heads)[0], keys) * scale
             torch.testing.assert_close(
@@ -186,7 +188,7 @@ def test_a_maximum_over_ranks_selects_as_all_heads_do(device: torch.device) -> N
         own = LayerCache(cache.keys[:, [head]].contiguous(), cache.values[:, [head]].contiguous())
         ranks.append(_Device(context, parameters, 1, own, 4, width=160))
         ranks[head].refresh(0, queries[:, 4 * head : 4 * head + 4].contiguous(), own, 0.125)
-    torch.maximum(*(rank.buffers.token_scores for rank in ranks), out=ranks[0].buffers.token_scores)
+    torch.maximum(*(rank.buffers.tokens.greatest for rank in ranks), out=ranks[0].buffers.tokens.greatest)
     delta.select(0, ranks[0].batch, ranks[0].rows, ranks[0].selection.slots, ranks[0].buffers)
     for head in range(2):
         assert torch.equal(ranks[0].selection.slots[:, 0], everything.selection.slots[:, head])

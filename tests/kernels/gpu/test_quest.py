@@ -14,6 +14,7 @@ from tests.kernels.gpu.selectors import (
     check_untouched,
     check_whole,
     integers,
+    of_other_kinds,
     on_device,
     untouched,
 )
@@ -54,7 +55,7 @@ def _select(
 ) -> tuple[DeviceSelection, list[int]]:
     """Returns the selection and the bytes that were counted for each row."""
     batch = on_device(context, device)
-    rows = quest.QuestRows.empty(batch.rows, device)
+    rows = of_other_kinds(quest.QuestRows, batch.rows, device)
     for row, own in enumerate(parameters):
         if own is not None:
             rows.budgets[row], rows.full_layers[row], rows.by_score[row] = own

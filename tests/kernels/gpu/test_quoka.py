@@ -16,6 +16,7 @@ from tests.kernels.gpu.selectors import (
     check_equal,
     check_untouched,
     check_whole,
+    of_other_kinds,
     on_device,
     untouched,
 )
@@ -59,7 +60,7 @@ def _select(
     width: int,
 ) -> Selected:
     batch = on_device(context, device)
-    rows = TopRows.empty(batch.rows, device)
+    rows = of_other_kinds(TopRows, batch.rows, device)
     for row, own in enumerate(parameters):
         if own is not None:
             rows.budgets[row], rows.by_score[row] = own

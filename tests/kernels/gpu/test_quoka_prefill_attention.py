@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.parameters import quoka_prefill_parameters
 from winnow_kernels.cache import Context, LayerCache
@@ -31,6 +31,8 @@ from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 # The interpreter takes milliseconds for a tile.
 LONGEST, EXAMPLES = (200, 3) if INTERPRETED else (5000, 100)
+
+HEAD_DIMS = (64, 96, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -230,37 +232,19 @@ def test_a_pass_without_blocks_writes_nothing(device: torch.device) -> None:
     assert bool(actual(replace(layer, blocks=[], selected=[]), 0.125, device).isnan().all())
 
 
-def _variant(head_dim: int, group: int) -> Variant:
-    launch = Launch.of(head_dim, 2)
-    half = dict.fromkeys(["queries_ptr", "keys_ptr", "values_ptr", "output_ptr"], "*bf16")
-    integers = dict.fromkeys(["fields_ptr", "page_table_ptr", "slots_ptr"], "*i32")
-    strides = ["query_stride", "query_head_stride", "slot_stride", "kv_head_stride", "output_stride"]
-    strides.append("output_head_stride")
-    sizes = dict.fromkeys([*strides, "page_table_stride", "selection_width"], "i32")
-    return Variant(
-        "winnow_kernels.policies.quoka.prefill.attention:attend_blocks_kernel",
-        {**half, **integers, **sizes, "scale_log2": "fp32"},
-        {
-            "group": group,
-            "head_dim": head_dim,
-            "padded_dim": triton.next_power_of_2(head_dim),
-            "page_bits": 4,
-            "tile_rows": launch.rows,
-            "tile_tokens": launch.tokens,
-            "stages": launch.stages,
-        },
-        divisible=strides,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-    )
+def _launch() -> None:
+    """Attend at each of ``HEAD_DIMS`` from one block, with 32 query and 8 KV heads."""
+    blocks = PrefillBlocks.of([Block(0, 256, 256, 384, 0, 16, 8)], torch.zeros(1, 64, dtype=torch.int32), 16)
+    for head_dim in HEAD_DIMS:
+        cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16))
+        queries = torch.empty(128, 32, head_dim, dtype=torch.bfloat16)
+        selection = BlockSelection(torch.zeros(1, 8, 16, dtype=torch.int32))
+        attend_blocks(queries, cache, blocks, selection, 0.125, torch.empty_like(queries))
 
 
 def test_fits_a_hopper_multiprocessor() -> None:
     """On tensor cores, with tiles loaded while others are attended to, and their slots before that."""
-    head_dims = [64, 96, 128, 256]
-    for head_dim, compiled in zip(
-        head_dims, compile_for_hopper([_variant(head_dim, 4) for head_dim in head_dims]), strict=True
-    ):
+    for head_dim, compiled in zip(HEAD_DIMS, compile_launches(_launch), strict=True):
         # Of two programs on a multiprocessor each has half of the registers, and spills a few outside of the loop.
         assert compiled.local_bytes <= (32 if Launch.of(head_dim, 2).registers else 0)
         assert compiled.shared_bytes <= SHARED_LIMIT

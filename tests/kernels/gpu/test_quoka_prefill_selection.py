@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import pairwise
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.kernels.gpu.compiling import SHARED_LIMIT, Constant, Variant, compile_for_hopper
+from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from tests.kernels.gpu.selectors import HALF, UNTOUCHED, cache_on
 from tests.kernels.parameters import quoka_prefill_parameters
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
-from winnow_kernels.policies.quoka.prefill import representatives as speaking
-from winnow_kernels.policies.quoka.prefill import scores as scoring
 from winnow_kernels.policies.quoka.prefill import top
 from winnow_kernels.policies.quoka.prefill.cut import blocks_of, dense_blocks_of
 from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillPass, QuokaPrefillWorkspace, select_blocks
@@ -29,6 +25,17 @@ from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
 
 # Scores are cosines; float32 sums of some hundred products are this exact.
 ROUNDING: Final = 3e-6
+# Head dims, representatives and queries of a block, and how many programs that rank and that score should fit.
+SHAPES: Final = (
+    (128, 8, 128, 4, 3),
+    (128, 16, 128, 4, 3),
+    (128, 64, 512, 4, 3),
+    (128, 256, 512, 4, 2),
+    (64, 16, 128, 4, 3),
+    (256, 16, 128, 2, 2),
+)
+# The same of the kernels that search, in the order of their launches.
+SEARCHING: Final = {"bracket": 4, "list": 6, "narrow": 1, "threshold": 4, "count": 16, "write": 5}
 ALWAYS: Final = 2.0
 """In place of the score of a token that is always selected: more than any cosine."""
 
@@ -302,64 +309,27 @@ def test_what_is_not_finite_stays_in_its_block(device: torch.device) -> None:
     assert (own.positions(own.blocks[7], selected[7, :, :40]).diff() > 0).all()
 
 
-def _type(name: str) -> str:
-    if name in ("keys_ptr", "queries_ptr", "representatives_ptr"):
-        return "*bf16"
-    if name in ("scores_ptr", "reciprocals_ptr"):
-        return "*fp32"
-    return "*i32" if name.endswith("_ptr") else "i32"
-
-
-def _variant(kernel: str, constants: Mapping[str, Constant], warps: int = 4) -> Variant:
-    module, name = kernel.split(".")
-    module = f"winnow_kernels.policies.quoka.prefill.{module}"
-    types = {each: _type(each) for each in getattr(import_module(module), name).arg_names if each not in constants}
-    divisible = [each for each in types if each.endswith("stride") and each != "marks_stride"]
-    return Variant(f"{module}:{name}", types, constants, divisible, num_warps=warps)
-
-
-def _of_heads(head_dim: int) -> dict[str, Constant]:
-    return {"head_dim": head_dim, "dim_block": next_power_of_2(head_dim)}
-
-
-def _scoring(head_dim: int, representatives: int) -> Variant:
-    constants = {"page_bits": 4, "representatives": representatives, "columns": scoring.columns_of(head_dim)}
-    constants |= {"keys": scoring.KEYS_AT_ONCE, "run": scoring.RUN}
-    return _variant("scores.score_kernel", constants | _of_heads(head_dim), scoring.WARPS)
-
-
-def _ranking(head_dim: int, representatives: int, queries: int) -> Variant:
-    rows = speaking.QUERIES_AT_ONCE
-    constants = {"representatives": representatives, "rows": rows, "tiles": queries // rows}
-    return _variant("representatives.rank_kernel", constants | _of_heads(head_dim), speaking.RANK_WARPS)
+def _launch() -> None:
+    """Select at each of ``SHAPES`` for one block behind 16,384 tokens, with 8 KV heads."""
+    table = torch.zeros(1, 2048, dtype=torch.int32)
+    for head_dim, representatives, queries, _, _ in SHAPES:
+        block = Block(0, 16_384, 16_384, 16_384 + queries, 0, 1024, representatives)
+        blocks = PrefillBlocks.of([block], table, 16)
+        cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16))
+        own = QuokaPrefillPass.of(blocks, cache, QuokaPrefillWorkspace.empty(8, 16_384, table.device, 2**22))
+        select_blocks(torch.empty(queries, 32, head_dim, dtype=torch.bfloat16), cache, own)
 
 
 def test_kernels_fit_a_multiprocessor_as_often_as_they_should() -> None:
-    averaging = {"representatives": 16, "tile": speaking.REPRESENTATIVES_AT_ONCE}
-    listed: dict[str, Constant] = {"listed": top.LISTED}
-    piece: dict[str, Constant] = {"block": top.SCORES_AT_ONCE}
-    launched = [
-        *((_scoring(128, representatives), 3) for representatives in (8, 16, 64)),
-        (_scoring(128, 256), 2),
-        (_scoring(64, 16), 3),
-        (_scoring(256, 16), 2),
-        (_variant("scores.norms_kernel", {"page_bits": 4, "keys": scoring.KEYS_AT_ONCE} | _of_heads(128)), 8),
-        (_ranking(128, 16, 128), 4),
-        (_ranking(128, 64, 512), 4),
-        (_ranking(256, 16, 128), 2),
-        (_variant("representatives.average_kernel", averaging | _of_heads(128)), 8),
-        (_variant("bracket.bracket_kernel", listed, top.ROW_WARPS), 4),
-        (_variant("threshold.threshold_kernel", listed, top.ROW_WARPS), 4),
-        (_variant("threshold.narrow_kernel", listed | piece, top.NARROW_WARPS), 1),
-        (_variant("bracket.list_kernel", listed | piece, top.PIECE_WARPS), 6),
-        (_variant("top.count_kernel", piece, top.PIECE_WARPS), 16),
-        (_variant("top.write_kernel", piece | {"page_bits": 4, "counts": top.COUNTS_AT_ONCE}, top.PIECE_WARPS), 5),
-    ]
-    variants = [variant for variant, _ in launched]
-    for (variant, programs), compiled in zip(launched, compile_for_hopper(variants), strict=True):
-        name = (variant.kernel, dict(variant.constants), compiled)
-        assert compiled.local_bytes == 0, name
-        assert programs * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024, name
-        assert programs * variant.num_warps * 32 * compiled.registers <= 65536, name
-        if "score_kernel" in variant.kernel:
-            assert "wgmma" in compiled.ptx, name
+    launched = iter(compile_launches(_launch))
+    for head_dim, _, _, ranking, scoring in SHAPES:
+        averaging = 8 if head_dim < 256 else 5
+        programs = {"norms": 8, "rank": ranking, "average": averaging, "score": scoring} | SEARCHING
+        for (kernel, fitting), compiled in zip(programs.items(), launched, strict=False):
+            assert compiled.kernel.endswith(f":{kernel}_kernel")
+            assert compiled.local_bytes == 0, compiled
+            assert fitting * (compiled.shared_bytes + 1024) <= SHARED_LIMIT + 1024, compiled
+            assert fitting * compiled.warps * 32 * compiled.registers <= 65536, compiled
+            if kernel == "score":
+                assert "wgmma" in compiled.ptx, compiled
+    assert next(launched, None) is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
+from tests.kernels.gpu.selectors import delta_rows, of_other_kinds
 from winnow_kernels.attend.gpu import AttendBuffers, Launch
 from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import LayerCache
@@ -55,14 +57,14 @@ def _cache(head_dim: int) -> LayerCache:
 
 
 def _launch() -> None:
-    streaming_llm.select(_batch(512), streaming_llm.StreamingLLMRows.empty(ROWS, CPU), SELECTION)
+    streaming_llm.select(_batch(512), of_other_kinds(streaming_llm.StreamingLLMRows, ROWS, CPU), SELECTION)
     snapkv.select(0, _batch(512), snapkv.StoredRows.empty(ROWS, 1, KV_HEADS, 16, CPU), SELECTION)
     for pages, (head_dim, group) in zip((2048, 8192, MAX_PAGES), (*SCORED, SCORED[0]), strict=True):
         bounds = torch.empty(16, KV_HEADS, 2 * head_dim, dtype=torch.bfloat16)
-        own, buffers = quest.QuestRows.empty(ROWS, CPU), PageBuffers.empty(ROWS, KV_HEADS, pages, CPU)
+        own, buffers = of_other_kinds(quest.QuestRows, ROWS, CPU), PageBuffers.empty(ROWS, KV_HEADS, pages, CPU)
         quest.select(0, _queries(head_dim, group), bounds, _batch(pages), own, SELECTION, buffers)
     _launch_delta()
-    top = TopRows.empty(ROWS, CPU)
+    top = of_other_kinds(TopRows, ROWS, CPU)
     for head_dim, group in SCORED:
         batch, queries, cache = _batch(512), _queries(head_dim, group), _cache(head_dim)
         norms = torch.empty(64, KV_HEADS)
@@ -72,7 +74,7 @@ def _launch() -> None:
 
 
 def _launch_delta() -> None:
-    rows = delta.DeltaRows.empty(ROWS, 1, CPU)
+    rows = delta_rows(ROWS, 1, CPU)
     delta.write_counts(_batch(512), rows, SELECTION.counts[None], 512)
     for head_dim, group in ATTENDED:
         heads, cache, batch = KV_HEADS * group, _cache(head_dim), _batch(64)
@@ -82,7 +84,7 @@ def _launch_delta() -> None:
         delta.score_tokens(0, batch, rows, attending, buffers)
     for pages in (2048, MAX_PAGES):
         batch = _batch(pages)
-        buffers = buffers._replace(pages=PageBuffers.empty(ROWS, 1, pages, CPU))
+        buffers = replace(buffers, pages=PageBuffers.empty(ROWS, 1, pages, CPU))
         delta.select(0, batch, rows, SELECTION.slots, buffers)
 
 

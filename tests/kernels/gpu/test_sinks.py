@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.kernels.gpu.selectors import cache_on, check_equal, on_device, untouched
+from tests.kernels.gpu.selectors import cache_on, check_equal, delta_rows, of_other_kinds, on_device, untouched
 from tests.kernels.parameters import delta_parameters, quest_parameters, quoka_decode_parameters
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers
@@ -16,6 +16,7 @@ from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.delta import gpu as delta
+from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.policies.delta.reference import DeltaStep
 from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.quest.reference import QuestStep
@@ -63,7 +64,7 @@ def test_quest(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     bounds = PageBounds([CACHE], PageGenerations(SLOTS, page_size, CPU))
     bounds.ensure(torch.arange(SLOTS // page_size))
     batch = on_device(context, device, page_size=page_size)
-    rows = quest.QuestRows.empty(batch.rows, device)
+    rows = of_other_kinds(quest.QuestRows, batch.rows, device)
     rows.budgets.copy_(torch.tensor([pages_kept(budget, 1, sinks, page_size) for budget in BUDGETS]))
     rows.sinks.fill_(sinks)
     rows.by_score.fill_(is_ordered)
@@ -82,8 +83,8 @@ def test_delta(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     context, cache = _context(page_size), cache_on(device, CACHE)
     recent = 20
     batch = on_device(context, device, page_size=page_size)
-    rows = delta.DeltaRows.empty(batch.rows, 2, device)
-    rows.roles[0], rows.roles[1] = delta.REFRESH, delta.REUSE
+    rows = delta_rows(batch.rows, 2, device)
+    rows.roles[0], rows.roles[1] = Role.REFRESH, Role.REUSE
     rows.budgets.copy_(torch.tensor([pages_kept(max(budget, recent), recent, sinks, page_size) for budget in BUDGETS]))
     rows.recent.fill_(pages_of(recent, page_size))
     rows.sinks.fill_(sinks)
@@ -115,7 +116,7 @@ def test_quoka(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     norms.ensure(torch.arange(SLOTS // page_size))
     batch = on_device(context, device, page_size=page_size)
     parameters = [quoka_decode_parameters(budget=budget, sinks=sinks) for budget in BUDGETS]
-    rows = TopRows.empty(batch.rows, device)
+    rows = of_other_kinds(TopRows, batch.rows, device)
     rows.budgets.copy_(torch.tensor([own.tokens(length - 1) for own, length in zip(parameters, LENGTHS, strict=True)]))
     rows.sinks.fill_(sinks)
     rows.by_score.fill_(is_ordered)

@@ -13,6 +13,7 @@ from tests.kernels.gpu.selectors import (
     check_untouched,
     check_whole,
     integers,
+    of_other_kinds,
     on_device,
     untouched,
 )
@@ -35,7 +36,7 @@ def test_rows_are_the_references_and_other_kinds_stay_untouched(in_order: bool, 
     queries = random_queries(len(LENGTHS), KV_HEADS * GROUP, DIM)
     batch = on_device(context, device)
     selection = untouched(batch, KV_HEADS, 256)
-    rows = TopRows.empty(len(LENGTHS), device)
+    rows = of_other_kinds(TopRows, len(LENGTHS), device)
     rows.budgets.copy_(torch.tensor(BUDGETS))
     rows.sinks.copy_(torch.tensor(SINKS))
     rows.by_score.fill_(int(in_order))
@@ -66,7 +67,7 @@ def test_a_selection_that_has_no_room_is_the_whole_context(device: torch.device)
     queries = integers((1, KV_HEADS * GROUP, DIM), 3, 3).to(device)
     batch = on_device(context, device)
     selection = untouched(batch, KV_HEADS, 64)
-    rows = TopRows.empty(1, device)
+    rows = of_other_kinds(TopRows, 1, device)
     rows.budgets.fill_(65)
     channels = torch.full((1,), 8, dtype=torch.int32, device=device)
     buffers = TopBuffers.empty(batch, selection)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, on_device, untouched
+from tests.kernels.gpu.selectors import check_equal, check_untouched, check_whole, of_other_kinds, on_device, untouched
 from tests.kernels.parameters import streaming_llm_parameters
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.policies.streaming_llm.gpu import StreamingLLMRows, select
@@ -16,7 +16,7 @@ SLOTS = 4096
 
 
 def _rows(parameters: list[tuple[int, int] | None], device: torch.device) -> StreamingLLMRows:
-    rows = StreamingLLMRows.empty(len(parameters), device)
+    rows = of_other_kinds(StreamingLLMRows, len(parameters), device)
     for row, own in enumerate(parameters):
         if own is not None:
             rows.sinks[row], rows.window[row] = own

@@ -15,7 +15,6 @@ from winnow_kernels.selection.gpu_threshold import (
     counted_threshold,
     leading,
     ordered,
-    stored_threshold,
     threshold,
 )
 
@@ -79,13 +78,6 @@ def _leading(
     places = tl.arange(0, block)
     marked = leading(tl.load(keys_ptr + places), places < present, count)
     tl.store(marked_ptr + places, marked.to(tl.int8))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _stored(
-    scores_ptr: tl.tensor, count: tl.tensor, wanted: tl.tensor, found_ptr: tl.tensor, block: tl.constexpr
-) -> None:
-    tl.store(found_ptr, stored_threshold(scores_ptr, count, wanted, block))
 
 
 def keys_of(scores: Tensor) -> Tensor:
@@ -167,15 +159,6 @@ def test_leading(kind: str, device: torch.device) -> None:
         _leading[(1,)](keys.to(device), present, count, marked, BLOCK)
         in_order = keys[:present].argsort(descending=True, stable=True)
         assert marked.nonzero()[:, 0].tolist() == sorted(in_order[:count].tolist())
-
-
-@pytest.mark.parametrize("kind", ["ties", "wide"])
-def test_threshold_of_scores_in_memory(kind: str, device: torch.device) -> None:
-    scores = scores_of(kind, 700, 6)
-    found = torch.zeros(1, dtype=torch.int32, device=device)
-    for wanted in [1, 350, 701]:
-        _stored[(1,)](scores.to(device), 700, wanted, found, BLOCK)
-        assert int(found) == expected_threshold(keys_of(scores), torch.ones(700, dtype=torch.int32), wanted)
 
 
 def test_a_block_of_256k(device: torch.device) -> None:

@@ -35,15 +35,7 @@ class DeltaDeclaration(Declaration[Delta]):
         return OwnParameters({"pages": pages, "recent": pages_of(parameters.recency, page_size)})
 
     def selector(self, server: Server) -> DeltaSelector:
-        return DeltaSelector(
-            len(server.caches),
-            server.scale,
-            server.query_heads,
-            server.attend_buffers,
-            server.requests,
-            server.step,
-            server.ranks,
-        )
+        return DeltaSelector(server)
 
     def own_layers(self, parameters: Delta) -> Collection[int]:
         return parameters.named_layers

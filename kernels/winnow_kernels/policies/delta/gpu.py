@@ -16,6 +16,7 @@ share out the heads, token scores are to be replaced by their maximum over the r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -28,23 +29,18 @@ from winnow_kernels.attend.gpu import LARGEST_GROUP, AttendBuffers, Launch
 from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, PARTIAL_SLOTS, Partial, splits_of, tiles_of_split
 from winnow_kernels.batch import ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.kernel_arguments import Counts, Heads, KeysAndValues, Number, Rows, Selected, Vectors
+from winnow_kernels.kernel_arguments import Counts, Heads, KeysAndValues, Rows, Selected, Vectors
+from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.selection.gpu_pages import PageBuffers, page_counts, select_pages, warps_of
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
 
-FULL: Final = 1
-"""As a layer's role: the row attends to everything."""
-REFRESH: Final = 2
-"""The row attends to everything and selects: it is a Δ-layer."""
-REUSE: Final = 3
-"""The row attends to what its last Δ-layer selected."""
 _TILE = tl.constexpr(TILE)
 _HEADS = tl.constexpr(LARGEST_GROUP)
 _PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _WHOLE = tl.constexpr(WHOLE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
-_FULL = tl.constexpr(FULL)
-_REFRESH = tl.constexpr(REFRESH)
+_FULL = tl.constexpr(int(Role.FULL))
+_REFRESH = tl.constexpr(int(Role.REFRESH))
 _ELSEWHERE = tl.constexpr(ELSEWHERE)
 _CONTEXT = tl.constexpr(int(Count.CONTEXT))
 _ATTENDED = tl.constexpr(int(Count.ATTENDED))
@@ -61,8 +57,7 @@ class DeltaRows(NamedTuple):
     """The parameters of a batch's rows.
 
     Attributes:
-        roles: int8 [layers, rows]; 0 for a row of another kind, else what the layer is to the row: ``FULL``,
-            ``REFRESH`` or ``REUSE``.
+        roles: int8 [layers, rows]; 0 for a row of another kind, else what the layer is to the row (``Role``).
         budgets: int32 [rows]; pages for all KV heads; 0 for a row that is left untouched, whatever its roles.
         recent: int32 [rows]; newest pages that are always kept, at least 1.
         sinks: int32 [rows]; first tokens, whose pages are always kept, too; the budget holds both.
@@ -75,31 +70,36 @@ class DeltaRows(NamedTuple):
     sinks: Tensor
     by_score: Tensor
 
-    @classmethod
-    def empty(cls, rows: int, layers: int, device: torch.device) -> DeltaRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        roles = torch.zeros(layers, rows, dtype=torch.int8, device=device)
-        return cls(roles, *torch.zeros(4, rows, dtype=torch.int32, device=device))
-
     def at(self, layer: int) -> DeltaRows:
         """Return those in one layer, with roles [rows]."""
         return self._replace(roles=self.roles[layer])
 
 
-class DeltaBuffers(NamedTuple):
-    """Scratch of a Δ-layer, the same in all layers: 4 × rows × tokens × (query heads + 1) bytes and little more.
+class TokenBuffers(NamedTuple):
+    """Scratch of a Δ-layer for scores of tokens.
 
     Attributes:
         scores: float32 [rows, query heads, tokens]; scaled scores, to base 2.
-        token_scores: float32 [rows, tokens]; the greatest weight that a query head gives a token, of rows that refresh
+        greatest: float32 [rows, tokens]; the greatest weight that a query head gives a token, of rows that refresh
             (others hold any number).
-        tokens: of a row.
-        pages: scores of pages, and lists of them; one head.
+        width: tokens of a row.
     """
 
     scores: Tensor
-    token_scores: Tensor
-    tokens: Number
+    greatest: Tensor
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaBuffers:
+    """Scratch of a Δ-layer, the same in all layers: 4 × rows × tokens × (query heads + 1) bytes and little more.
+
+    Attributes:
+        tokens: scores of tokens.
+        pages: scores of pages, and lists of them; one head.
+    """
+
+    tokens: TokenBuffers
     pages: PageBuffers
 
     @classmethod
@@ -110,10 +110,10 @@ class DeltaBuffers(NamedTuple):
             ValueError: contexts have more pages than ``MAX_PAGES``.
         """
         device = batch.lengths.device
+        scores = torch.zeros(batch.rows, query_heads, batch.longest, dtype=torch.float32, device=device)
+        greatest = torch.zeros(batch.rows, batch.longest, dtype=torch.float32, device=device)
         return cls(
-            torch.zeros(batch.rows, query_heads, batch.longest, dtype=torch.float32, device=device),
-            torch.zeros(batch.rows, batch.longest, dtype=torch.float32, device=device),
-            batch.longest,
+            TokenBuffers(scores, greatest, batch.longest),
             PageBuffers.empty(batch.rows, 1, batch.page_table.shape[1], device),
         )
 
@@ -178,7 +178,7 @@ def attend_and_score(
         KeysAndValues.of(cache),
         *of_rows,
         attend_buffers.partial,
-        buffers,
+        buffers.tokens,
         heads,
         scale * _LOG2_E,
         pairs,
@@ -205,11 +205,11 @@ def score_tokens(
 
     Rows and tokens beyond those hold any number afterwards; to combine ranks is to take the maximum of everything.
     """
-    query_heads = buffers.scores.shape[1]
-    _token_kernel[(programs_on(buffers.scores.device, SCORING_PROGRAMS),)](
+    query_heads = buffers.tokens.scores.shape[1]
+    _token_kernel[(programs_on(batch.lengths.device, SCORING_PROGRAMS),)](
         rows.at(layer),
         Rows.of(batch),
-        buffers,
+        buffers.tokens,
         attend_buffers.log_sum_exp,
         batch.rows,
         query_heads=query_heads,
@@ -233,9 +233,10 @@ def select(layer: int, batch: DecodeBatch, rows: DeltaRows, slots: Tensor, buffe
     kv_heads, width = slots.shape[1:]
     assert slots.is_contiguous()
     pages = batch.page_table.shape[1]
-    of_rows = (rows.at(layer), Rows.of(batch), buffers)
+    of_rows = (rows.at(layer), Rows.of(batch), buffers.pages)
     _page_kernel[(programs_on(slots.device, SCORING_PROGRAMS),)](
         *of_rows,
+        buffers.tokens,
         batch.rows,
         block=max(1, _TOKENS_SUMMED // batch.page_size),
         row_block=triton.next_power_of_2(batch.rows),
@@ -281,7 +282,7 @@ def _attend_kernel(
     parameters: DeltaRows,
     rows: Rows,
     partial: Partial,
-    buffers: DeltaBuffers,
+    scratch: TokenBuffers,
     heads: Heads,
     scale_log2: tl.tensor,
     pairs: tl.tensor,
@@ -315,7 +316,7 @@ def _attend_kernel(
             other=0.0,
         )
         own_table_ptr = rows.page_table + row * rows.table_stride
-        own_scores_ptr = buffers.scores + pair.to(tl.int64) * heads.group * buffers.tokens
+        own_scores_ptr = scratch.scores + pair.to(tl.int64) * heads.group * scratch.width
         highest = tl.full([_HEADS], -INFINITY, tl.float32)
         mass = tl.zeros([_HEADS], tl.float32)
         weighted = tl.zeros([_HEADS, heads.dim_block], tl.float32)
@@ -332,7 +333,7 @@ def _attend_kernel(
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
             scores = tl.where(is_token[None, :], scores, -INFINITY)
             tl.store(
-                own_scores_ptr + member[:, None] * buffers.tokens + token[None, :],
+                own_scores_ptr + member[:, None] * scratch.width + token[None, :],
                 scores,
                 mask=is_member[:, None] & is_token[None, :],
             )
@@ -402,7 +403,7 @@ def _merge_kernel(
 def _token_kernel(
     parameters: DeltaRows,
     rows: Rows,
-    buffers: DeltaBuffers,
+    scratch: TokenBuffers,
     log_sum_exp_ptr: tl.tensor,
     batch_rows: tl.tensor,
     query_heads: tl.constexpr,
@@ -420,18 +421,18 @@ def _token_kernel(
         mass = tl.load(log_sum_exp_ptr + row * query_heads + head, mask=is_head, other=0.0) / LN_2
         # Bounds that are multiples of 16 let loads be wide; what is beyond the context means nothing to anybody.
         tokens = tl.cdiv(tl.load(rows.lengths + row), 16) * 16
-        own_scores_ptr = buffers.scores + row * query_heads * buffers.tokens
+        own_scores_ptr = scratch.scores + row * query_heads * scratch.width
         for number in range(part - first, tl.minimum(end, after) - first):
             token = number * block + tl.arange(0, block)
             is_token = token < tokens
             scores = tl.load(
-                own_scores_ptr + head[:, None] * buffers.tokens + token[None, :],
+                own_scores_ptr + head[:, None] * scratch.width + token[None, :],
                 mask=is_head[:, None] & is_token[None, :],
                 other=-INFINITY,
             )
             # The greatest weight is that of the greatest exponent.
             greatest = tl.exp2(tl.max(scores - mass[:, None], axis=0))
-            tl.store(buffers.token_scores + row * buffers.tokens + token, greatest, mask=is_token)
+            tl.store(scratch.greatest + row * scratch.width + token, greatest, mask=is_token)
         part = tl.minimum(end, after)
 
 
@@ -439,7 +440,8 @@ def _token_kernel(
 def _page_kernel(
     parameters: DeltaRows,
     rows: Rows,
-    buffers: DeltaBuffers,
+    pages: PageBuffers,
+    scratch: TokenBuffers,
     batch_rows: tl.tensor,
     block: tl.constexpr,
     row_block: tl.constexpr,
@@ -452,9 +454,9 @@ def _page_kernel(
         length = tl.load(rows.lengths + row)
         page = (part - first) * block + tl.arange(0, block)
         token = page[:, None] * rows.page_size + tl.arange(0, rows.page_size)[None, :]
-        scores = tl.load(buffers.token_scores + row * buffers.tokens + token, mask=token < length, other=0.0)
+        scores = tl.load(scratch.greatest + row * scratch.width + token, mask=token < length, other=0.0)
         tl.store(
-            buffers.pages.scores + row * buffers.pages.width + page,
+            pages.scores + row * pages.width + page,
             tl.sum(scores, axis=1),
             mask=page * rows.page_size < length,
         )
@@ -476,7 +478,7 @@ def _parts(
 def _select_kernel(
     parameters: DeltaRows,
     rows: Rows,
-    buffers: DeltaBuffers,
+    buffers: PageBuffers,
     selected: Selected,
     kv_heads: tl.tensor,
     pages: tl.constexpr,
@@ -490,4 +492,4 @@ def _select_kernel(
         return
     recent, sinks = tl.load(parameters.recent + row), tl.load(parameters.sinks + row)
     is_ordered = tl.load(parameters.by_score + row) != 0
-    select_pages(rows, row, buffers.pages, selected, row, length, kept, recent, sinks, is_ordered, kv_heads, pages)
+    select_pages(rows, row, buffers, selected, row, length, kept, recent, sinks, is_ordered, kv_heads, pages)

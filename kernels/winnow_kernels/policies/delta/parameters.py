@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from itertools import pairwise
 from typing import Annotated, Final, Literal, Self
 
@@ -10,6 +11,14 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from winnow_kernels.contract.fields import Layer, LayerCount, ModelFacts, PolicyError, Sparse, Tokens, refuse
 
 MAX_DELTA_LAYERS: Final = 64
+
+
+class Role(IntEnum):
+    """What a layer is to a request; on a GPU 0 is what it is to those of other kinds."""
+
+    FULL = 1  # it attends to everything
+    REFRESH = 2  # it attends to everything and selects: a Δ-layer
+    REUSE = 3  # it attends to what the last Δ-layer selected
 
 
 def _tuple_of_list(value: object) -> object:
@@ -64,6 +73,12 @@ class Delta(Sparse):
         """The Δ-layers of a request; ``for_model`` has named them."""
         assert self.delta_layers is not None
         return self.delta_layers
+
+    def role(self, layer: int) -> Role:
+        """Return what ``layer`` is."""
+        if layer in self.named_layers:
+            return Role.REFRESH
+        return Role.FULL if layer < self.named_layers[0] else Role.REUSE
 
     def for_model(self, model: ModelFacts) -> Self:
         """Return the parameters with their Δ-layers named."""

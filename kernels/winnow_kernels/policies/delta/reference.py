@@ -12,7 +12,6 @@ hold sinks (the paper has none), then the others by score.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +24,9 @@ from winnow_kernels.attend.reference import attend, group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.row_groups import attend_rows, termination_of
 from winnow_kernels.decode.step import DecodeStep
-from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.delta.parameters import Delta, Role
 from winnow_kernels.selection.pages import order_pages, pages_kept, pages_of, select_pages
 from winnow_kernels.selection.tokens import Selection
-
-
-class _Role(Enum):
-    """What a layer is to a request."""
-
-    FULL = "full"
-    REFRESH = "refresh"
-    REUSE = "reuse"
 
 
 class WholeContext:
@@ -143,11 +134,11 @@ class DeltaStep(DecodeStep):
         return Selection(self._selection.slots.expand(-1, heads, -1), self._selection.counts.expand(-1, heads))
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Tensor:
-        rows: dict[_Role, list[int]] = {role: [] for role in _Role}
+        rows: dict[Role, list[int]] = {role: [] for role in Role}
         for row, parameters in enumerate(self._parameters):
-            rows[_role(parameters, layer)].append(row)
+            rows[parameters.role(layer)].append(row)
         output = torch.empty_like(queries)
-        full, refresh, reuse = (rows[role] for role in _Role)
+        full, refresh, reuse = (rows[role] for role in Role)
         attend_rows(full, lambda q, m: self._attend_fully(full, q, cache, m), queries, meter, output)
         attend_rows(refresh, lambda q, m: self._refresh(refresh, q, cache, m), queries, meter, output)
         attend_rows(reuse, lambda q, m: self._reuse(layer, reuse, q, cache, m), queries, meter, output)
@@ -208,10 +199,3 @@ class DeltaStep(DecodeStep):
         if key not in self._contexts:
             self._contexts[key] = self.context.rows(list(rows))
         return self._contexts[key]
-
-
-def _role(parameters: Delta, layer: int) -> _Role:
-    refreshing = parameters.named_layers
-    if layer in refreshing:
-        return _Role.REFRESH
-    return _Role.FULL if layer < refreshing[0] else _Role.REUSE

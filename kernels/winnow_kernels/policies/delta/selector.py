@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.gpu_selector import Entry, Selector, rows_within
+from winnow_kernels.decode.gpu_selector import Entry, Selector, Server, rows_within
 from winnow_kernels.decode.gpu_step import Step
-from winnow_kernels.decode.ranks import Ranks
 from winnow_kernels.decode.request import Request
 from winnow_kernels.host_tensors import to_device
 from winnow_kernels.policies.delta import gpu
-from winnow_kernels.policies.delta.gpu import FULL, REFRESH, REUSE, DeltaBuffers, DeltaRows
+from winnow_kernels.policies.delta.gpu import DeltaBuffers, DeltaRows
 from winnow_kernels.policies.delta.parameters import Delta
 
 KIND = "delta"
@@ -22,33 +20,22 @@ KIND = "delta"
 class DeltaSelector(Selector):
     """Pages that Δ-layers find. Those layers' attention is its own, too: ``attend_at``."""
 
-    def __init__(
-        self,
-        layers: int,
-        scale: float,
-        query_heads: int,
-        attend_buffers: AttendBuffers,
-        requests: int,
-        step: Step,
-        ranks: Ranks,
-    ) -> None:
-        """Room for ``requests`` request slots; ``step`` is the largest that there will be."""
+    def __init__(self, server: Server) -> None:
+        layers, step = len(server.caches), server.step
         device = step.slots.device
-        self._scale = scale
-        self._ranks = ranks
-        self._attend_buffers = attend_buffers
-        self._roles = torch.zeros(requests, layers, dtype=torch.int8, device=device)
+        self._server = server
+        self._roles = torch.zeros(server.requests, layers, dtype=torch.int8, device=device)
         self._roles_of_rows = torch.zeros(layers * step.rows, dtype=torch.int8, device=device)
-        self._rows = rows_within(4 * step.batch.longest * (query_heads + 1), step.rows)
+        self._rows = rows_within(4 * step.batch.longest * (server.query_heads + 1), step.rows)
         [(_, part), *_] = step.parts(self._rows)
-        self._buffers = DeltaBuffers.empty(part.batch, query_heads)
+        self._buffers = DeltaBuffers.empty(part.batch, server.query_heads)
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         del context
         policy = request.decode
         assert isinstance(policy, Delta)
         layers = self._roles.shape[1]
-        roles = torch.tensor(roles_of(policy, layers), dtype=torch.int8)
+        roles = torch.tensor([policy.role(layer) for layer in range(layers)], dtype=torch.int8)
         self._roles[slot] = to_device(roles, self._roles.device)
         return Entry()
 
@@ -72,24 +59,18 @@ class DeltaSelector(Selector):
                 cache,
                 part.batch,
                 own,
-                self._scale,
-                self._attend_buffers,
+                self._server.scale,
+                self._server.attend_buffers,
                 self._buffers,
                 output[rows],
             )
-            gpu.score_tokens(layer, part.batch, own, self._attend_buffers, self._buffers)
-            self._ranks.maximize(self._buffers.token_scores[: part.rows])
+            gpu.score_tokens(layer, part.batch, own, self._server.attend_buffers, self._buffers)
+            self._server.ranks.maximize(self._buffers.tokens.greatest[: part.rows])
             gpu.select(layer, part.batch, own, part.slots, self._buffers)
 
     def _of(self, step: Step) -> DeltaRows:
         layers = self._roles.shape[1]
         return _rows(step, self._roles_of_rows[: layers * step.rows].view(layers, step.rows))
-
-
-def roles_of(policy: Delta, layers: int) -> list[int]:
-    """Return what each layer is to a request of DELTA."""
-    refreshing = policy.named_layers
-    return [REFRESH if i in refreshing else FULL if i < refreshing[0] else REUSE for i in range(layers)]
 
 
 def _rows(step: Step, roles: Tensor) -> DeltaRows:

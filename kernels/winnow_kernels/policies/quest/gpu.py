@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,11 +43,6 @@ class QuestRows(NamedTuple):
     sinks: Tensor
     full_layers: Tensor
     by_score: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> QuestRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        return cls(*torch.zeros(4, rows, dtype=torch.int32, device=device))
 
 
 def select(

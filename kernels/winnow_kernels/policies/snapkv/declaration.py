@@ -49,7 +49,7 @@ class VotedDeclaration(Declaration[V]):
         return OwnParameters({"prompt_length": prompt_length})
 
     def selector(self, server: Server) -> StoredSelector:
-        return StoredSelector(server.caches, server.scale, server.requests, server.step)
+        return StoredSelector(server)
 
 
 class SnapKVDeclaration(VotedDeclaration[SnapKV]):

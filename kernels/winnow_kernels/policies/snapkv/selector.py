@@ -9,7 +9,7 @@ from torch import Tensor
 
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.gpu_selector import Entry, Selector
+from winnow_kernels.decode.gpu_selector import Entry, Selector, Server
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.request import Request
 from winnow_kernels.policies.snapkv import gpu
@@ -22,11 +22,11 @@ KIND = "snapkv"
 class StoredSelector(Selector):
     """What SnapKV and PyramidKV keep of their prompts."""
 
-    def __init__(self, caches: Sequence[LayerCache], scale: float, requests: int, step: Step) -> None:
-        """Room for ``requests`` request slots; ``step`` is the largest that there will be."""
+    def __init__(self, server: Server) -> None:
+        caches, step = server.caches, server.step
         self._caches = caches
-        self._scale = scale
-        self._stored = StoredPositions(requests, len(caches), caches[0].kv_heads, step.slots.device)
+        self._scale = server.scale
+        self._stored = StoredPositions(server.requests, len(caches), caches[0].kv_heads, step.slots.device)
         empty = StoredRows.empty(step.rows, len(caches), caches[0].kv_heads, 1, step.slots.device)
         self._offsets, self._kept = empty.offsets, empty.kept
 

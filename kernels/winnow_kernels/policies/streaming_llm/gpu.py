@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,11 +29,6 @@ class StreamingLLMRows(NamedTuple):
 
     sinks: Tensor
     window: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> StreamingLLMRows:
-        """Return the parameters of ``rows`` rows of other kinds."""
-        return cls(*torch.zeros(2, rows, dtype=torch.int32, device=device))
 
 
 def select(batch: DecodeBatch, rows: StreamingLLMRows, selection: DeviceSelection) -> None:

@@ -20,7 +20,7 @@ have, run as fast; their causal tiles are masked, the others not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import triton
 import triton.language as tl
@@ -28,7 +28,17 @@ from torch import Tensor
 
 from winnow_kernels.attend.gpu_merge import INFINITY
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.policies.quoka.prefill.tables import BEGIN, BLOCK_COLUMNS, BUDGET, END, FIRST_QUERY, REQUEST, START
+from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Number, Pointer, Vectors
+from winnow_kernels.policies.quoka.prefill.tables import (
+    BEGIN,
+    BLOCK_COLUMNS,
+    BUDGET,
+    END,
+    FIRST_QUERY,
+    REQUEST,
+    START,
+    Blocks,
+)
 from winnow_kernels.prefill.blocks import PrefillBlocks
 
 if TYPE_CHECKING:
@@ -97,36 +107,22 @@ def attend_blocks(
     """
     if not blocks.blocks:
         return
-    _, query_heads, head_dim = queries.shape
+    query_heads = queries.shape[1]
     group = query_heads // cache.kv_heads
     slots = selection.slots
     assert group <= LARGEST_GROUP
-    assert cache.keys.stride() == cache.values.stride()
     assert slots.is_contiguous()
-    assert blocks.fields.is_contiguous()
-    launch = launch or Launch.of(head_dim, cache.keys.element_size())
+    launch = launch or Launch.of(cache.head_dim, cache.keys.element_size())
     most_queries = max(block.queries for block in blocks.blocks)
     attend_blocks_kernel[(triton.cdiv(most_queries * group, launch.rows), cache.kv_heads, len(blocks.blocks))](
-        queries,
-        cache.keys,
-        cache.values,
-        blocks.fields,
-        blocks.page_table,
+        Vectors.of(queries),
+        KeysAndValues.of(cache),
+        Blocks.of(blocks),
         slots,
-        output,
+        Vectors.of(output),
+        Heads.of(query_heads, cache),
         scale * _LOG2_E,
-        queries.stride(0),
-        queries.stride(1),
-        cache.keys.stride(0),
-        cache.keys.stride(1),
-        blocks.page_table.stride(0),
         slots.shape[2],
-        output.stride(0),
-        output.stride(1),
-        group=group,
-        head_dim=head_dim,
-        padded_dim=triton.next_power_of_2(head_dim),
-        page_bits=blocks.page_size.bit_length() - 1,
         tile_rows=launch.rows,
         tile_tokens=launch.tokens,
         stages=launch.stages,
@@ -135,28 +131,31 @@ def attend_blocks(
     )
 
 
+class Tiles(NamedTuple):
+    """What a program's rows attend to, in tiles of tokens: first those selected, then its own from the origin on.
+
+    An entry is a selected slot, or the page of a token.
+    """
+
+    selected_tiles: Number
+    selected: Number
+    own: Number
+    origin: Number
+    selection: Pointer
+    pages: Pointer
+    in_tile: Pointer
+
+
 @triton.jit(do_not_specialize=["selection_width"])  # type: ignore[untyped-decorator]
 def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
+    queries: Vectors,
+    cache: KeysAndValues,
+    blocks: Blocks,
     slots_ptr: tl.tensor,
-    output_ptr: tl.tensor,
+    output: Vectors,
+    heads: Heads,
     scale_log2: tl.tensor,
-    query_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    page_table_stride: tl.tensor,
     selection_width: tl.tensor,
-    output_stride: tl.tensor,
-    output_head_stride: tl.tensor,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    padded_dim: tl.constexpr,
-    page_bits: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
@@ -165,63 +164,57 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
     block = tl.num_programs(2) - 1 - tl.program_id(2)
     kv_head = tl.program_id(1)
     first_row = tl.program_id(0) * tile_rows
-    block_ptr = fields_ptr + block * BLOCK_COLUMNS
+    block_ptr = blocks.fields + block * BLOCK_COLUMNS
     start = tl.load(block_ptr + START)
     begin = tl.load(block_ptr + BEGIN)
-    queries = tl.load(block_ptr + END) - begin
-    if first_row < queries * group:
+    count = tl.load(block_ptr + END) - begin
+    if first_row < count * heads.group:
         page_row = tl.load(block_ptr + REQUEST)
         first_query = tl.load(block_ptr + FIRST_QUERY)
         budget = tl.load(block_ptr + BUDGET)
         packed = first_row + tl.arange(0, tile_rows)
-        row = packed // group
-        head = kv_head * group + packed % group
-        dim = tl.arange(0, padded_dim)
-        is_row = (row < queries)[:, None] & (dim < head_dim)[None, :]
-        of_rows = (first_query + row).to(tl.int64) * query_stride + head * query_head_stride
-        query = tl.load(queries_ptr + of_rows[:, None] + dim[None, :], mask=is_row, other=0.0)
+        row = packed // heads.group
+        head = kv_head * heads.group + packed % heads.group
+        dim = tl.arange(0, heads.dim_block)
+        is_row = (row < count)[:, None] & (dim < heads.head_dim)[None, :]
+        of_rows = (first_query + row).to(tl.int64) * queries.row_stride + head * queries.head_stride
+        query = tl.load(queries.pointer + of_rows[:, None] + dim[None, :], mask=is_row, other=0.0)
 
         # Tiles of tokens: first those selected, then those from the origin on, both numbered from 0.
         selected = tl.maximum(budget, 0)
         origin = tl.where(budget < 0, 0, start)
-        last_row = tl.minimum((first_row + tile_rows - 1) // group, queries - 1)
+        last_row = tl.minimum((first_row + tile_rows - 1) // heads.group, count - 1)
         seen = begin + row + 1 - origin
-        seen_by_all = begin + first_row // group + 1 - origin
+        seen_by_all = begin + first_row // heads.group + 1 - origin
         seen_by_any = begin + last_row + 1 - origin
         selected_tiles = tl.cdiv(selected, tile_tokens)
         tiles = selected_tiles + tl.cdiv(seen_by_any, tile_tokens)
         selection_ptr = slots_ptr + (block * tl.num_programs(1) + kv_head).to(tl.int64) * selection_width
-        pages_ptr = page_table_ptr + page_row.to(tl.int64) * page_table_stride
+        pages_ptr = blocks.page_table + page_row.to(tl.int64) * blocks.table_stride
 
         in_tile = tl.arange(0, tile_tokens)
-        key_ptrs = keys_ptr + kv_head * kv_head_stride + dim[None, :]
-        value_ptrs = values_ptr + kv_head * kv_head_stride + dim[None, :]
+        key_ptrs = cache.keys_ptr + kv_head * cache.head_stride + dim[None, :]
+        value_ptrs = cache.values_ptr + kv_head * cache.head_stride + dim[None, :]
         highest = tl.full([tile_rows], -INFINITY, tl.float32)
         mass = tl.zeros([tile_rows], tl.float32)
         fade = tl.zeros([tile_rows], tl.float32)
         weights = tl.zeros([tile_rows, tile_tokens], tl.float32)
-        weighted = tl.zeros([tile_rows, padded_dim], tl.float32)
-        # An entry is a selected slot, or the page of a token. It is loaded a round before its slot is needed.
-        entry = _load_entries(
-            0, selected_tiles, selected, seen_by_any, origin, selection_ptr, pages_ptr, in_tile, page_bits, tile_tokens
-        )
+        weighted = tl.zeros([tile_rows, heads.dim_block], tl.float32)
+        read = Tiles(selected_tiles, selected, seen_by_any, origin, selection_ptr, pages_ptr, in_tile)
+        # An entry is loaded a round before its slot is needed.
+        entry = _load_entries(read, blocks, 0, tile_tokens)
         # In the first round values have no weight, but may not be nan: they are some that will have.
-        slot = _slots(0, entry, selected_tiles, selected, seen_by_any, origin, in_tile, page_bits, tile_tokens)
+        slot = _slots(read, blocks, 0, entry, tile_tokens)
         for number in tl.range(-1, tiles, num_stages=stages):
-            next_slot = _slots(
-                number + 1, entry, selected_tiles, selected, seen_by_any, origin, in_tile, page_bits, tile_tokens
-            )
-            entry = _load_entries(
-                number + 2, selected_tiles, selected, seen_by_any, origin, selection_ptr, pages_ptr, in_tile,
-                page_bits, tile_tokens,
-            )  # fmt: skip
-            of_keys = next_slot.to(tl.int64) * slot_stride
-            of_values = slot.to(tl.int64) * slot_stride
-            if head_dim == padded_dim:
+            next_slot = _slots(read, blocks, number + 1, entry, tile_tokens)
+            entry = _load_entries(read, blocks, number + 2, tile_tokens)
+            of_keys = next_slot.to(tl.int64) * cache.slot_stride
+            of_values = slot.to(tl.int64) * cache.slot_stride
+            if heads.head_dim == heads.dim_block:
                 key = tl.load(key_ptrs + of_keys[:, None])
                 value = tl.load(value_ptrs + of_values[:, None])
             else:
-                is_element = (dim < head_dim)[None, :]
+                is_element = (dim < heads.head_dim)[None, :]
                 key = tl.load(key_ptrs + of_keys[:, None], mask=is_element, other=0.0)
                 value = tl.load(value_ptrs + of_values[:, None], mask=is_element, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -240,69 +233,40 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
             slot = next_slot
 
         # Rows are computed again, from what is loaded again: else they would take registers through the loop.
-        zero = tl.load(block_ptr + END) - begin - queries
+        zero = tl.load(block_ptr + END) - begin - count
         packed = zero + first_row + tl.arange(0, tile_rows)
-        row = packed // group
-        head = kv_head * group + packed % group
-        is_row = (row < queries)[:, None] & (dim < head_dim)[None, :]
-        of_rows = (tl.load(block_ptr + FIRST_QUERY) + row).to(tl.int64) * output_stride + head * output_head_stride
-        result = (weighted / mass[:, None]).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptr + of_rows[:, None] + dim[None, :], result, mask=is_row)
+        row = packed // heads.group
+        head = kv_head * heads.group + packed % heads.group
+        is_row = (row < count)[:, None] & (dim < heads.head_dim)[None, :]
+        of_rows = (tl.load(block_ptr + FIRST_QUERY) + row).to(tl.int64) * output.row_stride + head * output.head_stride
+        result = (weighted / mass[:, None]).to(output.pointer.dtype.element_ty)
+        tl.store(output.pointer + of_rows[:, None] + dim[None, :], result, mask=is_row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_entries(
-    number: tl.tensor,
-    selected_tiles: tl.tensor,
-    selected: tl.tensor,
-    own: tl.tensor,
-    origin: tl.tensor,
-    selection_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    in_tile: tl.tensor,
-    page_bits: tl.constexpr,
-    tile_tokens: tl.constexpr,
-) -> tl.tensor:
+def _load_entries(read: Tiles, blocks: Blocks, number: tl.tensor, tile_tokens: tl.constexpr) -> tl.tensor:
     """Return the selected slots of a tile, or the pages of its tokens: int32 [tile tokens]."""
-    is_own = number >= selected_tiles
-    place = _places(number, selected_tiles, selected, own, origin, in_tile, tile_tokens)
-    entries_ptr = tl.where(is_own, pages_ptr, selection_ptr)
-    return tl.load(entries_ptr + (place >> tl.where(is_own, page_bits, 0)))
+    is_own = number >= read.selected_tiles
+    place = _places(read, number, tile_tokens)
+    entries_ptr = tl.where(is_own, read.pages, read.selection)
+    return tl.load(entries_ptr + (place >> tl.where(is_own, blocks.page_bits, 0)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _slots(
-    number: tl.tensor,
-    entry: tl.tensor,
-    selected_tiles: tl.tensor,
-    selected: tl.tensor,
-    own: tl.tensor,
-    origin: tl.tensor,
-    in_tile: tl.tensor,
-    page_bits: tl.constexpr,
-    tile_tokens: tl.constexpr,
-) -> tl.tensor:
+def _slots(read: Tiles, blocks: Blocks, number: tl.tensor, entry: tl.tensor, tile_tokens: tl.constexpr) -> tl.tensor:
     """Return the slots of a tile's tokens."""
-    is_own = number >= selected_tiles
-    place = _places(number, selected_tiles, selected, own, origin, in_tile, tile_tokens)
-    return (entry << tl.where(is_own, page_bits, 0)) + (place & tl.where(is_own, (1 << page_bits) - 1, 0))
+    is_own = number >= read.selected_tiles
+    place = _places(read, number, tile_tokens)
+    return (entry << tl.where(is_own, blocks.page_bits, 0)) + (place & tl.where(is_own, blocks.page_size - 1, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _places(
-    number: tl.tensor,
-    selected_tiles: tl.tensor,
-    selected: tl.tensor,
-    own: tl.tensor,
-    origin: tl.tensor,
-    in_tile: tl.tensor,
-    tile_tokens: tl.constexpr,
-) -> tl.tensor:
+def _places(read: Tiles, number: tl.tensor, tile_tokens: tl.constexpr) -> tl.tensor:
     """Return where the tokens of a tile are: in the selection or the context; behind the last there is, the last.
 
     So there is a token everywhere, and loads need no masks.
     """
-    is_own = number >= selected_tiles
-    first = (number - tl.where(is_own, selected_tiles, 0)) * tile_tokens
-    last = tl.where(is_own, own, selected) - 1
-    return tl.where(is_own, origin, 0) + tl.minimum(first + in_tile, last)
+    is_own = number >= read.selected_tiles
+    first = (number - tl.where(is_own, read.selected_tiles, 0)) * tile_tokens
+    last = tl.where(is_own, read.own, read.selected) - 1
+    return tl.where(is_own, read.origin, 0) + tl.minimum(first + read.in_tile, last)

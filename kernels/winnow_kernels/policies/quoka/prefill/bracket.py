@@ -12,6 +12,7 @@ from winnow_kernels.policies.quoka.prefill.rows import (
     BETWEEN,
     LOWER,
     UPPER,
+    Scored,
     counted_up_to,
     load_scores,
     places_of,
@@ -27,10 +28,7 @@ _RUN: Final = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
 def bracket_kernel(
-    scores_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    marks_ptr: tl.tensor,
+    scored: Scored,
     marks_stride: tl.tensor,
     listed: tl.constexpr,
 ) -> None:
@@ -38,9 +36,7 @@ def bracket_kernel(
 
     Nothing is counted yet, except in a short row: it is its own list.
     """
-    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
-        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=0
-    )
+    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(scored, marks_stride, axis=0)
     tokens = tl.load(block_ptr + START)
     lower = tokens * 0 + LOWEST
     upper = tokens * 0 + HIGHEST
@@ -75,19 +71,14 @@ def _sampled_bracket(
 
 @triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
 def list_kernel(
-    scores_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    marks_ptr: tl.tensor,
+    scored: Scored,
     marks_stride: tl.tensor,
     listed: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """Count a piece's scores above and in its row's bracket, and list the latter, in any order, if there is room."""
     piece = tl.program_id(0)
-    own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(
-        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=1
-    )
+    own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(scored, marks_stride, axis=1)
     tokens = tl.load(block_ptr + START)
     if (piece * block >= tokens) | (tokens <= listed):
         return

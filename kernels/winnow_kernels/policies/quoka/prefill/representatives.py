@@ -12,6 +12,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from winnow_kernels.kernel_arguments import Vectors
 from winnow_kernels.policies.quoka.prefill.tables import (
     BEGIN,
     BLOCK_COLUMNS,
@@ -20,6 +21,7 @@ from winnow_kernels.policies.quoka.prefill.tables import (
     NUMBER,
     REPRESENTATIVES,
     SPARSE_COLUMNS,
+    Blocks,
 )
 
 QUERIES_AT_ONCE: Final = 32
@@ -34,12 +36,10 @@ _MIN_NORM: Final = tl.constexpr(1e-12)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rank_kernel(
-    queries_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
+    queries: Vectors,
+    blocks: Blocks,
     sparse_ptr: tl.tensor,
     ranked_ptr: tl.tensor,
-    query_stride: tl.tensor,
-    head_stride: tl.tensor,
     group: tl.tensor,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
@@ -54,7 +54,7 @@ def rank_kernel(
     """
     sparse = tl.program_id(0)
     kv_head = tl.program_id(1)
-    block_ptr = fields_ptr + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
+    block_ptr = blocks.fields + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
     count = tl.load(block_ptr + END) - tl.load(block_ptr + BEGIN)
     wanted = tl.load(block_ptr + REPRESENTATIVES)
     own_ranked_ptr = ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * representatives
@@ -64,26 +64,28 @@ def rank_kernel(
         return
 
     channel = tl.arange(0, dim_block)
-    block_queries_ptr = queries_ptr + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * query_stride + channel[None, :]
+    block_queries_ptr = (
+        queries.pointer + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * queries.row_stride + channel[None, :]
+    )
     is_channel = (channel < head_dim)[None, :]
     in_tile = tl.arange(0, rows)
     tile_number = tl.arange(0, tiles)[:, None]
     likenesses = tl.zeros([tiles, rows], tl.float32)
     for member in range(group):
-        own_queries_ptr = block_queries_ptr + (kv_head * group + member) * head_stride
+        own_queries_ptr = block_queries_ptr + (kv_head * group + member) * queries.head_stride
         total = tl.zeros([rows, dim_block], tl.float32)
         for start in tl.range(0, count, rows, num_stages=3):
             row = start + in_tile
             mask = (row < count)[:, None] & is_channel
-            total += tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(own_queries_ptr + (row * queries.row_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
         mean = tl.sum(total, axis=0) / count
         mean_norm = tl.maximum(tl.sqrt_rn(tl.sum(mean * mean, axis=0)), _MIN_IN_COSINE)
         for start in tl.range(0, count, rows, num_stages=3):
             row = start + in_tile
             mask = (row < count)[:, None] & is_channel
-            queries = tl.load(own_queries_ptr + (row * query_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
-            norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _MIN_IN_COSINE)
-            likeness = tl.sum(queries * mean[None, :], axis=1) / (norms * mean_norm)
+            query = tl.load(own_queries_ptr + (row * queries.row_stride)[:, None], mask=mask, other=0.0).to(tl.float32)
+            norms = tl.maximum(tl.sqrt_rn(tl.sum(query * query, axis=1)), _MIN_IN_COSINE)
+            likeness = tl.sum(query * mean[None, :], axis=1) / (norms * mean_norm)
             likenesses += tl.where(tile_number == start // rows, likeness[None, :], 0.0)
     # Ranks must be a permutation even if there are NaNs.
     is_likeness = (tile_number * rows + in_tile[None, :] < count) & (likenesses < float("inf"))
@@ -114,13 +116,11 @@ def rank_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def average_kernel(
-    queries_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
+    queries: Vectors,
+    blocks: Blocks,
     sparse_ptr: tl.tensor,
     ranked_ptr: tl.tensor,
     representatives_ptr: tl.tensor,
-    query_stride: tl.tensor,
-    head_stride: tl.tensor,
     group: tl.tensor,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
@@ -130,20 +130,24 @@ def average_kernel(
     """Write a tile of a block's representatives for a KV head: the mean over its query heads of normalised queries."""
     sparse = tl.program_id(0)
     kv_head = tl.program_id(1)
-    block_ptr = fields_ptr + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
+    block_ptr = blocks.fields + tl.load(sparse_ptr + sparse * SPARSE_COLUMNS + NUMBER) * BLOCK_COLUMNS
     channel = tl.arange(0, dim_block)
     is_channel = (channel < head_dim)[None, :]
     representative = tl.program_id(2) * tile + tl.arange(0, tile)
-    own_queries_ptr = queries_ptr + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * query_stride + channel[None, :]
+    own_queries_ptr = (
+        queries.pointer + tl.load(block_ptr + FIRST_QUERY).to(tl.int64) * queries.row_stride + channel[None, :]
+    )
     row = tl.load(ranked_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * representatives + representative)
     total = tl.zeros([tile, dim_block], tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        queries = tl.load(
-            own_queries_ptr + (row * query_stride + head * head_stride)[:, None], mask=is_channel, other=0.0
+        query = tl.load(
+            own_queries_ptr + (row * queries.row_stride + head * queries.head_stride)[:, None],
+            mask=is_channel,
+            other=0.0,
         ).to(tl.float32)
-        norms = tl.maximum(tl.sqrt_rn(tl.sum(queries * queries, axis=1)), _MIN_NORM)
-        total += queries / norms[:, None]
+        norms = tl.maximum(tl.sqrt_rn(tl.sum(query * query, axis=1)), _MIN_NORM)
+        total += query / norms[:, None]
     own_representatives_ptr = representatives_ptr + (sparse * tl.num_programs(1) + kv_head).to(tl.int64) * (
         representatives * head_dim
     )

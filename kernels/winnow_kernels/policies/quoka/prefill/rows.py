@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
 
-from winnow_kernels.policies.quoka.prefill.tables import BLOCK_COLUMNS, NUMBER, SCORES, SCORES_STRIDE, SPARSE_COLUMNS
+from winnow_kernels.kernel_arguments import Pointer
+from winnow_kernels.policies.quoka.prefill.tables import (
+    BLOCK_COLUMNS,
+    NUMBER,
+    SCORES,
+    SCORES_STRIDE,
+    SPARSE_COLUMNS,
+)
 from winnow_kernels.prefill import blocks as prefill_blocks
 from winnow_kernels.selection.gpu_threshold import HIGHEST
 
@@ -29,25 +36,29 @@ LEAST: Final = tl.constexpr(4)  # The threshold's key,
 GREATER: Final = tl.constexpr(5)  # and how many scores are greater.
 
 
+class Scored(NamedTuple):
+    """Rows of scores, the table of their sparse blocks, ``Blocks.fields``, and the rows' ``MARKS``."""
+
+    scores: Pointer
+    sparse: Pointer
+    fields: Pointer
+    marks: Pointer
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def row_of(
-    scores_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    marks_ptr: tl.tensor,
-    marks_stride: tl.tensor,
-    axis: tl.constexpr,
+    scored: Scored, marks_stride: tl.tensor, axis: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return where the scores, the marks and the block of a program's row are, and how many numbers the row takes.
 
     ``axis`` of the grid has the sparse blocks, the next one the KV heads.
     """
     sparse, head, kv_heads = tl.program_id(axis), tl.program_id(axis + 1), tl.num_programs(axis + 1)
-    own_sparse_ptr = sparse_ptr + sparse * SPARSE_COLUMNS
+    own_sparse_ptr = scored.sparse + sparse * SPARSE_COLUMNS
     stride = tl.load(own_sparse_ptr + SCORES_STRIDE)
     offset = tl.multiple_of(tl.load(own_sparse_ptr + SCORES) + head * stride, ALIGNMENT)
-    block_ptr = fields_ptr + tl.load(own_sparse_ptr + NUMBER) * BLOCK_COLUMNS
-    return scores_ptr + offset, marks_ptr + (sparse * kv_heads + head) * marks_stride, block_ptr, stride
+    block_ptr = scored.fields + tl.load(own_sparse_ptr + NUMBER) * BLOCK_COLUMNS
+    return scored.scores + offset, scored.marks + (sparse * kv_heads + head) * marks_stride, block_ptr, stride
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -14,12 +14,13 @@ be complete for every prefix that is hit; and so what a key scores never depends
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from winnow_kernels.kernel_arguments import Pointer, Vectors
 from winnow_kernels.policies.quoka.prefill.rows import ALIGNMENT, MIN_SCORE
 from winnow_kernels.policies.quoka.prefill.tables import (
     BLOCK_COLUMNS,
@@ -39,6 +40,7 @@ from winnow_kernels.policies.quoka.prefill.tables import (
     SPARSE_COLUMNS,
     START,
     TOKENS,
+    Blocks,
 )
 
 KEYS_AT_ONCE: Final = 64
@@ -56,34 +58,40 @@ def columns_of(head_dim: int) -> int:
     return min(_MAX_COLUMNS, _MAX_NUMBERS // triton.next_power_of_2(head_dim))
 
 
+class Scoring(NamedTuple):
+    """What keys are multiplied with for a run's blocks, what scores are divided by, and where those of a batch go."""
+
+    representatives: Pointer
+    reciprocals: Pointer
+    sparse: Pointer
+    groups: Pointer
+    scores: Pointer
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def norms_kernel(
-    keys_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
+    keys: Vectors,
+    blocks: Blocks,
     requests_ptr: tl.tensor,
     reciprocals_ptr: tl.tensor,
-    slot_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    page_bits: tl.constexpr,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
-    keys: tl.constexpr,
+    at_once: tl.constexpr,
 ) -> None:
     """Write the reciprocal norms of a tile of a request's keys of one KV head."""
     own_request_ptr = requests_ptr + tl.program_id(2) * REQUEST_COLUMNS
     tokens = tl.load(own_request_ptr + TOKENS)
-    if tl.program_id(1) * keys >= tokens:
+    if tl.program_id(1) * at_once >= tokens:
         return
     head = tl.program_id(0)
-    place = tl.program_id(1) * keys + tl.arange(0, keys)
+    place = tl.program_id(1) * at_once + tl.arange(0, at_once)
     is_token = place < tokens
-    own_table_ptr = page_table_ptr + tl.load(own_request_ptr + ROW).to(tl.int64) * table_stride
-    page = tl.load(own_table_ptr + (place >> page_bits), mask=is_token, other=0)
-    slot = ((page << page_bits) + (place & ((1 << page_bits) - 1))).to(tl.int64)
+    own_table_ptr = blocks.page_table + tl.load(own_request_ptr + ROW).to(tl.int64) * blocks.table_stride
+    page = tl.load(own_table_ptr + (place >> blocks.page_bits), mask=is_token, other=0)
+    slot = ((page << blocks.page_bits) + (place & (blocks.page_size - 1))).to(tl.int64)
     channel = tl.arange(0, dim_block)
     vectors = tl.load(
-        keys_ptr + (slot * slot_stride + head * kv_head_stride)[:, None] + channel[None, :],
+        keys.pointer + (slot * keys.row_stride + head * keys.head_stride)[:, None] + channel[None, :],
         mask=is_token[:, None] & (channel < head_dim)[None, :],
         other=0.0,
     ).to(tl.float32)
@@ -96,37 +104,28 @@ def norms_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
-    keys_ptr: tl.tensor,
-    representatives_ptr: tl.tensor,
-    reciprocals_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    groups_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    slot_stride: tl.tensor,
-    kv_head_stride: tl.tensor,
-    table_stride: tl.tensor,
+    keys: Vectors,
+    blocks: Blocks,
+    scoring: Scoring,
     kv_heads: tl.tensor,
-    page_bits: tl.constexpr,
     head_dim: tl.constexpr,
     dim_block: tl.constexpr,
+    at_once: tl.constexpr,
     representatives: tl.constexpr,
     columns: tl.constexpr,
-    keys: tl.constexpr,
     run: tl.constexpr,
 ) -> None:
     """Score a run of keys for a group of blocks and a KV head."""
     per_tile: tl.constexpr = min(representatives, columns)
     members: tl.constexpr = columns // per_tile
-    own_group_ptr = groups_ptr + tl.program_id(0) * GROUP_COLUMNS
+    own_group_ptr = scoring.groups + tl.program_id(0) * GROUP_COLUMNS
     first = tl.load(own_group_ptr + FIRST)
     count = tl.load(own_group_ptr + COUNT)
     head = tl.program_id(2)
     member = tl.arange(0, members)
     is_member = member < count
-    own_sparse_ptr = sparse_ptr + (first + member) * SPARSE_COLUMNS
-    block_ptr = fields_ptr + tl.load(own_sparse_ptr + NUMBER, mask=is_member, other=0) * BLOCK_COLUMNS
+    own_sparse_ptr = scoring.sparse + (first + member) * SPARSE_COLUMNS
+    block_ptr = blocks.fields + tl.load(own_sparse_ptr + NUMBER, mask=is_member, other=0) * BLOCK_COLUMNS
     start = tl.load(block_ptr + START, mask=is_member, other=0)
     row_end = tl.cdiv(start, ALIGNMENT) * ALIGNMENT
     sinks = tl.load(block_ptr + SINKS, mask=is_member, other=0)
@@ -137,40 +136,40 @@ def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
         return
 
     offset = tl.load(own_sparse_ptr + SCORES, mask=is_member, other=0)
-    own_scores_ptr = scores_ptr + (offset + head * tl.load(own_sparse_ptr + SCORES_STRIDE, mask=is_member, other=0))
+    own_scores_ptr = scoring.scores + (offset + head * tl.load(own_sparse_ptr + SCORES_STRIDE, mask=is_member, other=0))
     own_reciprocals_ptr = (
-        reciprocals_ptr + tl.load(own_group_ptr + NORMS) + head * tl.load(own_group_ptr + NORMS_STRIDE)
+        scoring.reciprocals + tl.load(own_group_ptr + NORMS) + head * tl.load(own_group_ptr + NORMS_STRIDE)
     )
     # The blocks of a group are one request's.
     row = tl.max(tl.load(block_ptr + REQUEST, mask=is_member, other=0), axis=0)
-    own_table_ptr = page_table_ptr + row.to(tl.int64) * table_stride
-    own_keys_ptr = keys_ptr + head.to(tl.int64) * kv_head_stride
+    own_table_ptr = blocks.page_table + row.to(tl.int64) * blocks.table_stride
+    own_keys_ptr = keys.pointer + head.to(tl.int64) * keys.head_stride
     channel = tl.arange(0, dim_block)
     is_channel = (channel < head_dim)[None, :]
-    in_tile = tl.arange(0, keys)
+    in_tile = tl.arange(0, at_once)
     lanes: tl.constexpr = min(members, 4)
     of_member, of_representative = _order(columns, per_tile, lanes)
     # In place of blocks that are not there, it is the group's first that is loaded.
     of_block = first + tl.where(of_member < count, of_member, 0)
     own_representatives_ptr = (
-        representatives_ptr
+        scoring.representatives
         + ((of_block.to(tl.int64) * kv_heads + head) * representatives + of_representative) * head_dim
     )
     for first_representative in tl.static_range(0, representatives, per_tile):
         of_representatives = own_representatives_ptr[:, None] + first_representative * head_dim + channel[None, :]
         vectors = tl.load(of_representatives, mask=is_channel, other=0.0)
-        for tile in tl.range(begin, end, keys, num_stages=4):
+        for tile in tl.range(begin, end, at_once, num_stages=4):
             place = tile + in_tile
             # Behind the last key it is the last that is loaded, so that loads need no masks.
             loaded = tl.minimum(place, end - 1)
-            page = tl.load(own_table_ptr + (loaded >> page_bits))
-            slot = (page << page_bits) + (loaded & ((1 << page_bits) - 1))
-            key_ptrs = own_keys_ptr + (slot.to(tl.int64) * slot_stride)[:, None] + channel[None, :]
+            page = tl.load(own_table_ptr + (loaded >> blocks.page_bits))
+            slot = (page << blocks.page_bits) + (loaded & (blocks.page_size - 1))
+            key_ptrs = own_keys_ptr + (slot.to(tl.int64) * keys.row_stride)[:, None] + channel[None, :]
             key = tl.load(key_ptrs) if head_dim == dim_block else tl.load(key_ptrs, mask=is_channel, other=0.0)
             reciprocal = tl.load(own_reciprocals_ptr + loaded)
             products = tl.dot(key, tl.trans(vectors), input_precision="ieee")
-            products = tl.reshape(products, [keys, members // lanes, per_tile // 2, lanes, 2])
-            highest = tl.reshape(tl.max(tl.max(products, axis=4), axis=2), [keys, members])
+            products = tl.reshape(products, [at_once, members // lanes, per_tile // 2, lanes, 2])
+            highest = tl.reshape(tl.max(tl.max(products, axis=4), axis=2), [at_once, members])
             # Norms are positive: dividing the maximum is dividing the products.
             scores = highest * reciprocal[:, None]
             scores_ptrs = own_scores_ptr[None, :] + place[:, None]

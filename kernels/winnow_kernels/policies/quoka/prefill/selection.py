@@ -29,10 +29,12 @@ import triton
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.kernel_arguments import Vectors
 from winnow_kernels.policies.quoka.prefill import representatives as speaking
 from winnow_kernels.policies.quoka.prefill import scores as scoring
 from winnow_kernels.policies.quoka.prefill import top
 from winnow_kernels.policies.quoka.prefill.plan import Plan, Run, scores_stride
+from winnow_kernels.policies.quoka.prefill.tables import Blocks
 from winnow_kernels.prefill.blocks import WHOLE, PrefillBlocks, aligned
 
 SCORES_BYTES: Final = 256 * 2**20
@@ -142,40 +144,23 @@ def select_blocks(queries: Tensor, cache: LayerCache, own: QuokaPrefillPass) -> 
     if not own.plan.runs:
         return own.selection
     blocks, plan = own.blocks, own.plan
+    keys = (Vectors.of(cache.keys), Blocks.of(blocks))
     of_keys = {
-        "page_bits": blocks.page_size.bit_length() - 1,
         "head_dim": cache.head_dim,
         "dim_block": triton.next_power_of_2(cache.head_dim),
-        "keys": scoring.KEYS_AT_ONCE,
+        "at_once": scoring.KEYS_AT_ONCE,
     }
     tiles = triton.cdiv(plan.longest, scoring.KEYS_AT_ONCE)
     scoring.norms_kernel[(cache.kv_heads, tiles, len(plan.requests))](
-        cache.keys,
-        blocks.page_table,
-        plan.requests,
-        own.reciprocals,
-        cache.keys.stride(0),
-        cache.keys.stride(1),
-        blocks.page_table.stride(0),
-        **of_keys,
-        num_warps=4,
+        *keys, plan.requests, own.reciprocals, **of_keys, num_warps=4
     )
     for run, ranked, representatives in zip(plan.runs, own.ranked, own.representatives, strict=True):
         _speak(queries, blocks, run, ranked, representatives)
         for batch in run.batches:
             runs = triton.cdiv(batch.longest, scoring.RUN)
             scoring.score_kernel[(len(batch.groups), runs, cache.kv_heads)](
-                cache.keys,
-                representatives,
-                own.reciprocals,
-                blocks.fields,
-                blocks.page_table,
-                run.sparse,
-                batch.groups,
-                own.scores,
-                cache.keys.stride(0),
-                cache.keys.stride(1),
-                blocks.page_table.stride(0),
+                *keys,
+                scoring.Scoring(representatives, own.reciprocals, run.sparse, batch.groups, own.scores),
                 cache.kv_heads,
                 **of_keys,
                 representatives=run.representatives,
@@ -191,19 +176,15 @@ def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, rep
     """Write the representatives of a run's blocks."""
     kv_heads = representatives.shape[1]
     query_heads, head_dim = queries.shape[1:]
+    of_blocks = (Vectors.of(queries), Blocks.of(blocks), run.sparse, ranked)
     of_queries = {
+        "group": query_heads // kv_heads,
         "head_dim": head_dim,
         "dim_block": triton.next_power_of_2(head_dim),
         "representatives": run.representatives,
     }
     speaking.rank_kernel[(len(run.sparse), kv_heads)](
-        queries,
-        blocks.fields,
-        run.sparse,
-        ranked,
-        queries.stride(0),
-        queries.stride(1),
-        query_heads // kv_heads,
+        *of_blocks,
         **of_queries,
         rows=speaking.QUERIES_AT_ONCE,
         tiles=triton.next_power_of_2(triton.cdiv(run.queries, speaking.QUERIES_AT_ONCE)),
@@ -211,15 +192,5 @@ def _speak(queries: Tensor, blocks: PrefillBlocks, run: Run, ranked: Tensor, rep
     )
     tile = min(run.representatives, speaking.REPRESENTATIVES_AT_ONCE)
     speaking.average_kernel[(len(run.sparse), kv_heads, run.representatives // tile)](
-        queries,
-        blocks.fields,
-        run.sparse,
-        ranked,
-        representatives,
-        queries.stride(0),
-        queries.stride(1),
-        query_heads // kv_heads,
-        **of_queries,
-        tile=tile,
-        num_warps=4,
+        *of_blocks, representatives, **of_queries, tile=tile, num_warps=4
     )

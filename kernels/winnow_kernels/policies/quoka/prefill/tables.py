@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import Final, NamedTuple
 
 import triton.language as tl
 
-from winnow_kernels.prefill.blocks import Block
+from winnow_kernels.kernel_arguments import Constant, Number, Pointer
+from winnow_kernels.prefill.blocks import Block, PrefillBlocks
 
 _FIELDS: Final = [field.name for field in dataclasses.fields(Block)]
 
@@ -40,3 +41,20 @@ NORMS_STRIDE: Final = tl.constexpr(3)
 REQUEST_COLUMNS: Final = tl.constexpr(4)
 ROW: Final = tl.constexpr(0)
 TOKENS: Final = tl.constexpr(1)
+
+
+class Blocks(NamedTuple):
+    """``PrefillBlocks``, for a kernel."""
+
+    fields: Pointer
+    page_table: Pointer
+    table_stride: Number
+    page_size: Constant
+    page_bits: Constant
+
+    @classmethod
+    def of(cls, blocks: PrefillBlocks) -> Blocks:
+        """Return those of ``blocks``."""
+        assert blocks.fields.is_contiguous()
+        sizes = (blocks.page_size, blocks.page_size.bit_length() - 1)
+        return cls(blocks.fields, blocks.page_table, blocks.page_table.stride(0), *map(tl.constexpr, sizes))

@@ -13,6 +13,7 @@ from winnow_kernels.policies.quoka.prefill.rows import (
     LEAST,
     LOWER,
     UPPER,
+    Scored,
     load_scores,
     row_of,
 )
@@ -22,10 +23,7 @@ from winnow_kernels.selection.gpu_threshold import HIGHEST, LOWEST, ordered, thr
 
 @triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
 def narrow_kernel(
-    scores_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    marks_ptr: tl.tensor,
+    scored: Scored,
     marks_stride: tl.tensor,
     listed: tl.constexpr,
     block: tl.constexpr,
@@ -34,9 +32,7 @@ def narrow_kernel(
 
     Afterwards the threshold lies in it, and what lies in it is listed, or has the same key: the lower bound.
     """
-    own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(
-        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=0
-    )
+    own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(scored, marks_stride, axis=0)
     count = tl.load(block_ptr + START)
     wanted = tl.load(block_ptr + BUDGET)
     first = tl.load(own_marks_ptr + LOWER).to(tl.int64)
@@ -77,17 +73,12 @@ def narrow_kernel(
 
 @triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
 def threshold_kernel(
-    scores_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    marks_ptr: tl.tensor,
+    scored: Scored,
     marks_stride: tl.tensor,
     listed: tl.constexpr,
 ) -> None:
     """Write the key of the least score that is selected of a row, and how many scores are greater."""
-    own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(
-        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=0
-    )
+    own_scores_ptr, own_marks_ptr, block_ptr, stride = row_of(scored, marks_stride, axis=0)
     tokens = tl.load(block_ptr + START)
     wanted = tl.load(block_ptr + BUDGET)
     least = tl.load(own_marks_ptr + LOWER)

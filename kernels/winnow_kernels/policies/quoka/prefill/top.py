@@ -32,13 +32,14 @@ from winnow_kernels.policies.quoka.prefill.rows import (
     LEAST,
     MARKS,
     SEGMENT,
+    Scored,
     counted_up_to,
     load_scores,
     places_of,
     row_of,
     score_of,
 )
-from winnow_kernels.policies.quoka.prefill.tables import BUDGET, NUMBER, REQUEST, SPARSE_COLUMNS, START
+from winnow_kernels.policies.quoka.prefill.tables import BUDGET, NUMBER, REQUEST, SPARSE_COLUMNS, START, Blocks
 from winnow_kernels.policies.quoka.prefill.threshold import narrow_kernel, threshold_kernel
 from winnow_kernels.prefill.blocks import PrefillBlocks
 
@@ -75,9 +76,7 @@ def write_top(
     kv_heads = selected.shape[1]
     rows = (len(sparse), kv_heads)
     pieces = (triton.cdiv(longest, SCORES_AT_ONCE), *rows)
-    stride = MARKS.value + pieces[0]
-    table = (blocks.page_table, selected, blocks.page_table.stride(0), selected.shape[2])
-    of_rows = (scores, sparse, blocks.fields, marks, stride)
+    of_rows = (Scored(scores, sparse, blocks.fields, marks), MARKS.value + pieces[0])
     bracket_kernel[rows](*of_rows, listed=LISTED, num_warps=ROW_WARPS)
     list_kernel[pieces](*of_rows, listed=LISTED, block=SCORES_AT_ONCE, num_warps=PIECE_WARPS)
     narrow_kernel[rows](*of_rows, listed=LISTED, block=SCORES_AT_ONCE, num_warps=NARROW_WARPS)
@@ -85,8 +84,9 @@ def write_top(
     count_kernel[pieces](*of_rows, block=SCORES_AT_ONCE, num_warps=PIECE_WARPS)
     write_kernel[pieces](
         *of_rows,
-        *table,
-        page_bits=blocks.page_size.bit_length() - 1,
+        Blocks.of(blocks),
+        selected,
+        selected.shape[2],
         block=SCORES_AT_ONCE,
         counts=COUNTS_AT_ONCE,
         num_warps=PIECE_WARPS,
@@ -95,18 +95,13 @@ def write_top(
 
 @triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
 def count_kernel(
-    scores_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    marks_ptr: tl.tensor,
+    scored: Scored,
     marks_stride: tl.tensor,
     block: tl.constexpr,
 ) -> None:
     """Write how many scores of a piece are greater than the threshold, and in the upper half how many equal it."""
     piece = tl.program_id(0)
-    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
-        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=1
-    )
+    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(scored, marks_stride, axis=1)
     tokens = tl.load(block_ptr + START)
     if piece * block >= tokens:
         return
@@ -118,24 +113,17 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["marks_stride"])  # type: ignore[untyped-decorator]
 def write_kernel(
-    scores_ptr: tl.tensor,
-    sparse_ptr: tl.tensor,
-    fields_ptr: tl.tensor,
-    marks_ptr: tl.tensor,
+    scored: Scored,
     marks_stride: tl.tensor,
-    page_table_ptr: tl.tensor,
+    blocks: Blocks,
     slots_ptr: tl.tensor,
-    table_stride: tl.tensor,
     width: tl.tensor,
-    page_bits: tl.constexpr,
     block: tl.constexpr,
     counts: tl.constexpr,
 ) -> None:
     """Write the slots of a piece's tokens that are selected."""
     piece = tl.program_id(0)
-    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(
-        scores_ptr, sparse_ptr, fields_ptr, marks_ptr, marks_stride, axis=1
-    )
+    own_scores_ptr, own_marks_ptr, block_ptr, _ = row_of(scored, marks_stride, axis=1)
     tokens = tl.load(block_ptr + START)
     if piece * block >= tokens:
         return
@@ -161,13 +149,13 @@ def write_kernel(
         selected = ((scores > score_of(least)) | (is_equal & is_first)).to(tl.int32)
     else:
         selected = (scores >= score_of(tl.where(room > 0, least, least + 1))).to(tl.int32)
-    own_table_ptr = page_table_ptr + tl.load(block_ptr + REQUEST).to(tl.int64) * table_stride
-    if 1 << page_bits >= SEGMENT:
+    own_table_ptr = blocks.page_table + tl.load(block_ptr + REQUEST).to(tl.int64) * blocks.table_stride
+    if blocks.page_size >= SEGMENT:
         first_place = piece * block + tl.arange(0, block // SEGMENT) * SEGMENT
-        page = tl.load(own_table_ptr + (first_place >> page_bits), mask=first_place < tokens, other=0)[None, :]
+        page = tl.load(own_table_ptr + (first_place >> blocks.page_bits), mask=first_place < tokens, other=0)[None, :]
     else:
-        page = tl.load(own_table_ptr + (place >> page_bits), mask=selected > 0, other=0)
-    slot = (page << page_bits) + (place & ((1 << page_bits) - 1))
-    number = tl.load(sparse_ptr + tl.program_id(1) * SPARSE_COLUMNS + NUMBER)
+        page = tl.load(own_table_ptr + (place >> blocks.page_bits), mask=selected > 0, other=0)
+    slot = (page << blocks.page_bits) + (place & (blocks.page_size - 1))
+    number = tl.load(scored.sparse + tl.program_id(1) * SPARSE_COLUMNS + NUMBER)
     own_slots_ptr = slots_ptr + (number * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * width + first - 1
     tl.store(own_slots_ptr + counted_up_to(selected), slot, mask=selected > 0)
