@@ -13,7 +13,7 @@ measurement is the time in which its K and V could be read with the bandwidth th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.command_line import numbers
+from benchmarks.kernels.cases import LARGEST_ERROR, Case, parse_cases, relative_error
 from benchmarks.kernels.dense_decode import FlashInferDecode
 from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, time_calls
 from benchmarks.records import Record, Row, header
@@ -42,29 +43,11 @@ PAGE_SIZE: Final = 16
 DTYPE: Final = torch.bfloat16
 TOKEN_BYTES: Final = 2 * HEAD_DIM * DTYPE.itemsize
 MODEL: Final = f"{QUERY_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}"
-LARGEST_ERROR: Final = 1e-2
 _MAX_LAYERS: Final = 32
 
 # Patience that no row has, and patience that no selection is long enough for: what deciding costs.
 TERMINATIONS: Final = {"none": None, "infinite patience": torch.inf, "never settled": 1e6}
 POLICIES: Final = ("whole", "tokens", "pages")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A batch of ``batch`` contexts of ``context`` tokens each."""
-
-    context: int
-    batch: int
-
-    @property
-    def tokens(self) -> int:
-        return self.context * self.batch
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of K and V in one layer."""
-        return self.tokens * KV_HEADS * TOKEN_BYTES
 
 
 class Inputs:
@@ -177,14 +160,14 @@ def parse_launches(text: str) -> list[Launch]:
     return [Launch(*numbers(launch)) for launch in text.split()] or [Launch.of(HEAD_DIM, DTYPE.itemsize)]
 
 
-def parse_cases(text: str) -> list[Case]:
-    """Read cases such as ``32768x8`` with commas between them."""
-    return [Case(*map(int, case.split("x"))) for case in text.split(",")]
+def dense_bytes(case: Case) -> int:
+    """Return the bytes of K and V in one layer."""
+    return case.tokens * KV_HEADS * TOKEN_BYTES
 
 
 def layers_that_fit(case: Case, available: int) -> int:
     """Return how many layers of keys and values fit ``available`` bytes, at most as many as a model has."""
-    return min(_MAX_LAYERS, available // case.dense_bytes)
+    return min(_MAX_LAYERS, available // dense_bytes(case))
 
 
 def measurements(
@@ -223,12 +206,12 @@ def measure(
     case = inputs.case
     cache_bytes = torch.cuda.get_device_properties(inputs.device).L2_cache_size
     dense = _dense(inputs)
-    dense_calls = [dense.call(layer) for layer in range(calls_beyond_cache(case.dense_bytes, cache_bytes))]
+    dense_calls = [dense.call(layer) for layer in range(calls_beyond_cache(dense_bytes(case), cache_bytes))]
     before = time_calls(dense_calls, replays)
     contestants = [Contestant(inputs, launch) for launch in launches]
     timings = []
     for policy, share, name in measured:
-        count = calls_beyond_cache(int(case.dense_bytes * share / 100), cache_bytes)
+        count = calls_beyond_cache(int(dense_bytes(case) * share / 100), cache_bytes)
         selections = [inputs.select(policy, share) for _ in range(count)]
         for launch, contestant in zip(launches, contestants, strict=True):
             calls = [contestant.call(layer, each, TERMINATIONS[name]) for layer, each in enumerate(selections)]
@@ -264,11 +247,6 @@ def row_of(case: Case, policy: str, parameters: dict[str, Any], dense: Timing, m
         floor_ratio=parameters["share"] / 100 * speedup,
         spread=measured.spread,
     )
-
-
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """Return ‖output − expected‖ ÷ ‖expected‖."""
-    return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
 def table(rows: Sequence[Row]) -> Table:

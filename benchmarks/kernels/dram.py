@@ -24,7 +24,8 @@ import typer
 from rich.console import Console
 
 from benchmarks.folders import REPOSITORY, RESULTS
-from benchmarks.kernels.attend import DTYPE, HEAD_DIM, MODEL, Case, Contestant, Inputs, parse_cases
+from benchmarks.kernels.attend import DTYPE, HEAD_DIM, MODEL, Contestant, Inputs
+from benchmarks.kernels.cases import Case, parse_cases
 from benchmarks.kernels.timing import gpu
 from benchmarks.records import Record, Row, header_from_outside
 from winnow_kernels.attend.gpu import Launch

@@ -37,10 +37,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks.command_line import numbers
 from benchmarks.folders import RESULTS
+from benchmarks.kernels.cases import Case, parse_cases, relative_error, wrong_errors
 from benchmarks.kernels.decode_requests import Contexts, Heads, Requests, measured_length, reference
 from benchmarks.kernels.dense_decode import DenseDecode, dense_decodes
 from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, time_calls
@@ -54,7 +54,6 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_poli
 
 BENCH: Final = "attention"
 DTYPE: Final = torch.bfloat16
-LARGEST_ERROR: Final = 1e-2
 CHECKED_CONTEXT: Final = 8192
 _CHECKED_ROWS: Final = 2
 _CHECKED_LAYERS: Final = 4
@@ -98,14 +97,6 @@ class Contestant:
         if termination == _NEVER:
             asked["early_termination"] = _NEVER_SETTLES
         return parse_policy(asked)
-
-
-@dataclass(frozen=True)
-class Case:
-    """``batch`` contexts of nominally ``context`` tokens each."""
-
-    context: int
-    batch: int
 
 
 @dataclass(frozen=True)
@@ -202,11 +193,6 @@ def with_sinks(contestants: Sequence[Contestant], sinks: Sequence[int]) -> list[
     ]
 
 
-def parse_cases(text: str) -> list[Case]:
-    """Read cases such as ``32768x8`` with commas between them."""
-    return [Case(*map(int, case.split("x"))) for case in text.split(",")]
-
-
 def heads_of(shape: ModelShape) -> Heads:
     """Return the heads of a model's layers."""
     return Heads(shape.query_heads, shape.kv_heads, shape.head_dim)
@@ -224,7 +210,7 @@ def layers_for(case: Case, shape: ModelShape, available: int, cache_bytes: int =
     smallest = _SMALLEST_SELECTION * case.batch * shape.token_bytes
     # Of DELTA's layers, those that reuse are all but a few.
     wanted = calls_beyond_cache(smallest, cache_bytes) + 2 * _full_reads(case, shape, cache_bytes)
-    return min(_MAX_LAYERS, wanted, available // (case.context * case.batch * shape.token_bytes))
+    return min(_MAX_LAYERS, wanted, available // (case.tokens * shape.token_bytes))
 
 
 def roles_of(layers: int, full_reads: int) -> tuple[range, range, range]:
@@ -263,16 +249,6 @@ def check(
             read = [float(s.rows[:, Field.DECODE_READ_BYTES].sum()) for s in (requests.statistics, counted)]
             errors[f"{of_policy}: bytes"] = abs(read[0] / read[1] - 1)
     return errors
-
-
-def wrong_errors(errors: Mapping[str, float]) -> dict[str, float]:
-    """Return the errors that are too large, or no numbers."""
-    return {what: error for what, error in errors.items() if not error <= LARGEST_ERROR}
-
-
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """Return ‖output − expected‖ ÷ ‖expected‖."""
-    return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
 def measure(
@@ -486,7 +462,7 @@ def _layer_stage(
 
 
 def _full_reads(case: Case, shape: ModelShape, cache_bytes: int) -> int:
-    return full_reads_of(case.context * case.batch * shape.token_bytes, cache_bytes)
+    return full_reads_of(case.tokens * shape.token_bytes, cache_bytes)
 
 
 def _delta_layers(contestant: Contestant, layers: Sequence[int]) -> dict[str, Any]:

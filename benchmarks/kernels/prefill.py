@@ -36,6 +36,7 @@ from torch import Tensor
 
 from benchmarks.command_line import numbers
 from benchmarks.folders import RESULTS
+from benchmarks.kernels.cases import relative_error, wrong_errors
 from benchmarks.kernels.dense_prefill import BACKENDS, Chunk, DenseInputs, available
 from benchmarks.kernels.timing import Timing, gpu, summary
 from benchmarks.model_shapes import ModelShape, shape_named
@@ -60,7 +61,6 @@ from winnow_kernels.selection.tokens import Selection
 BENCH: Final = "prefill"
 DTYPE: Final = torch.bfloat16
 PAGE_SIZE: Final = 16
-LARGEST_ERROR: Final = 1e-2
 CHECKED_CONTEXT: Final = 4096
 _CHECKED_CHUNK: Final = 2048
 _QUERIES_AT_ONCE: Final = 32
@@ -336,16 +336,6 @@ def check_dense(prompt: Prompt, backends: Sequence[str]) -> dict[str, float]:
         f"dense, {name}: output": relative_error(BACKENDS[name](inputs, [last]).run(last), expected)
         for name in backends
     }
-
-
-def wrong_errors(errors: dict[str, float]) -> dict[str, float]:
-    """Return the errors that are too large, or no numbers."""
-    return {what: error for what, error in errors.items() if not error <= LARGEST_ERROR}
-
-
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """Return ‖output − expected‖ ÷ ‖expected‖."""
-    return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
 def measure(

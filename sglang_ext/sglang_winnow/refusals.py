@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.served_policies import ENVIRONMENT, served_policies
 from winnow_kernels.attend.gpu import LARGEST_GROUP
-from winnow_kernels.policies.tactic.gpu.selection import MAX_TOKENS
+from winnow_kernels.policies.declarations import DECLARATIONS
 from winnow_kernels.selection.gpu_pages import MAX_PAGES
 
 if TYPE_CHECKING:
@@ -78,8 +78,10 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
         yield f"pages of {runner.page_size} tokens on CUDA (use --page-size 16, 32 or 64)"
     if runner.model_config.context_len > MAX_PAGES * runner.page_size:
         yield f"contexts of {runner.model_config.context_len} tokens in pages of {runner.page_size} (use larger pages)"
-    if runner.model_config.context_len > MAX_TOKENS and "tactic" in served_policies():
-        yield f"contexts of more than {MAX_TOKENS} tokens with tactic (leave it out of {ENVIRONMENT})"
+    for name in served_policies():
+        longest = DECLARATIONS[name].longest_on_gpu
+        if longest is not None and runner.model_config.context_len > longest:
+            yield f"contexts of more than {longest} tokens with {name} (leave it out of {ENVIRONMENT})"
     for layer in attention_layers(runner):
         if layer.sliding_window_size > -1:
             yield "sliding windows on CUDA"

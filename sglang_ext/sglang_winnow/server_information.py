@@ -19,7 +19,7 @@ from sglang_winnow.metrics import METRICS
 from sglang_winnow.served_policies import ENVIRONMENT, served_policies
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
-from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 
@@ -80,8 +80,8 @@ class ServedModel:
         return policy
 
     def _check_delta_layers(self, policy: AttentionPolicy) -> None:
-        layers = policy.decode.delta_layers if isinstance(policy.decode, Delta) else None
-        if sliding := self.sliding_layers.intersection(layers or ()):
+        layers = declaration_of(policy.decode).own_layers(policy.decode)
+        if sliding := self.sliding_layers.intersection(layers):
             raise PolicyError(
                 f"{PARAMETER}.decode.delta_layers",
                 f"must be layers that see the whole context: layer {min(sliding)} has a sliding window",

@@ -44,6 +44,7 @@ class Declaration(ABC, Generic[P]):
         index: over the KV pool, which it reads; None for none.
         has_own_layers: whether there are layers in which the selector attends by itself.
         buffer_bytes: of a GPU's memory that its selector takes at most, beside the index.
+        longest_on_gpu: tokens of a context, at most, that its kernels can serve; None for as many as all kernels.
         ran_on_gpu: whether its tests and a server ran on a GPU. Until then a GPU server serves it only if it is named.
     """
 
@@ -53,6 +54,7 @@ class Declaration(ABC, Generic[P]):
     index: ClassVar[type[PoolIndex] | None] = None
     has_own_layers: ClassVar[bool] = False
     buffer_bytes: ClassVar[int] = 0
+    longest_on_gpu: ClassVar[int | None] = None
     ran_on_gpu: ClassVar[bool] = True
 
     @abstractmethod

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, kmeans
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.kernel_arguments import Constant, Number, Pointer
 
 _KMEANS_BYTES = 64 * 2**20
 """Bound on the distances that one K-means holds at a time."""
@@ -146,6 +149,25 @@ class LayerClusters:
         firsts = self.firsts.flatten().take(places + heads * self.firsts[0].numel())
         addresses = (heads * self.offsets[0].numel() + ranks).add_(firsts)
         return self.offsets.flatten().take(addresses.clamp_max_(self.offsets.numel() - 1)).long()
+
+
+class Tables(NamedTuple):
+    """``ClusterTables`` or ``LayerClusters``, for a kernel: ``capacity`` entries, ``of_span`` clusters in each."""
+
+    centroids: Pointer
+    sizes: Pointer
+    firsts: Pointer
+    offsets: Pointer
+    capacity: Number
+    span: Constant
+    of_span: Constant
+
+    @classmethod
+    def of(cls, tables: ClusterTables | LayerClusters) -> Tables:
+        """Return those of ``tables``."""
+        capacity, of_span = tables.sizes.shape[-2:]
+        sizes = (tl.constexpr(tables.offsets.shape[-1]), tl.constexpr(of_span))
+        return cls(tables.centroids, tables.sizes, tables.firsts, tables.offsets, capacity, *sizes)
 
 
 def _number_type(span: int) -> torch.dtype:

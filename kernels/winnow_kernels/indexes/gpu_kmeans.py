@@ -14,15 +14,16 @@ and 6 ms at an H100's limits.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.indexes.cluster_tables import ClusterTables
-from winnow_kernels.indexes.gpu_key_pools import KeyPools, layer_keys
+from winnow_kernels.indexes.cluster_tables import ClusterTables, Tables
+from winnow_kernels.indexes.gpu_key_pools import KeyPools, Pools, layer_keys
 from winnow_kernels.indexes.kmeans import ITERATIONS
+from winnow_kernels.kernel_arguments import Constant, Pointer
 
 _TILE: Final = 64
 """Keys that are assigned at a time."""
@@ -30,6 +31,16 @@ _STAGES: Final = 2
 _MAX_NUMBERS: Final = 16384
 """Numbers of all centroids of a problem, padded, that registers hold."""
 _NUMBERS_OF_FOUR_WARPS: Final = 8192
+
+
+class Spans(NamedTuple):
+    """Spans to be clustered; see ``cluster_spans``."""
+
+    pages: Pointer
+    entries: Pointer
+    left_out: Pointer
+    drawn: Pointer
+    page_size: Constant
 
 
 def fits(clusters: int, head_dim: int) -> bool:
@@ -61,48 +72,23 @@ def cluster_spans(
     Raises:
         ValueError: a program cannot hold as many centroids.
     """
-    _, kv_heads, capacity, clusters, head_dim = tables.centroids.shape
+    clusters, head_dim = tables.centroids.shape[3:]
     span = tables.offsets.shape[3]
     if not fits(clusters, head_dim):
         raise ValueError(f"tables: {clusters} centroids of {head_dim} numbers are too many for one program")
-    block_clusters, block_dim = _padded(clusters), triton.next_power_of_2(head_dim)
-    grid = (len(pages) * kv_heads, pools.layers)
+    grid = (len(pages) * pools.kv_heads, pools.layers)
+    spans = Spans(pages, entries, left_out, drawn, tl.constexpr(span // pages.shape[1]))
+    arguments = (pools.arguments, spans, Tables.of(tables))
     _lloyd_kernel[grid](
-        pools.addresses,
-        pools.first,
-        pages,
-        entries,
-        left_out,
-        drawn,
-        tables.centroids,
-        tables.sizes,
-        tables.firsts,
-        tables.offsets,
-        *pools.strides,
-        kv_heads,
-        capacity,
+        *arguments,
         iterations,
-        span=span,
-        clusters=clusters,
-        head_dim=head_dim,
-        page_size=span // pages.shape[1],
-        block_clusters=block_clusters,
-        block_dim=block_dim,
+        block_clusters=_padded(clusters),
+        block_dim=triton.next_power_of_2(head_dim),
         tile=_tile(span),
         num_warps=_warps(clusters, head_dim),
         num_stages=_STAGES,
     )
-    _order_kernel[grid](
-        entries,
-        left_out,
-        tables.offsets,
-        kv_heads,
-        capacity,
-        span=span,
-        clusters=clusters,
-        block_span=triton.next_power_of_2(span),
-        num_warps=4,
-    )
+    _order_kernel[grid](*arguments, block_span=triton.next_power_of_2(span), num_warps=4)
 
 
 def _padded(clusters: int) -> int:
@@ -120,71 +106,59 @@ def _tile(span: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(entries_ptr: tl.tensor, kv_heads: tl.tensor, capacity: tl.tensor) -> tl.tensor:
+def _place(pools: Pools, spans: Spans, tables: Tables) -> tl.tensor:
     """Return where a program's clusters lie, counted through the entries of all heads and layers; int64."""
-    entry = tl.load(entries_ptr + tl.program_id(0) // kv_heads).to(tl.int64)
-    head = tl.program_id(0) % kv_heads
-    return (tl.program_id(1).to(tl.int64) * kv_heads + head) * capacity + entry
+    entry = tl.load(spans.entries + tl.program_id(0) // pools.kv_heads).to(tl.int64)
+    head = tl.program_id(0) % pools.kv_heads
+    return (tl.program_id(1).to(tl.int64) * pools.kv_heads + head) * tables.capacity + entry
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keys_at(
+    pools: Pools,
     keys_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     positions: tl.tensor,
     first: tl.tensor,
-    slot_stride: tl.tensor,
-    head_dim: tl.constexpr,
     page_size: tl.constexpr,
     block_dim: tl.constexpr,
 ) -> tl.tensor:
     """Return the keys at ``positions`` of a span: [positions, block_dim]; 0 for those before ``first``."""
     slots = tl.load(pages_ptr + positions // page_size).to(tl.int64) * page_size + positions % page_size
     dims = tl.arange(0, block_dim)
-    addresses = keys_ptr + slots[:, None] * slot_stride + dims[None, :]
-    return tl.load(addresses, mask=(positions >= first)[:, None] & (dims < head_dim)[None, :], other=0.0)
+    addresses = keys_ptr + slots[:, None] * pools.slot_stride + dims[None, :]
+    return tl.load(addresses, mask=(positions >= first)[:, None] & (dims < pools.head_dim)[None, :], other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lloyd_kernel(
-    addresses_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
-    left_out_ptr: tl.tensor,
-    drawn_ptr: tl.tensor,
-    centroids_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    labels_ptr: tl.tensor,
-    slot_stride: tl.tensor,
-    head_stride: tl.tensor,
-    kv_heads: tl.tensor,
-    capacity: tl.tensor,
+    pools: Pools,
+    spans: Spans,
+    tables: Tables,
     iterations: tl.tensor,
-    span: tl.constexpr,
-    clusters: tl.constexpr,
-    head_dim: tl.constexpr,
-    page_size: tl.constexpr,
     block_clusters: tl.constexpr,
     block_dim: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Write the centroids, sizes and firsts of one problem, and the labels of its keys; any of those left out."""
     # float32 is for comparison with the reference, and must not be cut to tf32.
-    dtype: tl.constexpr = first_ptr.dtype.element_ty
+    dtype: tl.constexpr = pools.first.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
-    place = _place(entries_ptr, kv_heads, capacity)
-    labels_ptr += place * span
-    number = tl.program_id(0) // kv_heads
-    pages_ptr += number * (span // page_size)
-    left_out = tl.load(left_out_ptr + number).to(tl.int32)
-    keys_ptr = layer_keys(addresses_ptr, first_ptr, tl.program_id(1)) + tl.program_id(0) % kv_heads * head_stride
+    span: tl.constexpr = tables.span
+    clusters: tl.constexpr = tables.of_span
+    place = _place(pools, spans, tables)
+    # Labels become offsets in a second launch.
+    labels_ptr = tables.offsets + place * span
+    number = tl.program_id(0) // pools.kv_heads
+    pages_ptr = spans.pages + number * (span // spans.page_size)
+    left_out = tl.load(spans.left_out + number).to(tl.int32)
+    keys_ptr = layer_keys(pools.addresses, pools.first, tl.program_id(1))
+    keys_ptr += tl.program_id(0) % pools.kv_heads * pools.head_stride
     cluster = tl.arange(0, block_clusters)
     is_cluster = cluster < clusters
-    drawn_ptr += number * clusters + cluster
+    drawn_ptr = spans.drawn + number * clusters + cluster
     drawn = tl.load(drawn_ptr, mask=is_cluster, other=-1).to(tl.int32)
-    centroids = _keys_at(keys_ptr, pages_ptr, drawn, 0, slot_stride, head_dim, page_size, block_dim)
+    centroids = _keys_at(pools, keys_ptr, pages_ptr, drawn, 0, spans.page_size, block_dim)
     sizes = tl.zeros([block_clusters], tl.int32)
     for _ in range(iterations):
         # Read anew, for it would find no room in registers.
@@ -195,7 +169,7 @@ def _lloyd_kernel(
         sizes = tl.zeros([block_clusters], tl.int32)
         for start in range(0, span, tile):
             positions = start + tl.arange(0, tile)
-            keys = _keys_at(keys_ptr, pages_ptr, positions, left_out, slot_stride, head_dim, page_size, block_dim)
+            keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, spans.page_size, block_dim)
             products = tl.dot(centroids, tl.trans(keys), input_precision=precision)
             labels = tl.argmin(half_norms[:, None] - products, 0)
             is_member = cluster[:, None] == labels[None, :]
@@ -208,35 +182,28 @@ def _lloyd_kernel(
         centroids = tl.where((sizes > 0)[:, None], means, centroids)
     dims = tl.arange(0, block_dim)
     tl.store(
-        centroids_ptr + place * (clusters * head_dim) + cluster[:, None] * head_dim + dims[None, :],
+        tables.centroids + place * (clusters * pools.head_dim) + cluster[:, None] * pools.head_dim + dims[None, :],
         centroids,
-        mask=is_cluster[:, None] & (dims < head_dim)[None, :],
+        mask=is_cluster[:, None] & (dims < pools.head_dim)[None, :],
     )
     place_of_cluster = place * clusters + cluster
-    tl.store(sizes_ptr + place_of_cluster, sizes.to(sizes_ptr.dtype.element_ty), mask=is_cluster)
-    first = place % capacity * span + tl.cumsum(sizes) - sizes
-    tl.store(firsts_ptr + place_of_cluster, first.to(tl.int32), mask=is_cluster)
+    tl.store(tables.sizes + place_of_cluster, sizes.to(tables.sizes.dtype.element_ty), mask=is_cluster)
+    first = place % tables.capacity * span + tl.cumsum(sizes) - sizes
+    tl.store(tables.firsts + place_of_cluster, first.to(tl.int32), mask=is_cluster)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _order_kernel(
-    entries_ptr: tl.tensor,
-    left_out_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    kv_heads: tl.tensor,
-    capacity: tl.tensor,
-    span: tl.constexpr,
-    clusters: tl.constexpr,
-    block_span: tl.constexpr,
-) -> None:
+def _order_kernel(pools: Pools, spans: Spans, tables: Tables, block_span: tl.constexpr) -> None:
     """Replace one problem's labels by the offsets of its keys, label by label, and in each by position.
 
     Keys that are in no cluster, the first, come last.
     """
-    offsets_ptr += _place(entries_ptr, kv_heads, capacity) * span
+    span: tl.constexpr = tables.span
+    clusters: tl.constexpr = tables.of_span
+    offsets_ptr = tables.offsets + _place(pools, spans, tables) * span
     offsets = tl.arange(0, block_span)
     labels = tl.load(offsets_ptr + offsets, mask=offsets < span, other=clusters).to(tl.int32)
-    is_left_out = offsets < tl.load(left_out_ptr + tl.program_id(0) // kv_heads).to(tl.int32)
+    is_left_out = offsets < tl.load(spans.left_out + tl.program_id(0) // pools.kv_heads).to(tl.int32)
     labels = tl.where(is_left_out, clusters, labels)
     # No other thread may write over a label that has not been read.
     tl.debug_barrier()

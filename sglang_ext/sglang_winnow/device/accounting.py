@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from winnow_kernels.batch import COUNTS, Count
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.kernel_arguments import Number, Pointer
 
 _STEPS: Final = tl.constexpr(int(Field.STEPS))
 _DENSE_STEPS: Final = tl.constexpr(int(Field.DENSE_STEPS))
@@ -33,43 +35,55 @@ def count_step(step: Step, table: ParameterTable, statistics: Statistics, everyt
         statistics: what is added to.
         everything: a layer's KV cache if all layers attended to everything and counted nothing.
     """
-    layers = step.counts.shape[0]
+    heads = 0 if everything is None else step.counts.shape[0] * everything.kv_heads
+    token_bytes = 0 if everything is None else 2 * everything.vector_bytes
     _count_kernel[(step.rows,)](
-        statistics.rows,
-        table.values,
-        step.request_slots,
-        step.batch.lengths,
-        step.batch.counts,
-        step.parameters.kinds,
-        statistics.rows.stride(0),
-        table.values.stride(0),
-        0 if everything is None else layers * everything.kv_heads,
-        0 if everything is None else 2 * everything.vector_bytes,
+        SlotRows.of(statistics.rows),
+        SlotRows.of(table.values),
+        Counted(step.request_slots, step.batch.lengths, step.batch.counts, step.parameters.kinds),
+        heads,
+        token_bytes,
         is_dense=everything is not None,
         columns=COUNTS,
         num_warps=1,
     )
 
 
+class SlotRows(NamedTuple):
+    """A table with a row for each request slot."""
+
+    pointer: Pointer
+    row_stride: Number
+
+    @classmethod
+    def of(cls, table: Tensor) -> SlotRows:
+        """Return ``table``, [slots, columns], contiguous in the last dimension."""
+        return cls(table, table.stride(0))
+
+
+class Counted(NamedTuple):
+    """A step's rows: their request slots, lengths, ``DecodeBatch.counts`` and kinds."""
+
+    request_slots: Pointer
+    lengths: Pointer
+    counts: Pointer
+    kinds: Pointer
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(
-    statistics_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    request_slots_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    kinds_ptr: tl.tensor,
-    statistics_stride: tl.tensor,
-    table_stride: tl.tensor,
+    statistics: SlotRows,
+    table: SlotRows,
+    counted: Counted,
     heads: tl.tensor,
     token_bytes: tl.tensor,
     is_dense: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
-    slot = tl.load(request_slots_ptr + row)
-    own_ptr = statistics_ptr + slot * statistics_stride
-    length = tl.load(lengths_ptr + row).to(tl.int64)
+    slot = tl.load(counted.request_slots + row)
+    own_ptr = statistics.pointer + slot * statistics.row_stride
+    length = tl.load(counted.lengths + row).to(tl.int64)
     column = tl.arange(0, columns)
     if is_dense:
         tokens = length * heads
@@ -77,10 +91,10 @@ def _count_kernel(
         is_bytes = (column == _CONTEXT_BYTES) | (column == _READ_BYTES)
         amounts = tl.where(is_tokens, tokens, tl.where(is_bytes, tokens * token_bytes, 0))
     else:
-        amounts = tl.load(counts_ptr + row * columns + column)
+        amounts = tl.load(counted.counts + row * columns + column)
     sums_ptr = own_ptr + _FIRST + column
     tl.store(sums_ptr, tl.load(sums_ptr) + amounts.to(tl.float64))
     tl.store(own_ptr + _STEPS, tl.load(own_ptr + _STEPS) + 1.0)
     tl.store(own_ptr + _CONTEXT_TOKENS, length.to(tl.float64))
-    ran_dense = (tl.load(table_ptr + slot * table_stride + _KIND) > 0) & (tl.load(kinds_ptr + row) == 0)
+    ran_dense = (tl.load(table.pointer + slot * table.row_stride + _KIND) > 0) & (tl.load(counted.kinds + row) == 0)
     tl.store(own_ptr + _DENSE_STEPS, tl.load(own_ptr + _DENSE_STEPS) + ran_dense.to(tl.float64))

@@ -11,16 +11,15 @@ import torch
 from benchmarks.kernels.attend import (
     KV_HEADS,
     PAGE_SIZE,
-    Case,
     Inputs,
+    dense_bytes,
     layers_that_fit,
     measurements,
-    parse_cases,
     parse_launches,
-    relative_error,
     row_of,
     table,
 )
+from benchmarks.kernels.cases import Case, parse_cases, relative_error
 from benchmarks.kernels.timing import Timing, calls_beyond_cache, summary
 from winnow_kernels.attend.gpu import Launch
 
@@ -30,14 +29,14 @@ CPU = torch.device("cpu")
 def test_cases() -> None:
     assert parse_cases("32768x8,1024x1") == [Case(32768, 8), Case(1024, 1)]
     # 128 KiB a token of an 8B model's 32 layers.
-    assert 32 * parse_cases("32768x8")[0].dense_bytes == 32768 * 8 * (128 << 10)
+    assert 32 * dense_bytes(parse_cases("32768x8")[0]) == 32768 * 8 * (128 << 10)
 
 
 def test_layers_that_fit() -> None:
     case = Case(32768, 8)
-    assert layers_that_fit(case, 5 * case.dense_bytes - 1) == 4
-    assert layers_that_fit(case, case.dense_bytes - 1) == 0
-    assert layers_that_fit(case, 1000 * case.dense_bytes) == 32
+    assert layers_that_fit(case, 5 * dense_bytes(case) - 1) == 4
+    assert layers_that_fit(case, dense_bytes(case) - 1) == 0
+    assert layers_that_fit(case, 1000 * dense_bytes(case)) == 32
 
 
 def test_calls_read_more_than_the_cache_holds() -> None:

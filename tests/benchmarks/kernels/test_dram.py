@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.kernels import dram
-from benchmarks.kernels.attend import Case
+from benchmarks.kernels.cases import Case
 from benchmarks.kernels.dram import Selected, delivered_bytes, profile, row_of
 
 REPORT = """==PROF== Connected to process 7

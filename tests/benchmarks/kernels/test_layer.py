@@ -14,24 +14,21 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernels.cases import Case, parse_cases, relative_error, wrong_errors
 from benchmarks.kernels.decode_requests import measured_length
 from benchmarks.kernels.layer import (
     TERMINATIONS,
-    Case,
     Contestant,
     Stage,
     averaged,
     contestants_of,
     full_reads_of,
     layers_for,
-    parse_cases,
-    relative_error,
     roles_of,
     row_of,
     serve_union,
     table,
     with_sinks,
-    wrong_errors,
 )
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named

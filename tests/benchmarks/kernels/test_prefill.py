@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kernels.cases import wrong_errors
 from benchmarks.kernels.dense_prefill import Chunk
 from benchmarks.kernels.prefill import (
     PAGE_SIZE,
@@ -23,7 +24,6 @@ from benchmarks.kernels.prefill import (
     parse_launches,
     row_of,
     table,
-    wrong_errors,
 )
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named

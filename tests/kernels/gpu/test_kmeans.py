@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.caches import random_cache
-from tests.kernels.gpu.compiling import SHARED_LIMIT, Variant, compile_for_hopper
+from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.cluster_tables import ClusterTables
@@ -219,39 +219,20 @@ def test_too_many_centroids_are_refused(device: torch.device) -> None:
         case.built()
 
 
-def _lloyd(head_dim: int, clusters: int = 64, keys: str = "bf16", warps: int = 4) -> Variant:
-    pointers = dict.fromkeys(("addresses_ptr", "pages_ptr", "entries_ptr", "left_out_ptr"), "*i64")
-    pointers |= {"first_ptr": f"*{keys}", "centroids_ptr": f"*{keys}", "drawn_ptr": "*i32"}
-    pointers |= {"sizes_ptr": "*i16", "firsts_ptr": "*i32", "labels_ptr": "*i16"}
-    numbers = dict.fromkeys(("slot_stride", "head_stride", "kv_heads", "capacity", "iterations"), "i32")
-    constants = {"span": 16 * clusters, "clusters": clusters, "head_dim": head_dim, "page_size": PAGE, "tile": 64}
-    constants |= {"block_clusters": clusters, "block_dim": 128 if head_dim == 96 else head_dim}
-    return Variant(
-        "winnow_kernels.indexes.gpu_kmeans:_lloyd_kernel",
-        pointers | numbers,
-        constants,
-        divisible=("slot_stride", "head_stride"),
-        num_warps=warps,
-        num_stages=2,
-    )
+def _launch(head_dim: int, clusters: int, keys: str) -> None:
+    cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=getattr(torch, keys)))
+    span = 16 * clusters
+    pages, entries = torch.zeros(1, span // PAGE, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    drawn = torch.zeros(1, clusters, dtype=torch.int32)
+    cluster_spans(KeyPools.of([cache]), pages, entries, entries, drawn, ClusterTables.empty(cache, 1, 1, span))
 
 
 def test_kernels_fit_a_multiprocessor() -> None:
-    lloyd = [
-        *(_lloyd(head_dim) for head_dim in (64, 96, 128)),
-        _lloyd(128, keys="fp16"),
-        _lloyd(256, warps=8),
-        _lloyd(128, clusters=128, warps=8),
-    ]
-    order = Variant(
-        "winnow_kernels.indexes.gpu_kmeans:_order_kernel",
-        {"entries_ptr": "*i64", "left_out_ptr": "*i64", "offsets_ptr": "*i16", "kv_heads": "i32", "capacity": "i32"},
-        {"span": 1024, "clusters": 64, "block_span": 1024},
-    )
-    compiled = compile_for_hopper([*lloyd, order])
-    for kernel in compiled:
-        assert kernel.local_bytes == 0
-        assert kernel.shared_bytes <= SHARED_LIMIT
-    for kernel in compiled[:-1]:
-        assert "wgmma.mma_async" in kernel.ptx
-        assert "cp.async.cg.shared.global" in kernel.ptx  # keys come 16 bytes at a time
+    shapes = [*((head_dim, 64, "bfloat16") for head_dim in (64, 96, 128, 256)), (128, 128, "bfloat16")]
+    for shape in [*shapes, (128, 64, "float16")]:
+        lloyd, order = compile_launches(_launch, *shape)
+        for kernel in (lloyd, order):
+            assert kernel.local_bytes == 0
+            assert kernel.shared_bytes <= SHARED_LIMIT
+        assert "wgmma.mma_async" in lloyd.ptx
+        assert "cp.async.cg.shared.global" in lloyd.ptx  # keys come 16 bytes at a time

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.caches import scattered_context
-from tests.kernels.gpu.compiling import Variant, compile_for_hopper
+from tests.kernels.gpu.compiling import compile_launches
 from tests.kernels.parameters import tactic_parameters, termination_at
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
@@ -20,22 +18,17 @@ from winnow_kernels.attend.gpu import attend as attend_on_device
 from winnow_kernels.attend.reference import attend
 from winnow_kernels.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.indexes.cluster_tables import ClusterTables
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.policies.tactic.gpu import fit as tactic_fit
-from winnow_kernels.policies.tactic.gpu import ranks as tactic_ranks
 from winnow_kernels.policies.tactic.gpu import selection as tactic
-from winnow_kernels.policies.tactic.gpu.scores import OF_PROGRAM
 from winnow_kernels.policies.tactic.gpu.selection import (
-    TacticBatch,
-    TacticStatistics,
     select,
     selection_width,
-    warps_of,
     widths_of,
 )
-from winnow_kernels.policies.tactic.gpu.state import SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
+from winnow_kernels.policies.tactic.gpu.state import SLICE, TacticBatch, TacticStatistics, TacticWorkspace
 from winnow_kernels.policies.tactic.parameters import Tactic
 from winnow_kernels.policies.tactic.reference import TacticStep
 from winnow_kernels.selection.tokens import Selection
@@ -305,53 +298,23 @@ def test_refusals(device: torch.device) -> None:
         select(queries.repeat(1, 9, 1), *of_layer, wide, workspace, statistics, SCALE, in_order=True, capped=True)
 
 
-POINTERS = {
-    **dict.fromkeys(["queries_ptr", "keys_ptr", "centroids_ptr"], "*bf16"),
-    **dict.fromkeys(["sizes_ptr", "offsets_ptr"], "*i16"),
-    **dict.fromkeys(["scores_ptr", "tails_ptr", "masses_ptr", "window_masses_ptr"], "*fp32"),
-    **dict.fromkeys(["kept_weights_ptr", "beliefs_ptr"], "*fp32"),
-    **dict.fromkeys(["shares_ptr", "fits_ptr", "head_shares_ptr"], "*fp64"),
-    "counts_ptr": "*i64",
-}
-WIDE_KERNELS = {"ranks:rank": tactic_ranks.CLUSTERS_OF_THREAD, "fit:fit": tactic_fit.CLUSTERS_OF_THREAD}
-KERNELS = [
-    *WIDE_KERNELS,
-    "scores:score",
-    "samples:sample",
-    "union:union",
-    "order:step",
-    "order:place",
-    "order_capped:capped_share",
-    "slots:slot",
-]
-DIVISIBLE = {"query_stride", "slot_stride", "head_stride", "entries_stride", "clusters", "known_clusters", "width"}
-
-
-def variant(kernel: str, clusters: int) -> Variant:
-    """A kernel as launched for contexts of 16 × ``clusters`` tokens of Llama-3.1-8B's shape, in bf16."""
-    module, name = kernel.split(":")
-    path = f"winnow_kernels.policies.tactic.gpu.{module}"
-    values = {"kv_heads": 8, "group": 4, "head_dim": 128, "dim_block": 128, "page_size": 16, "span": 1024}
-    values |= {"of_span": 64, "block": clusters, "clusters": clusters, "fewest": -1}
-    values |= {"known_block": known_block_of(clusters), "known_clusters": known_block_of(clusters)}
-    values |= {
-        "of_program": 4 if name == "union" else OF_PROGRAM,
-        "tail_splits": TAIL_SPLITS,
-        "splits": 64,
-        "kept_splits": 8,
-    }
-    values |= {"group_block": 4, "in_order": True}
-    parameters = inspect.signature(getattr(import_module(path), f"{name}_kernel").fn).parameters
-    constants = {n: values[n] for n, parameter in parameters.items() if parameter.annotation == "tl.constexpr"}
-    types = {
-        n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "fp32" if n == "scale_log2" else "i32")
-        for n in parameters.keys() - constants.keys()
-    }
-    warps = warps_of(clusters, WIDE_KERNELS[kernel]) if kernel in WIDE_KERNELS else 4
-    return Variant(f"{path}:{name}_kernel", types, constants, sorted(DIVISIBLE & types.keys()), num_warps=warps)
+def launch_at_128k() -> None:
+    """Launch all kernels for contexts of 128K tokens of Llama-3.1-8B's shape, in bf16; tensors are not read."""
+    cpu, longest, kv_heads, heads = torch.device("cpu"), 2**17, 8, 32
+    cache = LayerCache(*torch.empty(2, 64, kv_heads, 128, dtype=torch.bfloat16))
+    tables = ClusterTables.empty(cache, 1, 1, 1024)
+    batch, rows = DecodeBatch.empty(1, longest, PAGE, cpu), TacticBatch.empty(1, longest // 1024, cpu)
+    workspace = TacticWorkspace.empty(1, heads, kv_heads, longest // 1024, 1024, cpu)
+    selection = DeviceSelection.empty(1, kv_heads, selection_width(longest), cpu)
+    queries = torch.empty(1, heads, 128, dtype=torch.bfloat16)
+    statistics = TacticStatistics.empty(1, heads, cpu)
+    of_layer = (tables.layers()[0], batch, rows, selection, workspace, statistics, SCALE)
+    select(queries, cache, *of_layer, in_order=True, capped=True)
 
 
 def test_hopper_needs_no_local_memory() -> None:
-    for compiled in compile_for_hopper([variant(kernel, 8192) for kernel in KERNELS]):
-        assert compiled.local_bytes == 0
-        assert compiled.shared_bytes < 80 * 1024
+    compiled = compile_launches(launch_at_128k)
+    assert len({kernel.kernel for kernel in compiled}) == 9
+    for kernel in compiled:
+        assert kernel.local_bytes == 0
+        assert kernel.shared_bytes < 80 * 1024

@@ -12,10 +12,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from winnow_kernels.batch import DecodeBatch
+from winnow_kernels.indexes.cluster_tables import Tables
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
+from winnow_kernels.kernel_arguments import Heads, Rows
 from winnow_kernels.policies.tactic.gpu.order import PLACE_PROGRAMS, SPLITS, STEP_PROGRAMS, place_kernel, step_kernel
-from winnow_kernels.policies.tactic.gpu.order_capped import _LISTED, _before_first_lost
-from winnow_kernels.policies.tactic.gpu.state import KEPT_BLOCK, RUN, SLICE, Cut, Fit, Rank, TacticWorkspace
+from winnow_kernels.policies.tactic.gpu.order_capped import _LISTED, before_first_lost
+from winnow_kernels.policies.tactic.gpu.state import (
+    KEPT_BLOCK,
+    RUN,
+    SLICE,
+    Contexts,
+    Cut,
+    Entries,
+    Fit,
+    Fitted,
+    Listed,
+    Ordered,
+    Rank,
+    Scored,
+    TacticBatch,
+    TacticWorkspace,
+)
 from winnow_kernels.policies.tactic.reference import IGNORED_BITS, SHARE_STEPS
 
 SPAN, OF_SPAN, SPANS, GROUP = 1024, 64, 32, 3
@@ -156,8 +174,8 @@ def store(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int) -> N
     """Leave in the workspace what the union and those before it do."""
     heads = slice(kv_head * GROUP, (kv_head + 1) * GROUP)
     count = lists.scores.shape[1]
-    workspace.scores[row, heads, :count] = lists.scores.to(workspace.scores)
-    cuts = workspace.cuts[row, heads]
+    workspace.scored.scores[row, heads, :count] = lists.scores.to(workspace.scored.scores)
+    cuts = workspace.fitted.cuts[row, heads]
     for head, of_head in enumerate(lists.taken):
         last = list(of_head)[-1] if of_head else -1
         bits = int((lists.scores[head, last] + 0.0).view(torch.int32)) if of_head else 2**31 - 1
@@ -165,7 +183,7 @@ def store(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int) -> N
         cuts[head, Cut.LAST] = last
         cuts[head, Cut.TAKEN] = of_head.get(last, 0)
         cuts[head, Cut.TOKENS] = sum(of_head.values())
-        ranks, fits = workspace.ranks[row, heads][head], workspace.fits[row, heads][head]
+        ranks, fits = workspace.ranked.ranks[row, heads][head], workspace.fitted.fits[row, heads][head]
         known = list(lists.exact[head])
         known_bits = int((lists.scores[head, known[-1]] + 0.0).view(torch.int32)) if known else 2**31 - 1
         ranks[Rank.KNOWN_KEY] = known_bits if known_bits >= 0 else known_bits ^ (2**31 - 1)
@@ -177,38 +195,35 @@ def store(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int) -> N
         # The curve at the window's centre, 128, is 2 to the power of -CURVE.
         fits[Fit.A], fits[Fit.B] = 128 * 2.0 ** -(CURVE + 1), 2.0 ** -(CURVE + 1)
         for number, mass in lists.exact[head].items():
-            workspace.masses[row, heads][head, number] = mass
-    workspace.cluster_sizes[row, kv_head, :count] = torch.tensor(lists.sizes, dtype=torch.int32)
-    workspace.windows[row, heads, :4] = lists.windows.to(workspace.windows)
-    workspace.kept_weights[row, heads, : lists.kept_weights.shape[1]] = lists.kept_weights.to(workspace.kept_weights)
-    workspace.totals[row, kv_head, : -(-count // SLICE)] = 0
+            workspace.ranked.masses[row, heads][head, number] = mass
+    workspace.scored.sizes[row, kv_head, :count] = torch.tensor(lists.sizes, dtype=torch.int32)
+    workspace.ranked.windows[row, heads, :4] = lists.windows.to(workspace.ranked.windows)
+    workspace.kept.weights[row, heads, : lists.kept_weights.shape[1]] = lists.kept_weights.to(workspace.kept.weights)
+    workspace.listed.totals[row, kv_head, : -(-count // SLICE)] = 0
     of_slices: dict[int, list[int]] = {}
     for number, tokens in lists.needed.items():
         of_slice = of_slices.setdefault(number // SLICE, [])
         at = number // SLICE * SLICE + len(of_slice)
-        workspace.listed[row, kv_head, at] = number
-        workspace.needed[row, kv_head, at] = tokens
+        workspace.listed.numbers[row, kv_head, at] = number
+        workspace.listed.needed[row, kv_head, at] = tokens
         of_slice.append(number)
-        workspace.totals[row, kv_head, number // SLICE] += 2**18 + tokens
+        workspace.listed.totals[row, kv_head, number // SLICE] += 2**18 + tokens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _befores_lost(
-    scores_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
-    steps_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    needed_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    placed_ptr: tl.tensor,
+    scored: Scored,
+    fitted: Fitted,
+    listed: Listed,
+    order: Ordered,
+    of_head: tl.tensor,
+    of_kv_head: tl.tensor,
     taken_ptr: tl.tensor,
     found_ptr: tl.tensor,
 ) -> None:
     case = tl.program_id(0)
-    listed, taken = tl.load(placed_ptr), tl.load(taken_ptr + case)
-    found = _before_first_lost(
-        scores_ptr, cuts_ptr, steps_ptr, listed_ptr, needed_ptr, places_ptr, listed, taken
-    )  # fmt: skip
+    taken = tl.load(taken_ptr + case)
+    found = before_first_lost(scored, fitted, listed, order, of_head, of_kv_head, taken)
     tl.store(found_ptr + case, found)
 
 
@@ -218,9 +233,9 @@ def test_order(kind: str, device: torch.device) -> None:
     counts = [1472, SPANS * OF_SPAN, 1472, 1472, 320]
     rows, kv_heads = len(counts), 2
     workspace = TacticWorkspace.empty(rows, kv_heads * GROUP, kv_heads, SPANS, SPAN, device)
-    workspace.totals.fill_(2**18 + 16)
-    workspace.placed.fill_(JUNK)
-    workspace.places.fill_(JUNK)
+    workspace.listed.totals.fill_(2**18 + 16)
+    workspace.ordered.placed.fill_(JUNK)
+    workspace.ordered.places.fill_(JUNK)
     lists = [[lists_of(kind, count, 10 * row + head) for head in range(kv_heads)] for row, count in enumerate(counts)]
     for row, of_row in enumerate(lists):
         for kv_head, of_kv_head in enumerate(of_row):
@@ -231,37 +246,39 @@ def test_order(kind: str, device: torch.device) -> None:
     caps[[1, 3]] = (lengths - clustered)[[1, 3]] + 7
     priority = torch.tensor([1, 0, 0, 1, 1], dtype=torch.int32, device=device)
     shares = torch.tensor([0.9, 0.9, 0.9, 0.0, 0.9], dtype=torch.float64, device=device)
-    clusters = workspace.scores.shape[2]
-    kept_blocks = workspace.kept_weights.shape[2]
+    nowhere = sinks[:0]
+    asked = TacticBatch(nowhere, clustered, sinks, shares, caps, priority)
+    tables = Tables(nowhere, nowhere, nowhere, nowhere, 1, tl.constexpr(SPAN), tl.constexpr(OF_SPAN))
+    of_rows = Rows.of(DecodeBatch.empty(rows, 16, 16, device))._replace(lengths=lengths)
     step_kernel[(STEP_PROGRAMS, kv_heads, rows)](
-        lengths, clustered, sinks, shares, caps, priority, workspace.scores, workspace.cluster_sizes, workspace.masses,
-        workspace.ranks, workspace.fits, workspace.kept_weights, workspace.cuts, workspace.totals, workspace.listed,
-        workspace.needed, workspace.placed, workspace.steps, workspace.step_sums, workspace.places,
-        workspace.kept_placed, workspace.kept_steps, workspace.kept_sums, workspace.windows, SCALE * LOG2_E,
-        kept_blocks, clusters=clusters, kv_heads=kv_heads, group=GROUP, group_block=4, span=SPAN, of_span=OF_SPAN,
+        Contexts(of_rows, asked, Entries(nowhere, 1), tables),
+        Heads.sized(kv_heads * GROUP, kv_heads, 16),
+        *workspace,
+        SCALE * LOG2_E,
+        group_block=4,
         num_warps=4,
-    )  # fmt: skip
+    )
     place_kernel[(PLACE_PROGRAMS, kv_heads, rows)](
-        workspace.placed, workspace.steps, workspace.step_sums, workspace.places, workspace.targets,
-        workspace.kept_placed, workspace.kept_steps, workspace.kept_sums, workspace.kept_targets, kept_blocks,
-        clusters=clusters, num_warps=4,
-    )  # fmt: skip
-    assert workspace.placed[2:4].tolist() == [[0, 0], [0, 0]]
-    assert (workspace.places[2:4] == JUNK).all()
+        workspace.kept, workspace.ordered, workspace.scored.clusters, num_warps=4
+    )
+    assert workspace.ordered.placed[2:4].tolist() == [[0, 0], [0, 0]]
+    assert (workspace.ordered.places[2:4] == JUNK).all()
     for row in (0, 1, 4):
         for kv_head, expected in enumerate(lists[row]):
             numbers = list(expected.needed)
-            assert workspace.placed[row, kv_head] == len(numbers)
-            packed = workspace.steps[row, kv_head, : len(numbers)].long()
+            assert workspace.ordered.placed[row, kv_head] == len(numbers)
+            packed = workspace.ordered.steps[row, kv_head, : len(numbers)].long()
             at = packed // SHARE_STEPS
-            assert workspace.listed[row, kv_head, at].tolist() == numbers
+            assert workspace.listed.numbers[row, kv_head, at].tolist() == numbers
             assert (packed % SHARE_STEPS).tolist() == [expected.steps[number] for number in numbers]
-            assert workspace.places[row, kv_head, at].tolist() == [expected.places[number] for number in numbers]
+            assert workspace.ordered.places[row, kv_head, at].tolist() == [
+                expected.places[number] for number in numbers
+            ]
             kept = int(lengths[row] - clustered[row]) if priority[row] else 0
             of_clusters, of_blocks = expected.targets(kept, sum(expected.needed.values()))
-            assert workspace.kept_placed[row, kv_head, 0] == kept
-            assert workspace.targets[row, kv_head, at].tolist() == [of_clusters[number] for number in numbers]
-            assert workspace.kept_targets[row, kv_head, : len(of_blocks)].tolist() == of_blocks
+            assert workspace.kept.placed[row, kv_head, 0] == kept
+            assert workspace.ordered.targets[row, kv_head, at].tolist() == [of_clusters[number] for number in numbers]
+            assert workspace.kept.targets[row, kv_head, : len(of_blocks)].tolist() == of_blocks
     for head in range(GROUP):
         check_before_lost(lists[1][1], workspace, 1, 1, head)
 
@@ -273,14 +290,11 @@ def check_before_lost(lists: Lists, workspace: TacticWorkspace, row: int, kv_hea
         # The cap cuts only what others need of the cluster in which this head's list ends.
         last = list(of_head)[-1]
         kept.append(lists.places[last] + of_head[last])
-    of_kv_head = (row, kv_head)
-    kept_tokens = torch.tensor(kept, dtype=torch.int32, device=workspace.placed.device)
+    kept_tokens = torch.tensor(kept, dtype=torch.int32, device=workspace.ordered.placed.device)
     found = torch.zeros_like(kept_tokens)
-    _befores_lost[(len(kept),)](
-        workspace.scores[row, kv_head * GROUP + head], workspace.cuts[row, kv_head * GROUP + head],
-        workspace.steps[of_kv_head], workspace.listed[of_kv_head], workspace.needed[of_kv_head],
-        workspace.places[of_kv_head], workspace.placed[of_kv_head], kept_tokens, found,
-    )  # fmt: skip
+    scored, _, _, fitted, listed, order = workspace
+    of_head_in_all, of_kv_head = (2 * row + kv_head) * GROUP + head, 2 * row + kv_head
+    _befores_lost[(len(kept),)](scored, fitted, listed, order, of_head_in_all, of_kv_head, kept_tokens, found)
     tokens = sum(of_head.values())
     assert found.clamp_max(tokens).tolist() == [lists.before_lost(head, count) for count in kept]
 

@@ -10,11 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.batch import COUNTS, Count
-from winnow_kernels.policies.tactic.gpu.fit import _place_on_curve, cut
+from winnow_kernels.batch import COUNTS, Count, DecodeBatch
+from winnow_kernels.indexes.cluster_tables import Tables
+from winnow_kernels.kernel_arguments import Heads, Rows
+from winnow_kernels.policies.tactic.gpu.fit import Curve, _place_on_curve, cut
 from winnow_kernels.policies.tactic.gpu.ranks import rank_kernel
 from winnow_kernels.policies.tactic.gpu.search import number_of, score_key_of, unique_keys
-from winnow_kernels.policies.tactic.gpu.state import HISTOGRAM, WINDOWS, Rank, known_block_of
+from winnow_kernels.policies.tactic.gpu.state import (
+    HISTOGRAM,
+    WINDOWS,
+    Contexts,
+    Entries,
+    Rank,
+    Ranked,
+    Scored,
+    TacticBatch,
+    known_block_of,
+)
 from winnow_kernels.selection.gpu_threshold import LOWEST, counted, packed_of
 
 BLOCK, SPAN, OF_SPAN = 2048, 1024, 64
@@ -53,7 +65,7 @@ def _places(curves_ptr: tl.tensor, known_ptr: tl.tensor, found_ptr: tl.tensor) -
         tl.load(curves_ptr + case * 3 + 2),
     )
     known, end = tl.load(known_ptr + case * 2), tl.load(known_ptr + case * 2 + 1)
-    tl.store(found_ptr + case, _place_on_curve(a, b, known, end, wanted))
+    tl.store(found_ptr + case, _place_on_curve(Curve(a, b), known, end, wanted))
 
 
 def scores_of(kind: str, count: int) -> Tensor:
@@ -111,28 +123,19 @@ def test_ranks_and_cuts(kind: str, count: int, device: torch.device) -> None:
         return torch.tensor(values, dtype=dtype, device=device)
 
     counts = torch.zeros(1, COUNTS, dtype=torch.int64, device=device)
+    rows = Rows.of(DecodeBatch.empty(1, 16, 16, device))._replace(lengths=scalars(tokens + 100))
+    asked = TacticBatch.empty(1, 1, device)._replace(clustered=scalars(tokens), p=scalars(0.5, dtype=torch.float64))
+    nowhere = torch.empty(0, dtype=torch.int32, device=device)
+    tables = Tables(nowhere, nowhere, nowhere, nowhere, 1, tl.constexpr(SPAN), tl.constexpr(OF_SPAN))
     ranks, known, windows = numbers(len(Rank)), numbers(known_block_of(BLOCK)), numbers(WINDOWS)
     searches = numbers(HISTOGRAM)
     rank_kernel[(1, 1)](
-        filled(scores),
-        filled(sizes),
-        scalars(tokens + 100),
-        scalars(tokens),
-        scalars(0),
-        scalars(0.5, dtype=torch.float64),
-        scalars(0),
+        Contexts(rows, asked, Entries(asked.entries, 1), tables),
+        Heads.sized(1, 1, 16),
         counts,
-        ranks,
-        known,
-        windows,
-        searches,
+        Scored(filled(scores), filled(sizes), nowhere, tl.constexpr(BLOCK)),
+        Ranked(ranks, known, nowhere, windows, nowhere, searches, tl.constexpr(known_block_of(BLOCK))),
         10,
-        BLOCK,
-        known_block_of(BLOCK),
-        1,
-        group=1,
-        span=SPAN,
-        of_span=OF_SPAN,
         block=BLOCK,
         fewest=-1,
         num_warps=4,

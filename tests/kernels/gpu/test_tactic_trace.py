@@ -10,12 +10,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from torch import Tensor
 
 from benchmarks.kernels.decode_requests import Contexts, Heads, Requests
-from benchmarks.kernels.tactic_trace.given_fit import GivenFit, given_fit_kernel
+from benchmarks.kernels.tactic_trace.given_fit import GivenFit
 from benchmarks.kernels.tactic_trace.lengths import LengthTrace, Recorded, ServedLengths
 from benchmarks.kernels.tactic_trace.serving import hooks_of
 from sglang_winnow import crossover
-from tests.kernels.gpu.compiling import compile_for_hopper
-from tests.kernels.gpu.test_tactic import SCALE, UNTOUCHED, Case, case, check, queries_of, run, variant
+from tests.kernels.gpu.compiling import compile_launches
+from tests.kernels.gpu.test_tactic import SCALE, UNTOUCHED, Case, case, check, launch_at_128k, queries_of, run
 from tests.kernels.parameters import tactic_parameters
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import WHOLE_TO_THE_END
@@ -135,15 +135,19 @@ def test_without_lengths_nothing_is_launched(given: GivenFit, device: torch.devi
         run(the_case, queries_of(the_case, GROUP, 2.0))
 
 
+def launch_given_at_128k() -> None:
+    fit = GivenFit()
+    fit.lengths = ServedLengths(torch.zeros(1, 7, 4, 32, dtype=torch.int32), torch.zeros(7, dtype=torch.float64), 192)
+    vars(tactic)["fit_kernel"] = fit
+    launch_at_128k()
+
+
 def test_hopper_needs_no_local_memory() -> None:
-    own = variant("fit:fit", 8192)
-    types = {**own.types, "given_ptr": "*i32", "given_shares_ptr": "*fp64", "given_clustered": "i32"}
-    constants = {**own.constants, "shares": 7, "steps": 4}
-    kernel = f"{given_fit_kernel.fn.__module__}:{given_fit_kernel.fn.__name__}"
-    traced = replace(own, kernel=kernel, types=types, constants=constants)
-    for compiled in compile_for_hopper([traced]):
-        assert compiled.local_bytes == 0
-        assert compiled.shared_bytes < 80 * 1024
+    of_fit = [kernel for kernel in compile_launches(launch_given_at_128k) if "given_fit" in kernel.kernel]
+    assert of_fit
+    for kernel in of_fit:
+        assert kernel.local_bytes == 0
+        assert kernel.shared_bytes < 80 * 1024
 
 
 def test_a_server_with_the_plugin(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from tests.kernels.gpu.compiling import Variant, compile_for_hopper
+import torch
+
+from sglang_winnow.device.accounting import count_step
+from tests.kernels.gpu.compiling import compile_launches
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.decode.gpu_rows import ParameterTable
+from winnow_kernels.decode.gpu_step import StepBuffers
+from winnow_kernels.decode.statistics import Statistics
+from winnow_kernels.policies.declarations import LAYOUT
+
+
+def launch() -> None:
+    cpu = torch.device("cpu")
+    step = StepBuffers(LAYOUT, 4, 256, 16, 2, 1, 64, cpu).largest
+    table, statistics = ParameterTable(LAYOUT, 4, cpu), Statistics(4, cpu)
+    for everything in (None, LayerCache(*torch.empty(2, 64, 1, 16))):
+        count_step(step, table, statistics, everything)
 
 
 def test_it_compiles_for_hopper() -> None:
-    types = {
-        "statistics_ptr": "*fp64",
-        **dict.fromkeys(("table_ptr", "request_slots_ptr", "counts_ptr"), "*i64"),
-        **dict.fromkeys(("lengths_ptr", "kinds_ptr"), "*i32"),
-        **dict.fromkeys(("statistics_stride", "table_stride", "heads", "token_bytes"), "i32"),
-    }
-    kernel = "sglang_winnow.device.accounting:_count_kernel"
-    variants = [Variant(kernel, types, {"is_dense": dense, "columns": 8}, num_warps=1) for dense in (False, True)]
-    for compiled in compile_for_hopper(variants):
-        assert compiled.local_bytes == 0
+    compiled = compile_launches(launch)
+    assert len(compiled) == 2
+    for kernel in compiled:
+        assert kernel.local_bytes == 0

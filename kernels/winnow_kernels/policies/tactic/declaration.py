@@ -9,6 +9,7 @@ from winnow_kernels.decode.gpu_rows import Columns, OwnParameters
 from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
+from winnow_kernels.policies.tactic.gpu.selection import MAX_TOKENS
 from winnow_kernels.policies.tactic.parameters import Tactic
 from winnow_kernels.policies.tactic.reference import TacticStep
 from winnow_kernels.policies.tactic.selector import KIND, TacticSelector
@@ -26,6 +27,7 @@ class TacticDeclaration(Declaration[Tactic]):
     columns = Columns(("cap", "full_layers"))
     index = ClusterIndex
     buffer_bytes = SCRATCH_BYTES
+    longest_on_gpu = MAX_TOKENS
 
     def budget(self, parameters: Tactic, prompt_length: int, length: int, page_size: int) -> int | None:
         return parameters.max_tokens

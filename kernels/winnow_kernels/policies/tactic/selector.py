@@ -16,8 +16,7 @@ from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
 from winnow_kernels.policies.tactic.gpu import selection
-from winnow_kernels.policies.tactic.gpu.selection import TacticBatch, TacticStatistics
-from winnow_kernels.policies.tactic.gpu.state import TacticWorkspace
+from winnow_kernels.policies.tactic.gpu.state import TacticBatch, TacticStatistics, TacticWorkspace
 from winnow_kernels.policies.tactic.parameters import Tactic
 
 KIND = "tactic"
@@ -41,7 +40,7 @@ class TacticSelector(Selector):
         self._batch = TacticBatch.empty(step.rows, spans, device)
         self._statistics = TacticStatistics.empty(step.rows, query_heads, device)
         one = TacticWorkspace.empty(1, query_heads, kv_heads, spans, clusters.span, device)
-        self._rows = rows_within(sum(t.nbytes for t in vars(one).values()), step.rows)
+        self._rows = rows_within(one.bytes, step.rows)
         self._workspace = TacticWorkspace.empty(self._rows, query_heads, kv_heads, spans, clusters.span, device)
         layers = step.counts.shape[0]
         self._layers = torch.arange(layers, dtype=torch.int32, device=device)[:, None]

@@ -7,13 +7,26 @@ some 1e-6 of themselves: where the share is reached within that of a token's end
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
 
+from winnow_kernels.kernel_arguments import Heads, Number, Vectors
+from winnow_kernels.policies.tactic.gpu.contexts import (
+    NOTHING,
+    Row,
+    addresses_of,
+    is_idle,
+    keys_at,
+    member_slots,
+    offsets_of,
+    row_at,
+    span_table,
+)
 from winnow_kernels.policies.tactic.gpu.search import (
     BRACKETS,
+    Bracket,
     guessed_keys,
     narrowed,
     number_of,
@@ -37,7 +50,6 @@ from winnow_kernels.policies.tactic.gpu.state import (
     FIT_TOTAL,
     FITS,
     HISTOGRAM,
-    NOTHING,
     RANK_FAR_BEFORE,
     RANK_FAR_TOKENS,
     RANK_KNOWN,
@@ -49,12 +61,12 @@ from winnow_kernels.policies.tactic.gpu.state import (
     RANK_NEAR_TOKENS,
     RANKS,
     TAIL_SPLITS,
-    addresses_of,
-    is_idle,
-    keys_at,
-    member_slots,
-    shape_of,
-    span_table,
+    Attention,
+    Contexts,
+    Fitted,
+    Kept,
+    Ranked,
+    Scored,
 )
 from winnow_kernels.policies.tactic.reference import WINDOW_CLUSTERS
 from winnow_kernels.selection.gpu_threshold import HIGHEST, LOWEST, counted, packed_of, weight_of
@@ -76,91 +88,87 @@ _MEMBERS = tl.constexpr(32)
 _LARGE = tl.constexpr(16)
 
 
+class Curve(NamedTuple):
+    """y = a/x + b (``distribution_fit.Curve``): float64 scalars."""
+
+    a: Number
+    b: Number
+
+
+class Fit(NamedTuple):
+    """What is known of a query head's mass, in units of the exponential of ``reference``, which is to base 2.
+
+    Attributes:
+        reference: float32.
+        outside: float64; mass of the tokens in no cluster.
+        first: float64; mass of those with exact weights.
+        total: float64; mass of all.
+        curve: of the others' weights.
+        end: int32; where the curve ends.
+    """
+
+    reference: Number
+    outside: Number
+    first: Number
+    total: Number
+    curve: Curve
+    end: Number
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    cluster_sizes_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
-    clustered_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    caps_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    known_ptr: tl.tensor,
-    tails_ptr: tl.tensor,
-    window_masses_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
-    fits_ptr: tl.tensor,
-    histogram_ptr: tl.tensor,
-    head_shares_ptr: tl.tensor,
-    scale_log2: tl.tensor,
-    query_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    entries_stride: tl.tensor,
-    capacity: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
-    page_size: tl.constexpr,
-    span: tl.constexpr,
-    of_span: tl.constexpr,
-    clusters: tl.constexpr,
-    known_clusters: tl.constexpr,
+    attention: Attention,
+    heads: Heads,
+    contexts: Contexts,
+    scored: Scored,
+    kept: Kept,
+    ranked: Ranked,
+    fitted: Fitted,
     block: tl.constexpr,
     known_block: tl.constexpr,
     fewest: tl.constexpr,
 ) -> None:
     """Find how many tokens one query head takes, in rows of more than ``fewest`` and at most ``block`` clusters."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    kv_head = head // group
-    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, sinks, tokens, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
-    if is_idle(share, length, tokens, cap) | (count <= fewest) | (count > block):
+    head = tl.program_id(0)
+    row = row_at(contexts, tl.program_id(1))
+    share, tokens, count = row.share, row.clustered, row.clusters
+    if is_idle(row) | (count <= fewest) | (count > block):
         return
-    of_head = row.to(tl.int64) * (kv_heads * group) + head
-    entries_ptr += row * entries_stride
-    cluster_sizes_ptr += (row.to(tl.int64) * kv_heads + kv_head) * clusters
-    scores_ptr += of_head * clusters
-    masses_ptr += of_head * clusters
-    known_ptr += of_head * known_clusters
-    ranks_ptr += of_head * RANKS
-    cuts_ptr += of_head * CUTS
-    fits_ptr += of_head * FITS
+    kv_head = head // heads.group
+    of_head = row.number.to(tl.int64) * (heads.kv_heads * heads.group) + head
+    sizes_ptr = scored.sizes + (row.number.to(tl.int64) * heads.kv_heads + kv_head) * scored.clusters
+    scores_ptr = scored.scores + of_head * scored.clusters
+    masses_ptr = ranked.masses + of_head * scored.clusters
+    known_ptr = ranked.known + of_head * ranked.known_clusters
+    ranks_ptr = ranked.ranks + of_head * RANKS
+    cuts_ptr = fitted.cuts + of_head * CUTS
+    fits_ptr = fitted.fits + of_head * FITS
 
     cut_key, cut_last, cut_taken, taken = tokens * 0 + HIGHEST, tokens * 0 - 1, tokens * 0, tokens * 0
     if tokens == 0:
-        part_ptr = tails_ptr + (of_head * _TAIL_SPLITS + tl.arange(0, _TAIL_SPLITS)) * 2
+        part_ptr = kept.tails + (of_head * _TAIL_SPLITS + tl.arange(0, _TAIL_SPLITS)) * 2
         largest = tl.load(part_ptr)
         reference = tl.max(largest, axis=0)
         outside = tl.sum((tl.load(part_ptr + 1) * tl.exp2(largest - reference)).to(tl.float64), axis=0)
-        _store_fit(fits_ptr, reference, outside, outside * 0, outside, outside * 0, outside * 0, tokens)
-        tl.store(head_shares_ptr + of_head, outside / outside)
+        none = outside * 0
+        _store_fit(fits_ptr, Fit(reference, outside, none, outside, Curve(none, none), tokens))
+        tl.store(fitted.shares + of_head, outside / outside)
     else:
         # The last search reads all clusters. What it reads is asked for first, and comes while the curve is found.
         numbers_of_all = tl.max_contiguous(tl.arange(0, block), 1)
         present = numbers_of_all < count
         all_scores = tl.load(scores_ptr + numbers_of_all, mask=present, other=0.0)
-        sizes = tl.load(cluster_sizes_ptr + numbers_of_all, mask=present, other=0)
+        sizes = tl.load(sizes_ptr + numbers_of_all, mask=present, other=0)
 
         known, exact_clusters = tl.load(ranks_ptr + RANK_KNOWN), tl.load(ranks_ptr + RANK_KNOWN_CLUSTERS)
         near_tokens, far_tokens = tl.load(ranks_ptr + RANK_NEAR_TOKENS), tl.load(ranks_ptr + RANK_FAR_TOKENS)
         near_before, far_before = tl.load(ranks_ptr + RANK_NEAR_BEFORE), tl.load(ranks_ptr + RANK_FAR_BEFORE)
         place = tl.arange(0, known_block)
         is_known, is_tail, is_window = place < exact_clusters, place < _TAIL_SPLITS, place < 2 * _WINDOW
-        tails_of_head = tails_ptr + (of_head * _TAIL_SPLITS + place) * 2
+        tails_of_head = kept.tails + (of_head * _TAIL_SPLITS + place) * 2
         tail_largest = tl.load(tails_of_head, mask=is_tail, other=NOTHING)
         tail_mass = tl.load(tails_of_head + 1, mask=is_tail, other=0.0)
-        window_masses = tl.load(window_masses_ptr + of_head * (2 * _WINDOW) + place, mask=is_window, other=NOTHING)
+        window_masses = tl.load(ranked.window_masses + of_head * (2 * _WINDOW) + place, mask=is_window, other=NOTHING)
         numbers = tl.load(known_ptr + place, mask=is_known, other=0)
         masses = tl.load(masses_ptr + numbers, mask=is_known, other=NOTHING)
         # One maximum and one sum of all that there is.
@@ -175,9 +183,9 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         outside, first = _one_of(all_sums, 0), _one_of(all_sums, 1)
         near_mean, far_mean = _means(_one_of(all_sums, 2), near_tokens, _one_of(all_sums, 3), far_tokens)
         near_centre, far_centre = window_centre(near_before, near_tokens), window_centre(far_before, far_tokens)
-        a, b = _curve(near_centre, near_mean, far_centre, far_mean)
-        end = _last_positive(a, b, known, tokens)
-        total = outside + first + curve_mass(a, b, known, end.to(tl.float64))
+        curve = _curve(near_centre, near_mean, far_centre, far_mean)
+        end = _last_positive(curve, known, tokens)
+        total = outside + first + curve_mass(curve, known, end.to(tl.float64))
         target = share * total - outside
         held = first
         if share >= 1:
@@ -193,32 +201,23 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             cut_key, cut_last = score_key_of(last_key), number_of(last_key)
             scores = tl.load(scores_ptr + numbers, mask=is_known, other=0.0)
             is_before = is_known & (unique_keys(scores, numbers) > last_key)
-            start = tl.sum(tl.load(cluster_sizes_ptr + numbers, mask=is_before, other=0), axis=0)
-            last_address = addresses_of(entries_ptr, cut_last, cut_last >= 0, kv_head, capacity, of_span)
-            size = tl.minimum(tl.load(cluster_sizes_ptr + cut_last), known - start)
-            table_ptr = span_table(table_ptr + row * table_stride, sinks, span, page_size)
+            start = tl.sum(tl.load(sizes_ptr + numbers, mask=is_before, other=0), axis=0)
+            size = tl.minimum(tl.load(sizes_ptr + cut_last), known - start)
             cut_taken, held = _members_for(
-                queries_ptr, keys_ptr + kv_head * head_stride, firsts_ptr, offsets_ptr, table_ptr,
-                row.to(tl.int64) * query_stride + head * head_dim, last_address, cut_last, size, kv_head, before,
-                target, reference, scale_log2, slot_stride, capacity,
-                head_dim, dim_block, of_span, span, page_size,
-            )  # fmt: skip
+                attention, heads, contexts, row, head, cut_last, size, before, target, reference
+            )
             taken = start + cut_taken
         else:
-            taken = _place_on_curve(a, b, known, end, target - first)
+            taken = _place_on_curve(curve, known, end, target - first)
             cut_key, cut_last = tl.load(ranks_ptr + RANK_KNOWN_KEY), tl.load(ranks_ptr + RANK_KNOWN_LAST)
             cut_taken = known - tl.load(ranks_ptr + RANK_KNOWN_START)
-            held = first + curve_mass(a, b, known, tl.minimum(taken, end).to(tl.float64))
+            held = first + curve_mass(curve, known, tl.minimum(taken, end).to(tl.float64))
         if taken > known:
-            packed = tl.where(present, counted(sizes), 0)
-            all_keys = tl.where(present, unique_keys(all_scores, numbers_of_all), LOWEST)
-            last_key, start = cut(
-                all_keys, packed, packed_of(count, tokens).to(tl.uint32, bitcast=True), taken,
-                histogram_ptr + of_head * _HISTOGRAM,
-            )  # fmt: skip
-            cut_key, cut_last, cut_taken = score_key_of(last_key), number_of(last_key), taken - start
-        _store_fit(fits_ptr, reference, outside, first, total, a, b, end)
-        tl.store(head_shares_ptr + of_head, (outside + held) / total)
+            cut_key, cut_last, cut_taken = cut_of(
+                all_scores, sizes, row, taken, ranked.histogram + of_head * _HISTOGRAM
+            )
+        _store_fit(fits_ptr, Fit(reference, outside, first, total, curve, end))
+        tl.store(fitted.shares + of_head, (outside + held) / total)
 
     tl.store(cuts_ptr + CUT_KEY, cut_key)
     tl.store(cuts_ptr + CUT_LAST, cut_last)
@@ -227,23 +226,14 @@ def fit_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_fit(
-    fits_ptr: tl.tensor,
-    reference: tl.tensor,
-    outside: tl.tensor,
-    first: tl.tensor,
-    total: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    end: tl.tensor,
-) -> None:
-    tl.store(fits_ptr + FIT_REFERENCE, reference.to(tl.float64))
-    tl.store(fits_ptr + FIT_OUTSIDE, outside)
-    tl.store(fits_ptr + FIT_FIRST, first)
-    tl.store(fits_ptr + FIT_TOTAL, total)
-    tl.store(fits_ptr + FIT_A, a)
-    tl.store(fits_ptr + FIT_B, b)
-    tl.store(fits_ptr + FIT_END, end.to(tl.float64))
+def _store_fit(fits_ptr: tl.tensor, fit: Fit) -> None:
+    tl.store(fits_ptr + FIT_REFERENCE, fit.reference.to(tl.float64))
+    tl.store(fits_ptr + FIT_OUTSIDE, fit.outside)
+    tl.store(fits_ptr + FIT_FIRST, fit.first)
+    tl.store(fits_ptr + FIT_TOTAL, fit.total)
+    tl.store(fits_ptr + FIT_A, fit.curve.a)
+    tl.store(fits_ptr + FIT_B, fit.curve.b)
+    tl.store(fits_ptr + FIT_END, fit.end.to(tl.float64))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -269,33 +259,33 @@ def window_centre(before: tl.tensor, tokens: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _curve(place1: tl.tensor, weight1: tl.tensor, place2: tl.tensor, weight2: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return a and b of ``Curve.through``."""
+def _curve(place1: tl.tensor, weight1: tl.tensor, place2: tl.tensor, weight2: tl.tensor) -> Curve:
+    """Return that of ``distribution_fit.Curve.through``."""
     falls = (weight1 > weight2) & (place1 < place2)
     of_width = inverse(tl.where(falls, place2 - place1, 1.0))
     a = tl.where(falls, (weight1 - weight2) * place1 * place2 * of_width, 0.0)
     b = tl.where(falls, (weight2 * place2 - weight1 * place1) * of_width, (weight1 + weight2) * 0.5)
-    return a, b
+    return Curve(a, b)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _last_positive(a: tl.tensor, b: tl.tensor, first: tl.tensor, last: tl.tensor) -> tl.tensor:
+def _last_positive(curve: Curve, first: tl.tensor, last: tl.tensor) -> tl.tensor:
     """Return the last of the places ``first`` … ``last`` at which the curve is positive, at least ``first``; int32."""
     # Where the quotient is beyond the list it does not matter, but must remain a number.
-    crossing = tl.minimum(a / tl.maximum(-b, 1e-290), 1e9)
-    crossing = tl.where(b < 0, tl.floor(crossing), last.to(tl.float64))
+    crossing = tl.minimum(curve.a / tl.maximum(-curve.b, 1e-290), 1e9)
+    crossing = tl.where(curve.b < 0, tl.floor(crossing), last.to(tl.float64))
     return tl.maximum(tl.minimum(crossing, last.to(tl.float64)), first.to(tl.float64)).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def curve_mass(a: tl.tensor, b: tl.tensor, first: tl.tensor, last: tl.tensor) -> tl.tensor:
+def curve_mass(curve: Curve, first: tl.tensor, last: tl.tensor) -> tl.tensor:
     """Return the sum of the curve at places ``first`` + 1 … ``last``: float64, of the shape of ``last``."""
     start = first.to(tl.float64)
     shift = tl.maximum(_LARGE - first, 0)
     harmonic = _log_series(last + (1 + shift)) - _log_series(start + (1 + shift))
     for step in range(1, shift + 1):
         harmonic += inverse(start + step) - inverse(last + step)
-    return a * harmonic + b * (last - start)
+    return curve.a * harmonic + curve.b * (last - start)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -317,15 +307,15 @@ def inverse(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place_on_curve(a: tl.tensor, b: tl.tensor, known: tl.tensor, end: tl.tensor, wanted: tl.tensor) -> tl.tensor:
+def _place_on_curve(curve: Curve, known: tl.tensor, end: tl.tensor, wanted: tl.tensor) -> tl.tensor:
     """Return the first place, at most ``end``, up to which the curve from ``known`` on holds ``wanted``; int32."""
     # It lies behind low, and not behind high. The first guess is nearly always within a place or two.
     low, high = known, end
     stride = known * 0 + 1
-    base = tl.minimum(tl.maximum(_estimated_place(a, b, known, end, wanted) - _PLACES // 2, low), high)
+    base = tl.minimum(tl.maximum(_estimated_place(curve, known, end, wanted) - _PLACES // 2, low), high)
     while low < high - 1:
         places = tl.minimum(base + (1 + tl.arange(0, _PLACES)) * stride, end)
-        below = curve_mass(a, b, known, places.to(tl.float64)) < wanted
+        below = curve_mass(curve, known, places.to(tl.float64)) < wanted
         found = tl.sum(below.to(tl.int32), axis=0)
         high = tl.where(found < _PLACES, tl.minimum(base + (found + 1) * stride, high), high)
         low = tl.where(found > 0, tl.minimum(tl.maximum(base + found * stride, low), high), low)
@@ -335,14 +325,14 @@ def _place_on_curve(a: tl.tensor, b: tl.tensor, known: tl.tensor, end: tl.tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _estimated_place(a: tl.tensor, b: tl.tensor, known: tl.tensor, end: tl.tensor, wanted: tl.tensor) -> tl.tensor:
+def _estimated_place(curve: Curve, known: tl.tensor, end: tl.tensor, wanted: tl.tensor) -> tl.tensor:
     """Return about what ``_place_on_curve`` does, by float32."""
     # Where x is the places, counted to their middles, over those known: a log(x) + b' (x - 1) = wanted. As a function
     # of y = log(x) that is convex or concave, and Newton's steps from the side chosen never overshoot.
     begin = known.to(tl.float32) + 0.5
     of_wanted = 1.0 / tl.maximum(wanted, 1e-290)
-    slope = (a * of_wanted).to(tl.float32)
-    growth = (b * of_wanted).to(tl.float32) * begin
+    slope = (curve.a * of_wanted).to(tl.float32)
+    growth = (curve.b * of_wanted).to(tl.float32) * begin
     furthest = tl.log(tl.maximum(end.to(tl.float32) + 0.5, begin) / begin)
     y = tl.minimum(1.0 / tl.maximum(slope, 1e-30), tl.log(1.0 + 1.0 / tl.maximum(growth, 1e-30)))
     y = tl.minimum(tl.where(growth < 0, 1.0 / tl.maximum(slope, 1e-30), y), furthest)
@@ -363,25 +353,45 @@ def cut(
     brackets_ptr: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the key of the cluster in which the first ``wanted`` tokens end, and how many tokens come before it."""
-    bracket = tl.arange(0, BRACKETS)
-    first_guesses = tl.load(brackets_ptr + bracket)
-    first_sums = tl.load(brackets_ptr + BRACKETS + bracket).to(tl.uint32, bitcast=True)
+    place = tl.arange(0, BRACKETS)
+    first_guesses = tl.load(brackets_ptr + place)
+    first_sums = tl.load(brackets_ptr + BRACKETS + place).to(tl.uint32, bitcast=True)
     has_all = weight_of(first_sums) >= wanted
-    low, high, at_low, at_high = narrowed(
-        wanted * 0 + LOWEST + 1, wanted * 0 + HIGHEST, all_packed, all_packed - all_packed, first_guesses,
-        first_sums, has_all, has_all == 0,
-    )  # fmt: skip
+    everywhere = Bracket(wanted * 0 + LOWEST + 1, wanted * 0 + HIGHEST, all_packed, all_packed - all_packed)
+    bracket = narrowed(everywhere, first_guesses, first_sums, has_all, has_all == 0)
     # Seven guesses round the line, close to it more closely, and one halves.
     guess = tl.arange(0, _GUESSES)
     halves = guess == 7
     steps = (guess - 3).to(tl.float32)
     offsets = steps * (0.2 + 0.05 * steps * steps)
-    while within(at_low, at_high) > 1:
-        guesses = guessed_keys(low, high, at_low, at_high, wanted + guess * 0, offsets, halves, True)
+    while within(bracket) > 1:
+        guesses = guessed_keys(bracket, wanted + guess * 0, offsets, halves, True)
         sums = sums_above(keys, packed, guesses)
         suffices = weight_of(sums) >= wanted
-        low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, suffices, suffices == 0)
-    return tl.max(tl.where(keys < high, keys, LOWEST), axis=0), weight_of(at_high).to(tl.int32)
+        bracket = narrowed(bracket, guesses, sums, suffices, suffices == 0)
+    return tl.max(tl.where(keys < bracket.high, keys, LOWEST), axis=0), weight_of(bracket.at_high).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def cut_of(
+    scores: tl.tensor, sizes: tl.tensor, row: Row, wanted: tl.tensor, brackets_ptr: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return where the first ``wanted`` tokens of a query head's list end, as ``Cut`` has it: KEY, LAST and TAKEN.
+
+    Args:
+        scores: float32 [n]; of its clusters, by number.
+        sizes: int32 [n].
+        row: the row.
+        wanted: int32 scalar, at least 1.
+        brackets_ptr: what ``rank_kernel`` has left of the query head's searches.
+    """
+    numbers = tl.max_contiguous(tl.arange(0, scores.shape[0]), 1)
+    present = numbers < row.clusters
+    packed = tl.where(present, counted(sizes), 0)
+    keys = tl.where(present, unique_keys(scores, numbers), LOWEST)
+    all_packed = packed_of(row.clusters, row.clustered).to(tl.uint32, bitcast=True)
+    last_key, start = cut(keys, packed, all_packed, wanted, brackets_ptr)
+    return score_key_of(last_key), number_of(last_key), wanted - start
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -421,40 +431,26 @@ def _known_cut(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _members_for(
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    query: tl.tensor,
-    address: tl.tensor,
+    attention: Attention,
+    heads: Heads,
+    contexts: Contexts,
+    row: Row,
+    head: tl.tensor,
     cluster: tl.tensor,
     size: tl.tensor,
-    kv_head: tl.tensor,
     before: tl.tensor,
     target: tl.tensor,
     reference: tl.tensor,
-    scale_log2: tl.tensor,
-    slot_stride: tl.tensor,
-    capacity: tl.tensor,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
-    of_span: tl.constexpr,
-    span: tl.constexpr,
-    page_size: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return how many members of a cluster bring the mass from ``before`` to ``target``, and the mass with these.
 
-    At least one, at most the first ``size``. ``query`` is where the query head's query lies.
+    At least one, at most the first ``size``.
     """
     mass, held, short = before, before, size * 0
     for begin in range(0, size, _MEMBERS):
         ranks = begin + tl.arange(0, _MEMBERS)
         is_member = ranks < size
-        weights = member_weights(
-            queries_ptr, keys_ptr, firsts_ptr, offsets_ptr, table_ptr, query, address, cluster, ranks, is_member,
-            kv_head, reference, scale_log2, slot_stride, capacity, head_dim, dim_block, of_span, span, page_size,
-        )  # fmt: skip
+        weights = member_weights(attention, heads, contexts, row, head, cluster, ranks, is_member, reference)
         running = mass + tl.cumsum(weights, axis=0)
         short += tl.sum((is_member & (running < target)).to(tl.int32), axis=0)
         held += tl.sum(tl.where(is_member & (running - weights < target), weights, 0.0), axis=0)
@@ -464,34 +460,30 @@ def _members_for(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def member_weights(
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    query: tl.tensor,
-    address: tl.tensor,
+    attention: Attention,
+    heads: Heads,
+    contexts: Contexts,
+    row: Row,
+    head: tl.tensor,
     cluster: tl.tensor,
     ranks: tl.tensor,
     is_member: tl.tensor,
-    kv_head: tl.tensor,
     reference: tl.tensor,
-    scale_log2: tl.tensor,
-    slot_stride: tl.tensor,
-    capacity: tl.tensor,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
-    of_span: tl.constexpr,
-    span: tl.constexpr,
-    page_size: tl.constexpr,
 ) -> tl.tensor:
     """Return the weights of members of one cluster for one query head, float64 [n]; 0 where not ``is_member``."""
-    slots = member_slots(
-        firsts_ptr, offsets_ptr, table_ptr, address + ranks * 0, cluster, ranks, is_member, kv_head, capacity, of_span,
-        span, page_size,
-    )  # fmt: skip
-    keys = keys_at(keys_ptr, slots, is_member, slot_stride, head_dim, dim_block).to(tl.float32)
-    dims = tl.arange(0, dim_block)
-    of_head = tl.load(queries_ptr + query + dims, mask=dims < head_dim, other=0.0).to(tl.float32)
-    scores = tl.sum(keys * of_head[None, :], axis=1) * scale_log2
+    kv_head = head // heads.group
+    address = addresses_of(contexts, row, cluster, cluster >= 0, kv_head)
+    first = tl.load(contexts.tables.firsts + (address + ranks * 0), mask=is_member, other=0)
+    offset_ptr = offsets_of(contexts.tables, kv_head) + first + ranks
+    slots = member_slots(contexts, span_table(contexts, row), offset_ptr, cluster, is_member)
+    keys = keys_at(attention.keys, kv_head, slots, is_member, heads).to(tl.float32)
+    scores = tl.sum(keys * head_query(attention.queries, heads, row, head)[None, :], axis=1) * attention.scale_log2
     return tl.where(is_member, tl.exp2(tl.where(is_member, scores - reference, 0.0)), 0.0).to(tl.float64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def head_query(queries: Vectors, heads: Heads, row: Row, head: tl.tensor) -> tl.tensor:
+    """Return one query head's query: float32 [dim_block]."""
+    dims = tl.arange(0, heads.dim_block)
+    query_ptr = queries.pointer + (row.number.to(tl.int64) * queries.row_stride + head * heads.head_dim)
+    return tl.load(query_ptr + dims, mask=dims < heads.head_dim, other=0.0).to(tl.float32)

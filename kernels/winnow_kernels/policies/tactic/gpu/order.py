@@ -22,6 +22,15 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from winnow_kernels.kernel_arguments import Heads
+from winnow_kernels.policies.tactic.gpu.contexts import (
+    NOTHING,
+    is_idle,
+    needs_order,
+    row_at,
+    through,
+    united,
+)
 from winnow_kernels.policies.tactic.gpu.fit import window_centre
 from winnow_kernels.policies.tactic.gpu.state import (
     CUT_KEY,
@@ -33,7 +42,6 @@ from winnow_kernels.policies.tactic.gpu.state import (
     FIT_TOTAL,
     FITS,
     KEPT_BLOCK,
-    NOTHING,
     RANK_KNOWN,
     RANK_KNOWN_KEY,
     RANK_KNOWN_LAST,
@@ -43,11 +51,13 @@ from winnow_kernels.policies.tactic.gpu.state import (
     RANKS,
     RUN,
     SLICE,
-    is_idle,
-    needs_order,
-    shape_of,
-    through,
-    united,
+    Contexts,
+    Fitted,
+    Kept,
+    Listed,
+    Ordered,
+    Ranked,
+    Scored,
 )
 from winnow_kernels.policies.tactic.reference import (
     FIRST_OCTAVE,
@@ -84,105 +94,76 @@ _PLACED, _OTHERS = tl.constexpr(128), tl.constexpr(8)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
-    lengths_ptr: tl.tensor,
-    clustered_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    caps_ptr: tl.tensor,
-    ordered_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    cluster_sizes_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    fits_ptr: tl.tensor,
-    kept_weights_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    needed_ptr: tl.tensor,
-    placed_ptr: tl.tensor,
-    steps_ptr: tl.tensor,
-    step_sums_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    kept_placed_ptr: tl.tensor,
-    kept_steps_ptr: tl.tensor,
-    kept_sums_ptr: tl.tensor,
-    windows_ptr: tl.tensor,
+    contexts: Contexts,
+    heads: Heads,
+    scored: Scored,
+    in_no_cluster: Kept,
+    ranked: Ranked,
+    fitted: Fitted,
+    listed: Listed,
+    order: Ordered,
     scale_log2: tl.tensor,
-    kept_blocks: tl.tensor,
-    clusters: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
     group_block: tl.constexpr,
-    span: tl.constexpr,
-    of_span: tl.constexpr,
 ) -> None:
     """Find the steps of the listed clusters and of the blocks, and put the clusters of each run in order.
 
     Grid: (``STEP_PROGRAMS``, KV heads, rows).
     """
-    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, _, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
-    is_ordered = tl.load(ordered_ptr + row)
-    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
-    kept_placed_ptr += of_kv_head * 2
-    if is_idle(share, length, clustered, cap):
-        tl.store(placed_ptr + of_kv_head, 0)
+    part, kv_head = tl.program_id(0), tl.program_id(1)
+    row = row_at(contexts, tl.program_id(2))
+    is_ordered = tl.load(contexts.asked.by_priority + row.number)
+    of_kv_head = row.number.to(tl.int64) * heads.kv_heads + kv_head
+    kept_placed_ptr = in_no_cluster.placed + of_kv_head * 2
+    if is_idle(row):
+        tl.store(order.placed + of_kv_head, 0)
         tl.store(kept_placed_ptr, 0)
         return
-    heads = tl.arange(0, group_block)
-    is_head = heads < group
-    of_heads = of_kv_head * group + heads
-    reference = tl.load(fits_ptr + of_heads * FITS + FIT_REFERENCE, mask=is_head, other=0.0)
-    best_weight = tl.log2(tl.load(fits_ptr + of_heads * FITS + FIT_TOTAL, mask=is_head, other=1.0)) + reference
+    head = tl.arange(0, group_block)
+    is_head = head < heads.group
+    of_heads = of_kv_head * heads.group + head
+    reference = tl.load(fitted.fits + of_heads * FITS + FIT_REFERENCE, mask=is_head, other=0.0)
+    best_weight = tl.log2(tl.load(fitted.fits + of_heads * FITS + FIT_TOTAL, mask=is_head, other=1.0)) + reference
     best_weight -= _FIRST_OCTAVE
-    cut_key = tl.load(cuts_ptr + of_heads * CUTS + CUT_KEY, mask=heads < group, other=HIGHEST)
-    cut_last = tl.load(cuts_ptr + of_heads * CUTS + CUT_LAST, mask=heads < group, other=-1)
-    slices: tl.constexpr = clusters // _SLICE
-    totals_ptr += of_kv_head * slices
-    totals, kept, taken, wanted = united(totals_ptr, length, clustered, count, cap, slices)
+    cut_key = tl.load(fitted.cuts + of_heads * CUTS + CUT_KEY, mask=is_head, other=HIGHEST)
+    cut_last = tl.load(fitted.cuts + of_heads * CUTS + CUT_LAST, mask=is_head, other=-1)
+    totals_ptr = listed.totals + of_kv_head * (scored.clusters // _SLICE)
+    totals, kept, taken, wanted = united(totals_ptr, row, scored.clusters)
     if part == _SPLITS:
         kept = tl.where((is_ordered != 0) & (taken >= 0), kept, 0)
         tl.store(kept_placed_ptr, kept)
         tl.store(kept_placed_ptr + 1, taken)
-        _step_blocks(
-            kept_weights_ptr + of_heads[:, None] * kept_blocks, kept_steps_ptr + of_kv_head * kept_blocks,
-            kept_sums_ptr + of_kv_head * _STEPS, best_weight.to(tl.float32), is_head, kept,
-        )  # fmt: skip
+        _step_blocks(in_no_cluster, of_kv_head, of_heads, is_head, best_weight.to(tl.float32), kept)
         return
     counts = count_of(totals)
-    listed = tl.where(needs_order(taken, wanted, is_ordered), tl.sum(counts, axis=0), 0)
-    tl.store(placed_ptr + of_kv_head, listed)
-    if part * _RUN >= listed:
+    placed = tl.where(needs_order(taken, wanted, is_ordered), tl.sum(counts, axis=0), 0)
+    tl.store(order.placed + of_kv_head, placed)
+    if part * _RUN >= placed:
         return
     slice_ends = tl.cumsum(counts, axis=0)
-    known_key = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_KEY, mask=is_head, other=HIGHEST)
-    known_last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_LAST, mask=is_head, other=-1)
-    of_last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN, mask=is_head, other=0)
-    of_last -= tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_START, mask=is_head, other=0)
-    scores_ptr += of_heads[:, None] * clusters
-    above_centroids = _above_centroids(
-        scores_ptr, windows_ptr, ranks_ptr, fits_ptr, of_heads, is_head, reference, scale_log2
-    )
+    known_key = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_KEY, mask=is_head, other=HIGHEST)
+    known_last = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_LAST, mask=is_head, other=-1)
+    of_last = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN, mask=is_head, other=0)
+    of_last -= tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_START, mask=is_head, other=0)
+    above_centroids = _above_centroids(scored, ranked, fitted, of_heads, is_head, reference, scale_log2)
     best_score = ((best_weight - above_centroids) / scale_log2).to(tl.float32)
     best_weight = best_weight.to(tl.float32)
-    masses_ptr += of_heads[:, None] * clusters
-    lists = of_kv_head * clusters
+    scores_ptr = scored.scores + of_heads[:, None] * scored.clusters
+    masses_ptr = ranked.masses + of_heads[:, None] * scored.clusters
+    lists = of_kv_head * scored.clusters
     here = tl.arange(0, _RUN)
-    for begin in range(part * _RUN, listed, _SPLITS * _RUN):
-        is_listed = begin + here < listed
+    for begin in range(part * _RUN, placed, _SPLITS * _RUN):
+        is_listed = begin + here < placed
         # Each slice has a list of its own. Those of a run lie in a few.
         at = here * 0
         slice_number = tl.sum((slice_ends <= begin).to(tl.int32), axis=0)
         start = tl.sum(tl.where(slice_ends <= begin, counts, 0), axis=0)
-        while start < tl.minimum(begin + _RUN, listed):
+        while start < tl.minimum(begin + _RUN, placed):
             at = tl.where(begin + here >= start, slice_number * _SLICE + begin + here - start, at)
             start += count_of(tl.load(totals_ptr + slice_number))
             slice_number += 1
-        number = tl.load(listed_ptr + lists + at, mask=is_listed, other=0)
-        needed = tl.load(needed_ptr + lists + at, mask=is_listed, other=0)
-        size = tl.load(cluster_sizes_ptr + lists + number, mask=is_listed, other=1)
+        number = tl.load(listed.numbers + lists + at, mask=is_listed, other=0)
+        needed = tl.load(listed.needed + lists + at, mask=is_listed, other=0)
+        size = tl.load(scored.sizes + lists + number, mask=is_listed, other=1)
         is_score = is_head[:, None] & is_listed[None, :]
         scores = tl.load(scores_ptr + number[None, :], mask=is_score, other=0.0)
         is_needed = is_score & through(ordered(scores), number[None, :], cut_key[:, None], cut_last[:, None])
@@ -200,20 +181,19 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         # They are listed by number. What pads them brings no tokens.
         key = step * _RUN + here
         before = tl.sum(tl.where(key[:, None] < key[None, :], needed[:, None], 0), axis=0)
-        tl.store(steps_ptr + lists + begin + here, at * _STEPS + step, mask=is_listed)
-        tl.store(places_ptr + lists + at, before, mask=is_listed)
+        tl.store(order.steps + lists + begin + here, at * _STEPS + step, mask=is_listed)
+        tl.store(order.places + lists + at, before, mask=is_listed)
         for first in tl.static_range(0, _STEPS, _SUMMED):
             each = first + tl.arange(0, _SUMMED)
             sums = tl.sum(tl.where(step[:, None] <= each[None, :], needed[:, None], 0), axis=0)
-            tl.store(step_sums_ptr + (lists + begin) // _RUN * _STEPS + each, sums)
+            tl.store(order.sums + (lists + begin) // _RUN * _STEPS + each, sums)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _above_centroids(
-    scores_ptr: tl.tensor,
-    windows_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    fits_ptr: tl.tensor,
+    scored: Scored,
+    ranked: Ranked,
+    fitted: Fitted,
     of_heads: tl.tensor,
     is_head: tl.tensor,
     reference: tl.tensor,
@@ -222,48 +202,51 @@ def _above_centroids(
     """Return how many octaves tokens weigh more than their centroids would, in the near window: float64 [heads].
 
     Args:
-        scores_ptr: [heads, 1]; of the query heads of a group.
-        windows_ptr: of all query heads.
-        ranks_ptr: of all query heads.
-        fits_ptr: of all query heads.
+        scored: clusters.
+        ranked: windows.
+        fitted: curves.
         of_heads: int64 [heads]; numbers of the query heads, through all rows.
         is_head: bool [heads].
         reference: float64 [heads].
         scale_log2: what scores are multiplied by, to base 2.
     """
     place = tl.arange(0, _WINDOW)
-    windows_ptr += of_heads[:, None] * (2 * _WINDOW)
+    windows_ptr = ranked.windows + of_heads[:, None] * (2 * _WINDOW)
     numbers = tl.load(windows_ptr + place[None, :], mask=is_head[:, None], other=0)
+    scores_ptr = scored.scores + of_heads[:, None] * scored.clusters
     scores = tl.load(scores_ptr + numbers, mask=is_head[:, None], other=0.0)
     mean = tl.sum(scores.to(tl.float64), axis=1) * (1.0 / _WINDOW)
-    before = tl.load(ranks_ptr + of_heads * RANKS + RANK_NEAR_BEFORE, mask=is_head, other=0)
-    tokens = tl.load(ranks_ptr + of_heads * RANKS + RANK_NEAR_TOKENS, mask=is_head, other=0)
-    a = tl.load(fits_ptr + of_heads * FITS + FIT_A, mask=is_head, other=0.0)
-    b = tl.load(fits_ptr + of_heads * FITS + FIT_B, mask=is_head, other=1.0)
+    before = tl.load(ranked.ranks + of_heads * RANKS + RANK_NEAR_BEFORE, mask=is_head, other=0)
+    tokens = tl.load(ranked.ranks + of_heads * RANKS + RANK_NEAR_TOKENS, mask=is_head, other=0)
+    a = tl.load(fitted.fits + of_heads * FITS + FIT_A, mask=is_head, other=0.0)
+    b = tl.load(fitted.fits + of_heads * FITS + FIT_B, mask=is_head, other=1.0)
     weight = tl.maximum(a / window_centre(before, tokens) + b, _MIN_WEIGHT)
     return reference + tl.log2(weight) - mean * scale_log2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _step_blocks(
-    weights_ptr: tl.tensor,
-    steps_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    best_weight: tl.tensor,
+    in_no_cluster: Kept,
+    of_kv_head: tl.tensor,
+    of_heads: tl.tensor,
     is_head: tl.tensor,
+    best_weight: tl.tensor,
     kept: tl.tensor,
 ) -> None:
     """Find the steps of the blocks of the first ``kept`` tokens in no cluster, and how many tokens are in each.
 
     Args:
-        weights_ptr: [heads, 1]; mean weights of the blocks, of each query head of a group.
-        steps_ptr: of the KV head.
-        sums_ptr: of the KV head.
-        best_weight: float32 [heads]; logarithm, base 2, of the least weight in the first step.
+        in_no_cluster: these tokens.
+        of_kv_head: number of the KV head, through all rows.
+        of_heads: int64 [heads]; those of its query heads.
         is_head: bool [heads].
+        best_weight: float32 [heads]; logarithm, base 2, of the least weight in the first step.
         kept: scalar; 0 to do nothing but clear the sums.
     """
     here = tl.arange(0, _BLOCKS)
+    weights_ptr = in_no_cluster.weights + of_heads[:, None] * in_no_cluster.blocks
+    steps_ptr = in_no_cluster.steps + of_kv_head * in_no_cluster.blocks
+    sums_ptr = in_no_cluster.sums + of_kv_head * _STEPS
     for first in tl.static_range(0, _STEPS, _SUMMED):
         each = first + tl.arange(0, _SUMMED)
         sums = tl.zeros((_SUMMED,), tl.int32)
@@ -284,33 +267,21 @@ def _in_steps(steps: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def place_kernel(
-    placed_ptr: tl.tensor,
-    steps_ptr: tl.tensor,
-    step_sums_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    kept_placed_ptr: tl.tensor,
-    kept_steps_ptr: tl.tensor,
-    kept_sums_ptr: tl.tensor,
-    kept_targets_ptr: tl.tensor,
-    kept_blocks: tl.tensor,
-    clusters: tl.constexpr,
-) -> None:
+def place_kernel(in_no_cluster: Kept, order: Ordered, clusters: tl.constexpr) -> None:
     """Find what comes before the clusters, of clusters and of all, and what comes before the blocks.
 
     Grid: (``PLACE_PROGRAMS``, KV heads, rows).
     """
     part = tl.program_id(0)
     of_kv_head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-    listed = tl.load(placed_ptr + of_kv_head)
-    kept = tl.load(kept_placed_ptr + of_kv_head * 2)
-    kept_sums_ptr += of_kv_head * _STEPS
-    step_sums_ptr += of_kv_head * (clusters // _RUN * _STEPS)
+    listed = tl.load(order.placed + of_kv_head)
+    kept = tl.load(in_no_cluster.placed + of_kv_head * 2)
+    kept_sums_ptr = in_no_cluster.sums + of_kv_head * _STEPS
+    step_sums_ptr = order.sums + of_kv_head * (clusters // _RUN * _STEPS)
     if part >= _SPLITS:
-        taken = tl.load(kept_placed_ptr + of_kv_head * 2 + 1)
-        kept_steps_ptr += of_kv_head * kept_blocks
-        kept_targets_ptr += of_kv_head * kept_blocks
+        taken = tl.load(in_no_cluster.placed + of_kv_head * 2 + 1)
+        kept_steps_ptr = in_no_cluster.steps + of_kv_head * in_no_cluster.blocks
+        kept_targets_ptr = in_no_cluster.targets + of_kv_head * in_no_cluster.blocks
         for begin in range((part - _SPLITS) * _BLOCKS, tl.cdiv(kept, _OF_BLOCK), _SPLITS * _BLOCKS):
             block = begin + tl.arange(0, _BLOCKS)
             is_block = block * _OF_BLOCK < kept
@@ -326,9 +297,9 @@ def place_kernel(
             # The cap cuts the last of the clusters.
             tl.store(kept_targets_ptr + block, before + tl.minimum(in_front, tl.maximum(taken, 0)), mask=is_block)
         return
-    steps_ptr += of_kv_head * clusters
-    places_ptr += of_kv_head * clusters
-    targets_ptr += of_kv_head * clusters
+    steps_ptr = order.steps + of_kv_head * clusters
+    places_ptr = order.places + of_kv_head * clusters
+    targets_ptr = order.targets + of_kv_head * clusters
     for begin in range(part * _PLACED, listed, _SPLITS * _PLACED):
         placed = begin + tl.arange(0, _PLACED)
         packed = tl.load(steps_ptr + placed, mask=placed < listed, other=0)

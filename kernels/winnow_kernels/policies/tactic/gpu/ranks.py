@@ -14,8 +14,12 @@ import triton.language as tl
 
 from winnow_kernels.batch import COUNTS, Count
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
+from winnow_kernels.kernel_arguments import Heads
+from winnow_kernels.policies.tactic.gpu.contexts import is_idle, row_at
 from winnow_kernels.policies.tactic.gpu.search import (
     BRACKETS,
+    Bracket,
+    Window,
     guessed_keys,
     guessed_window_keys,
     narrowed,
@@ -38,8 +42,9 @@ from winnow_kernels.policies.tactic.gpu.state import (
     RANK_NEAR_BEFORE,
     RANK_NEAR_TOKENS,
     RANKS,
-    is_idle,
-    shape_of,
+    Contexts,
+    Ranked,
+    Scored,
 )
 from winnow_kernels.policies.tactic.reference import EXACT_SHARE, LISTED_SHARE, WINDOW_CENTRES, WINDOW_CLUSTERS
 from winnow_kernels.selection.gpu_threshold import HIGHEST, LOWEST, count_of, counted, ordered, packed_of, weight_of
@@ -68,25 +73,12 @@ _COUNT_KNOWN = tl.constexpr(64**3)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
-    scores_ptr: tl.tensor,
-    cluster_sizes_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    clustered_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    caps_ptr: tl.tensor,
+    contexts: Contexts,
+    heads: Heads,
     counts_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    known_ptr: tl.tensor,
-    windows_ptr: tl.tensor,
-    histogram_ptr: tl.tensor,
+    scored: Scored,
+    ranked: Ranked,
     member_bytes: tl.tensor,
-    clusters: tl.tensor,
-    known_clusters: tl.tensor,
-    query_heads: tl.tensor,
-    group: tl.constexpr,
-    span: tl.constexpr,
-    of_span: tl.constexpr,
     block: tl.constexpr,
     fewest: tl.constexpr,
 ) -> None:
@@ -94,10 +86,10 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
 
     For rows of more than ``fewest`` and at most ``block`` clusters.
     """
-    head, row = tl.program_id(0), tl.program_id(1)
-    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, _, tokens, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
-    if is_idle(share, length, tokens, cap) | (tokens == 0):
+    head = tl.program_id(0)
+    row = row_at(contexts, tl.program_id(1))
+    tokens, count = row.clustered, row.clusters
+    if is_idle(row) | (tokens == 0):
         return
     if (count <= fewest) | (count > block):
         return
@@ -105,15 +97,15 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     # block has to change places. What is read here lies in the L2 cache.
     numbers = tl.max_contiguous(tl.arange(0, block), 1)
     present = numbers < count
-    of_head = row.to(tl.int64) * query_heads + head
-    scores_ptr += of_head * clusters
-    ranks_ptr += of_head * RANKS
-    windows_ptr += of_head * (2 * _WINDOW)
-    known_ptr += of_head * known_clusters
-    searches_ptr = histogram_ptr + of_head * _HISTOGRAM
+    of_head = row.number.to(tl.int64) * (heads.kv_heads * heads.group) + head
+    scores_ptr = scored.scores + of_head * scored.clusters
+    ranks_ptr = ranked.ranks + of_head * RANKS
+    windows_ptr = ranked.windows + of_head * (2 * _WINDOW)
+    known_ptr = ranked.known + of_head * ranked.known_clusters
+    searches_ptr = ranked.histogram + of_head * _HISTOGRAM
     scores = tl.load(scores_ptr + numbers, mask=present, other=0.0)
-    of_kv_head = row.to(tl.int64) * (query_heads // group) + head // group
-    packed = tl.load(cluster_sizes_ptr + of_kv_head * clusters + numbers, mask=present, other=0)
+    of_kv_head = row.number.to(tl.int64) * heads.kv_heads + head // heads.group
+    packed = tl.load(scored.sizes + of_kv_head * scored.clusters + numbers, mask=present, other=0)
     packed = tl.where(present, counted(packed), 0)
     # What is before a window is stored, and what is in it added to, by one thread each.
     tl.store(ranks_ptr + RANK_NEAR_TOKENS, 0)
@@ -146,64 +138,43 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     all_packed = packed_of(count, tokens).to(tl.uint32, bitcast=True)
     none = all_packed - all_packed
     has_known = (weight_of(sums) >= wanted) | (count_of(sums) >= listed)
-    low, high, at_low, at_high = narrowed(lowest, highest, all_packed, none, guesses, sums, has_known, has_known == 0)
-    near_low, near_behind, near_front, near_high, at_near_low, at_near_high = narrowed_window(
-        lowest, highest, lowest, highest, all_packed, none,
-        near, near + _WINDOW, guesses, sums,
-    )  # fmt: skip
-    far_low, far_behind, far_front, far_high, at_far_low, at_far_high = narrowed_window(
-        lowest, highest, lowest, highest, all_packed, none,
-        far, far + _WINDOW, guesses, sums,
-    )  # fmt: skip
+    known = narrowed(Bracket(lowest, highest, all_packed, none), guesses, sums, has_known, has_known == 0)
+    anywhere = Window(lowest, highest, lowest, highest, all_packed, none)
+    in_near = narrowed_window(anywhere, near, guesses, sums)
+    in_far = narrowed_window(anywhere, far, guesses, sums)
     target = tl.minimum(guess // 5, 2)
     offsets = tl.where(guess % 5 == 0, 2.5, 0.0) + tl.where(guess % 5 == 1, 1.0, 0.0)
     offsets -= tl.where(guess % 5 == 3, 1.0, 0.0) + tl.where(guess % 5 == 4, 2.5, 0.0)
     halves = guess % 5 == 2
-    most = tl.maximum(within(at_low, at_high), within(at_near_low, at_near_high))
-    while tl.maximum(most, within(at_far_low, at_far_high)) >= _FEW:
-        guesses = guessed_keys(low, high, at_low, at_high, wanted + guess * 0, offsets, halves, True)
-        of_near = guessed_window_keys(
-            near_low, near_behind, near_front, near_high, at_near_low, at_near_high,
-            near, near + _WINDOW, offsets, halves,
-        )  # fmt: skip
-        of_far = guessed_window_keys(
-            far_low, far_behind, far_front, far_high, at_far_low, at_far_high, far, far + _WINDOW, offsets, halves
-        )
+    most = tl.maximum(within(known), within(in_near))
+    while tl.maximum(most, within(in_far)) >= _FEW:
+        guesses = guessed_keys(known, wanted + guess * 0, offsets, halves, True)
+        of_near = guessed_window_keys(in_near, near, offsets, halves)
+        of_far = guessed_window_keys(in_far, far, offsets, halves)
         guesses = tl.where(target == 0, guesses, tl.where(target == 1, of_near, of_far))
         sums = sums_above(keys, packed, guesses)
         _store_brackets(searches_ptr, _GUESSES + guess, guesses, sums)
         has_known = (weight_of(sums) >= wanted) | (count_of(sums) >= listed)
-        low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, has_known, has_known == 0)
-        near_low, near_behind, near_front, near_high, at_near_low, at_near_high = narrowed_window(
-            near_low, near_behind, near_front, near_high, at_near_low, at_near_high,
-            near, near + _WINDOW, guesses, sums,
-        )  # fmt: skip
-        far_low, far_behind, far_front, far_high, at_far_low, at_far_high = narrowed_window(
-            far_low, far_behind, far_front, far_high, at_far_low, at_far_high,
-            far, far + _WINDOW, guesses, sums,
-        )  # fmt: skip
-        most = tl.maximum(within(at_low, at_high), within(at_near_low, at_near_high))
+        known = narrowed(known, guesses, sums, has_known, has_known == 0)
+        in_near = narrowed_window(in_near, near, guesses, sums)
+        in_far = narrowed_window(in_far, far, guesses, sums)
+        most = tl.maximum(within(known), within(in_near))
 
     # The few clusters of each bracket are copied out, and those that surely have exact weights are listed.
-    is_known = keys >= high
-    is_candidate = (keys >= low) & (keys < high)
-    is_near = (keys >= near_low) & (keys < near_high)
-    is_far = (keys >= far_low) & (keys < far_high)
-    marks = tl.where(is_known, _COUNT_KNOWN, 0) + tl.where(is_candidate, 1, 0)
-    marks += tl.where(is_near, _COUNT_NEAR, 0) + tl.where(is_far, _COUNT_FAR, 0)
+    is_known = keys >= known.high
+    marks = tl.where(is_known, _COUNT_KNOWN, 0) + tl.where(_is_in(keys, known), 1, 0)
+    marks += tl.where(_is_in(keys, in_near), _COUNT_NEAR, 0) + tl.where(_is_in(keys, in_far), _COUNT_FAR, 0)
     running = _running(marks)
     tl.store(known_ptr + running // _COUNT_KNOWN - 1, numbers, mask=is_known)
     copies_ptr = searches_ptr + 2 * BRACKETS
-    _copy(copies_ptr, running % _COUNT_NEAR - 1, keys, packed, is_candidate)
-    _copy(copies_ptr + 2 * _FEW, running // _COUNT_NEAR % _COUNT_NEAR - 1, keys, packed, is_near)
-    _copy(copies_ptr + 4 * _FEW, running // _COUNT_FAR % _COUNT_NEAR - 1, keys, packed, is_far)
+    _copy(copies_ptr, running % _COUNT_NEAR - 1, keys, packed, known)
+    _copy(copies_ptr + 2 * _FEW, running // _COUNT_NEAR % _COUNT_NEAR - 1, keys, packed, in_near)
+    _copy(copies_ptr + 4 * _FEW, running // _COUNT_FAR % _COUNT_NEAR - 1, keys, packed, in_far)
     tl.debug_barrier()
 
     # What comes before each of them is counted in pairs.
     sought, place = tl.arange(0, 4)[:, None], tl.arange(0, _FEW)[None, :]
-    copied = _of_sought(
-        sought, within(at_low, at_high), within(at_near_low, at_near_high), within(at_far_low, at_far_high)
-    )
+    copied = _of_sought(sought, within(known), within(in_near), within(in_far))
     pairs_ptr = copies_ptr + sought * (2 * _FEW) + place
     keys = tl.load(pairs_ptr, mask=place < copied, other=LOWEST)
     packed = tl.load(pairs_ptr + _FEW, mask=place < copied, other=0)
@@ -213,24 +184,20 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     before = tl.reshape(before, (4 * _FEW,))
     copy = tl.arange(0, 4 * _FEW)
     sought, place = copy // _FEW, copy % _FEW
-    copied = _of_sought(
-        sought, within(at_low, at_high), within(at_near_low, at_near_high), within(at_far_low, at_far_high)
-    )
-    is_copy = place < copied
+    is_copy = place < _of_sought(sought, within(known), within(in_near), within(in_far))
     copies_ptr += sought * (2 * _FEW) + place
     keys = tl.load(copies_ptr, mask=is_copy, other=LOWEST)
     sizes = weight_of(tl.load(copies_ptr + _FEW, mask=is_copy, other=0))
-    before += tl.where(sought == 0, at_high, tl.where(sought == 1, at_near_high, at_far_high)).to(
-        tl.int32, bitcast=True
-    )
+    above = tl.where(sought == 0, known.at_high, tl.where(sought == 1, in_near.at_high, in_far.at_high))
+    before += above.to(tl.int32, bitcast=True)
     clusters_before, tokens_before, numbers = count_of(before), weight_of(before), number_of(keys)
 
     is_exact = is_copy & (sought == 0) & (tokens_before < wanted) & (clusters_before < listed)
     is_last = is_exact & ((tokens_before + sizes >= wanted) | (clusters_before + 1 >= listed))
-    known = tl.minimum(tokens_before + sizes, wanted)
+    exact = tl.minimum(tokens_before + sizes, wanted)
     here = copy * 0
     tl.store(known_ptr + clusters_before, numbers, mask=is_exact)
-    tl.store(ranks_ptr + RANK_KNOWN + here, known, mask=is_last)
+    tl.store(ranks_ptr + RANK_KNOWN + here, exact, mask=is_last)
     tl.store(ranks_ptr + RANK_KNOWN_CLUSTERS + here, clusters_before + 1, mask=is_last)
     tl.store(ranks_ptr + RANK_KNOWN_KEY + here, score_key_of(keys), mask=is_last)
     tl.store(ranks_ptr + RANK_KNOWN_LAST + here, numbers, mask=is_last)
@@ -243,8 +210,8 @@ def rank_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     tl.store(before_ptr, tokens_before, mask=in_window & (window == 0))
     tokens_ptr = ranks_ptr + tl.where(sought == 1, RANK_NEAR_TOKENS, RANK_FAR_TOKENS)
     tl.atomic_add(tokens_ptr, sizes, mask=in_window, sem="relaxed", scope="cta")
-    sampled = tl.where(is_last, known, tl.minimum(sizes, _SAMPLED))
-    read_ptr = counts_ptr + row * _COUNTS + _READ_BYTES + here
+    sampled = tl.where(is_last, exact, tl.minimum(sizes, _SAMPLED))
+    read_ptr = counts_ptr + row.number * _COUNTS + _READ_BYTES + here
     tl.atomic_add(read_ptr, (sampled * member_bytes).to(tl.int64), mask=is_last | in_window, sem="relaxed")
 
 
@@ -288,6 +255,14 @@ def _store_brackets(searches_ptr: tl.tensor, place: tl.tensor, guesses: tl.tenso
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy(copies_ptr: tl.tensor, place: tl.tensor, keys: tl.tensor, packed: tl.tensor, is_copy: tl.tensor) -> None:
+def _is_in(keys: tl.tensor, bracket: Bracket | Window) -> tl.tensor:
+    return (keys >= bracket.low) & (keys < bracket.high)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(
+    copies_ptr: tl.tensor, place: tl.tensor, keys: tl.tensor, packed: tl.tensor, bracket: Bracket | Window
+) -> None:
+    is_copy = _is_in(keys, bracket)
     tl.store(copies_ptr + place, keys, mask=is_copy)
     tl.store(copies_ptr + _FEW + place, packed, mask=is_copy)

@@ -8,22 +8,31 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
-from winnow_kernels.policies.tactic.gpu.state import (
+from winnow_kernels.kernel_arguments import Heads
+from winnow_kernels.policies.tactic.gpu.contexts import (
     GROUP_BLOCK,
     NOTHING,
+    group_queries,
+    is_idle,
+    keys_at,
+    member_slots,
+    offsets_of,
+    places_of,
+    row_at,
+    span_table,
+    through,
+)
+from winnow_kernels.policies.tactic.gpu.state import (
     RANK_KNOWN,
     RANK_KNOWN_KEY,
     RANK_KNOWN_LAST,
     RANK_KNOWN_START,
     RANKS,
-    group_queries,
-    is_idle,
-    keys_at,
-    places_of,
-    shape_of,
-    slots_at,
-    span_table,
-    through,
+    Attention,
+    Contexts,
+    Listed,
+    Ranked,
+    Scored,
 )
 from winnow_kernels.policies.tactic.reference import WINDOW_CLUSTERS
 from winnow_kernels.selection.gpu_threshold import count_of, counted, ordered, weight_of
@@ -45,74 +54,45 @@ _NUMBER_MASK = tl.constexpr(2**14 - 1)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they read
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    cluster_sizes_ptr: tl.tensor,
-    cluster_firsts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    clustered_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    caps_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    windows_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    window_masses_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    list_firsts_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    scale_log2: tl.tensor,
-    query_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    capacity: tl.tensor,
-    clusters: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
-    page_size: tl.constexpr,
-    span: tl.constexpr,
-    of_span: tl.constexpr,
-    splits: tl.constexpr,
+    attention: Attention,
+    heads: Heads,
+    contexts: Contexts,
+    scored: Scored,
+    ranked: Ranked,
+    listed: Listed,
 ) -> None:
     """Weigh one split's clusters with exact weights, or one window of a query head.
 
     A cluster that several query heads of the group look at is read once. The first ``splits`` programs of a row and KV
     head have the clusters with exact weights, the others each a window.
     """
-    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, sinks, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
-    if is_idle(share, length, clustered, cap) | (clustered == 0):
+    part, kv_head = tl.program_id(0), tl.program_id(1)
+    keys, scale_log2 = attention.keys, attention.scale_log2
+    row = row_at(contexts, tl.program_id(2))
+    if is_idle(row) | (row.clustered == 0):
         return
-    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
-    of_group = of_kv_head * group
-    queries = group_queries(queries_ptr, row, kv_head, query_stride, group, head_dim, dim_block)
-    keys_ptr += kv_head * head_stride
-    table_ptr = span_table(table_ptr + row * table_stride, sinks, span, page_size)
-    cluster_sizes_ptr += of_kv_head * clusters
-    cluster_firsts_ptr += of_kv_head * clusters
-    offsets_ptr += kv_head.to(tl.int64) * capacity * span
-    heads, tokens = tl.arange(0, GROUP_BLOCK), tl.arange(0, _TOKENS)
+    splits: tl.constexpr = scored.clusters // _SLICE
+    of_kv_head = row.number.to(tl.int64) * heads.kv_heads + kv_head
+    of_group = of_kv_head * heads.group
+    queries = group_queries(attention.queries, row, kv_head, heads)
+    table_ptr = span_table(contexts, row)
+    sizes_ptr = scored.sizes + of_kv_head * scored.clusters
+    firsts_ptr = scored.firsts + of_kv_head * scored.clusters
+    offsets_ptr = offsets_of(contexts.tables, kv_head)
+    members, tokens = tl.arange(0, GROUP_BLOCK), tl.arange(0, _TOKENS)
 
     if part >= splits:
         window = part - splits
         of_head = of_group + window // 2
-        windows_ptr += of_head * (2 * _WINDOW) + window % 2 * _WINDOW
-        numbers = tl.load(windows_ptr + tokens // _SAMPLED)
-        sizes = tl.load(cluster_sizes_ptr + numbers)
-        first = tl.load(cluster_firsts_ptr + numbers)
+        of_window = of_head * (2 * _WINDOW) + window % 2 * _WINDOW
+        numbers = tl.load(ranked.windows + of_window + tokens // _SAMPLED)
+        sizes = tl.load(sizes_ptr + numbers)
+        first = tl.load(firsts_ptr + numbers)
         is_member = tokens % _SAMPLED < sizes
-        offset = tl.load(offsets_ptr + first + tokens % _SAMPLED, mask=is_member, other=0).to(tl.int32)
-        slots = slots_at(table_ptr, numbers // of_span * span + offset, is_member, page_size)
-        keys = keys_at(keys_ptr, slots, is_member, slot_stride, head_dim, dim_block)
-        of_all = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
-        scores = tl.sum(tl.where((heads == window // 2)[:, None], of_all, 0.0), axis=0)
+        slots = member_slots(contexts, table_ptr, offsets_ptr + first + tokens % _SAMPLED, numbers, is_member)
+        sampled = keys_at(keys, kv_head, slots, is_member, heads)
+        of_all = tl.dot(queries, tl.trans(sampled), input_precision="ieee") * scale_log2
+        scores = tl.sum(tl.where((members == window // 2)[:, None], of_all, 0.0), axis=0)
         scores = tl.reshape(tl.where(is_member, scores, NOTHING), (_WINDOW, _SAMPLED))
         largest = tl.max(scores, axis=1)
         weights = tl.where(tl.reshape(is_member, (_WINDOW, _SAMPLED)), tl.exp2(scores - largest[:, None]), 0.0)
@@ -120,28 +100,27 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
         size = tl.max(tl.reshape(sizes, (_WINDOW, _SAMPLED)), axis=1).to(tl.float32)
         mass = tl.sum(weights, axis=1) * (size / tl.minimum(tl.maximum(size, 1.0), _SAMPLED))
         mass = tl.where(size > 0, largest + tl.log2(tl.maximum(mass, 1e-30)), NOTHING)
-        window_masses_ptr += of_head * (2 * _WINDOW) + window % 2 * _WINDOW
-        tl.store(window_masses_ptr + tl.arange(0, _WINDOW), mass)
+        tl.store(ranked.window_masses + of_window + tl.arange(0, _WINDOW), mass)
         return
 
     places = tl.arange(0, _SLICE)
     numbers = (places // _TOGETHER * splits + part) * _TOGETHER + places % _TOGETHER
-    present = numbers < count
-    is_head = heads < group
-    of_heads = of_group + heads
-    last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_LAST, mask=is_head, other=-1)
-    of_last = tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN, mask=is_head, other=0)
-    of_last -= tl.load(ranks_ptr + of_heads * RANKS + RANK_KNOWN_START, mask=is_head, other=0)
-    sizes = tl.load(cluster_sizes_ptr + numbers, mask=present, other=0)
-    firsts = tl.load(cluster_firsts_ptr + numbers, mask=present, other=0)
+    present = numbers < row.clusters
+    is_head = members < heads.group
+    of_heads = of_group + members
+    last = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_LAST, mask=is_head, other=-1)
+    of_last = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN, mask=is_head, other=0)
+    of_last -= tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_START, mask=is_head, other=0)
+    sizes = tl.load(sizes_ptr + numbers, mask=present, other=0)
+    firsts = tl.load(firsts_ptr + numbers, mask=present, other=0)
     # Of its last cluster a query head may look at the first members alone: up to here in the head's offsets.
-    stop = of_last + tl.load(cluster_firsts_ptr + last, mask=last >= 0, other=0)
+    stop = of_last + tl.load(firsts_ptr + last, mask=last >= 0, other=0)
     # One bit for each query head.
     marks = tl.zeros((_SLICE,), tl.int32)
-    for head in tl.static_range(group):
-        centre = tl.load(scores_ptr + (of_group + head) * clusters + numbers, mask=present, other=0.0)
-        known_key = tl.load(ranks_ptr + (of_group + head) * RANKS + RANK_KNOWN_KEY)
-        known_last = tl.load(ranks_ptr + (of_group + head) * RANKS + RANK_KNOWN_LAST)
+    for head in tl.static_range(heads.group):
+        centre = tl.load(scored.scores + (of_group + head) * scored.clusters + numbers, mask=present, other=0.0)
+        known_key = tl.load(ranked.ranks + (of_group + head) * RANKS + RANK_KNOWN_KEY)
+        known_last = tl.load(ranked.ranks + (of_group + head) * RANKS + RANK_KNOWN_LAST)
         is_known = present & through(ordered(centre), numbers, known_key, known_last)
         marks |= tl.where(is_known, 1 << head, 0)
     is_wanted = marks != 0
@@ -149,14 +128,14 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
     running = tl.cumsum(packed, axis=0)
     all_packed = tl.sum(packed, axis=0)
     found, total = count_of(all_packed), weight_of(all_packed)
-    of_slice = of_kv_head * clusters + part * _SLICE
-    listed_ptr += of_slice
-    list_firsts_ptr += of_slice
-    starts_ptr += of_slice
+    of_slice = of_kv_head * scored.clusters + part * _SLICE
+    numbers_ptr = listed.numbers + of_slice
+    firsts_ptr = listed.firsts + of_slice
+    starts_ptr = listed.starts + of_slice
     list_place = count_of(running) - 1
     start = weight_of(running) - sizes
-    tl.store(listed_ptr + list_place, numbers | (marks << _NUMBER_BITS), mask=is_wanted)
-    tl.store(list_firsts_ptr + list_place, firsts - start, mask=is_wanted)
+    tl.store(numbers_ptr + list_place, numbers | (marks << _NUMBER_BITS), mask=is_wanted)
+    tl.store(firsts_ptr + list_place, firsts - start, mask=is_wanted)
     tl.store(starts_ptr + list_place, start, mask=is_wanted)
     tl.debug_barrier()
 
@@ -168,21 +147,20 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
         end = tl.where(begin + _LISTED < found, end, total)
         largest = tl.full((GROUP_BLOCK,), NOTHING, tl.float32)
         mass = tl.zeros((GROUP_BLOCK, _LISTED), tl.float32)
-        place, listed, in_offsets, slots = _members(
-            listed_ptr + begin, list_firsts_ptr + begin, starts_ptr + begin, offsets_ptr, table_ptr, token + tokens,
-            end, found - begin, of_span, span, page_size,
-        )  # fmt: skip
+        some_listed = Listed(listed.totals, numbers_ptr + begin, firsts_ptr + begin, starts_ptr + begin, listed.needed)
+        place, marked, in_offsets, slots = _members(
+            contexts, some_listed, offsets_ptr, table_ptr, token + tokens, end, found - begin
+        )
         while token < end:
-            keys = keys_at(keys_ptr, slots, token + tokens < end, slot_stride, head_dim, dim_block)
+            weighed = keys_at(keys, kv_head, slots, token + tokens < end, heads)
             token += _TOKENS
             # While these keys are on their way, the next are looked up.
-            next_place, next_listed, next_in_offsets, next_slots = _members(
-                listed_ptr + begin, list_firsts_ptr + begin, starts_ptr + begin, offsets_ptr, table_ptr, token + tokens,
-                end, found - begin, of_span, span, page_size,
-            )  # fmt: skip
-            number = listed & _NUMBER_MASK
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
-            counts = ((listed >> _NUMBER_BITS)[None, :] >> heads[:, None]) & 1 != 0
+            next_place, next_marked, next_in_offsets, next_slots = _members(
+                contexts, some_listed, offsets_ptr, table_ptr, token + tokens, end, found - begin
+            )
+            number = marked & _NUMBER_MASK
+            scores = tl.dot(queries, tl.trans(weighed), input_precision="ieee") * scale_log2
+            counts = ((marked >> _NUMBER_BITS)[None, :] >> members[:, None]) & 1 != 0
             counts = counts & ((number[None, :] != last[:, None]) | (in_offsets[None, :] < stop[:, None]))
             scores = tl.where(counts, scores, NOTHING)
             above = tl.maximum(largest, tl.max(scores, axis=1))
@@ -191,29 +169,25 @@ def sample_kernel(  # noqa: PLR0915 - its two halves share most of what they rea
             is_of = (place[:, None] == some[None, :]).to(tl.float32)
             mass = mass * tl.exp2(largest - above)[:, None] + tl.dot(weights, is_of, input_precision="ieee")
             largest = above
-            place, listed, in_offsets, slots = next_place, next_listed, next_in_offsets, next_slots
+            place, marked, in_offsets, slots = next_place, next_marked, next_in_offsets, next_slots
         masses = tl.where(mass > 0, largest[:, None] + tl.log2(tl.maximum(mass, 1e-38)), NOTHING)
-        weighed = tl.load(listed_ptr + begin + some, mask=begin + some < found, other=0)
+        summed = tl.load(numbers_ptr + begin + some, mask=begin + some < found, other=0)
         tl.store(
-            masses_ptr + of_heads[:, None] * clusters + (weighed & _NUMBER_MASK)[None, :],
+            ranked.masses + of_heads[:, None] * scored.clusters + (summed & _NUMBER_MASK)[None, :],
             masses,
-            mask=((weighed >> _NUMBER_BITS)[None, :] >> heads[:, None]) & 1 != 0,
+            mask=((summed >> _NUMBER_BITS)[None, :] >> members[:, None]) & 1 != 0,
         )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _members(
-    listed_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
+    contexts: Contexts,
+    listed: Listed,
     offsets_ptr: tl.tensor,
     table_ptr: tl.tensor,
     tokens: tl.tensor,
     end: tl.tensor,
     found: tl.tensor,
-    of_span: tl.constexpr,
-    span: tl.constexpr,
-    page_size: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Find the ``tokens``, int32 [n], before ``end``, counted through the first ``_LISTED`` clusters of a list.
 
@@ -221,9 +195,8 @@ def _members(
         int32 [n] each: which cluster of the list, what is listed of it, places in the head's offsets, and slots.
     """
     is_member = tokens < end
-    place = places_of(starts_ptr, tokens, found, _LISTED)
-    listed = tl.load(listed_ptr + place, mask=is_member, other=0)
-    in_offsets = tokens + tl.load(firsts_ptr + place, mask=is_member, other=0)
-    offset = tl.load(offsets_ptr + in_offsets, mask=is_member, other=0).to(tl.int32)
-    position = (listed & _NUMBER_MASK) // of_span * span + offset
-    return place, listed, in_offsets, slots_at(table_ptr, position, is_member, page_size)
+    place = places_of(listed.starts, tokens, found, _LISTED)
+    marked = tl.load(listed.numbers + place, mask=is_member, other=0)
+    in_offsets = tokens + tl.load(listed.firsts + place, mask=is_member, other=0)
+    slots = member_slots(contexts, table_ptr, offsets_ptr + in_offsets, marked & _NUMBER_MASK, is_member)
+    return place, marked, in_offsets, slots

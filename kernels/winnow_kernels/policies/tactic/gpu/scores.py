@@ -7,10 +7,9 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from winnow_kernels.policies.tactic.gpu.search import coarse
-from winnow_kernels.policies.tactic.gpu.state import (
+from winnow_kernels.kernel_arguments import Heads
+from winnow_kernels.policies.tactic.gpu.contexts import (
     GROUP_BLOCK,
-    KEPT_BLOCK,
     NOTHING,
     addresses_of,
     count_read,
@@ -18,13 +17,18 @@ from winnow_kernels.policies.tactic.gpu.state import (
     is_idle,
     kept_positions,
     keys_at,
-    shape_of,
+    row_at,
     slots_at,
+    table_of,
 )
+from winnow_kernels.policies.tactic.gpu.search import coarse
+from winnow_kernels.policies.tactic.gpu.state import KEPT_BLOCK, TAIL_SPLITS, Attention, Contexts, Kept, Scored
 
 OF_PROGRAM: Final = 256
 """Centroids of a program."""
 
+_OF_PROGRAM = tl.constexpr(OF_PROGRAM)
+_TAIL_SPLITS = tl.constexpr(TAIL_SPLITS)
 _TOKENS = tl.constexpr(128)
 _CENTROIDS = tl.constexpr(64)
 _OF_BLOCK = tl.constexpr(KEPT_BLOCK)
@@ -32,73 +36,43 @@ _OF_BLOCK = tl.constexpr(KEPT_BLOCK)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def score_kernel(
-    queries_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    centroids_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
-    clustered_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    caps_ptr: tl.tensor,
+    attention: Attention,
+    heads: Heads,
+    contexts: Contexts,
     counts_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    cluster_sizes_ptr: tl.tensor,
-    cluster_firsts_ptr: tl.tensor,
-    tails_ptr: tl.tensor,
-    kept_weights_ptr: tl.tensor,
-    scale_log2: tl.tensor,
-    query_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    entries_stride: tl.tensor,
-    capacity: tl.tensor,
+    scored: Scored,
+    kept: Kept,
     entry_bytes: tl.tensor,
     key_bytes: tl.tensor,
-    clusters: tl.tensor,
-    kept_blocks: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_block: tl.constexpr,
-    page_size: tl.constexpr,
-    span: tl.constexpr,
-    of_span: tl.constexpr,
-    of_program: tl.constexpr,
-    tail_splits: tl.constexpr,
     in_order: tl.constexpr,
 ) -> None:
     """Score one split of the centroids, or of the tokens in no cluster, for all query heads of a group.
 
-    The first ``tail_splits`` programs of a row and KV head have the tokens, the others the centroids.
+    The first ``TAIL_SPLITS`` programs of a row and KV head have the tokens, the others the centroids.
     """
-    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, sinks, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
-    if is_idle(share, length, clustered, cap):
+    part, kv_head = tl.program_id(0), tl.program_id(1)
+    row = row_at(contexts, tl.program_id(2))
+    if is_idle(row):
         return
-    heads = tl.arange(0, GROUP_BLOCK)
-    of_kv_head = (row * kv_heads + kv_head).to(tl.int64)
-    of_heads = of_kv_head * group + heads
-    queries = group_queries(queries_ptr, row, kv_head, query_stride, group, head_dim, dim_block)
-    if part < tail_splits:
-        kept = length - clustered
+    members = tl.arange(0, GROUP_BLOCK)
+    is_head = members < heads.group
+    of_kv_head = (row.number * heads.kv_heads + kv_head).to(tl.int64)
+    of_heads = of_kv_head * heads.group + members
+    queries = group_queries(attention.queries, row, kv_head, heads)
+    if part < _TAIL_SPLITS:
+        tokens = row.length - row.clustered
         if (part == 0) & (kv_head == 0):
-            spans = count // of_span
-            count_read(counts_ptr, row, spans.to(tl.int64) * entry_bytes + kept.to(tl.int64) * key_bytes)
+            spans = row.clusters // contexts.tables.of_span
+            count_read(counts_ptr, row, spans.to(tl.int64) * entry_bytes + tokens.to(tl.int64) * key_bytes)
         largest = tl.full((GROUP_BLOCK,), NOTHING, tl.float32)
         mass = tl.zeros((GROUP_BLOCK,), tl.float32)
-        for begin in range(part * _TOKENS, kept, tail_splits * _TOKENS):
+        for begin in range(part * _TOKENS, tokens, _TAIL_SPLITS * _TOKENS):
             places = begin + tl.arange(0, _TOKENS)
-            is_token = places < kept
-            positions = kept_positions(places, length, sinks)
-            slots = slots_at(table_ptr + row * table_stride, positions, is_token, page_size)
-            keys = keys_at(keys_ptr + kv_head * head_stride, slots, is_token, slot_stride, head_dim, dim_block)
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+            is_token = places < tokens
+            positions = kept_positions(places, row)
+            slots = slots_at(table_of(contexts.rows, row), positions, is_token, contexts.rows.page_size)
+            keys = keys_at(attention.keys, kv_head, slots, is_token, heads)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * attention.scale_log2
             scores = tl.where(is_token[None, :], scores, NOTHING)
             above = tl.maximum(largest, tl.max(scores, axis=1))
             weights = tl.where(is_token[None, :], tl.exp2(scores - above[:, None]), 0.0)
@@ -107,39 +81,39 @@ def score_kernel(
             if in_order:
                 blocks = begin // _OF_BLOCK + tl.arange(0, _TOKENS // _OF_BLOCK)
                 tl.store(
-                    kept_weights_ptr + of_heads[:, None] * kept_blocks + blocks[None, :],
+                    kept.weights + of_heads[:, None] * kept.blocks + blocks[None, :],
                     _mean_weights(scores, is_token),
-                    mask=(heads < group)[:, None] & (blocks * _OF_BLOCK < kept)[None, :],
+                    mask=is_head[:, None] & (blocks * _OF_BLOCK < tokens)[None, :],
                 )
-        tail_ptr = tails_ptr + (of_heads * tail_splits + part) * 2
-        tl.store(tail_ptr, largest, mask=heads < group)
-        tl.store(tail_ptr + 1, mass, mask=heads < group)
+        tail_ptr = kept.tails + (of_heads * _TAIL_SPLITS + part) * 2
+        tl.store(tail_ptr, largest, mask=is_head)
+        tl.store(tail_ptr + 1, mass, mask=is_head)
     else:
-        first = (part - tail_splits) * of_program
-        dims = tl.arange(0, dim_block)
-        entries_ptr += row * entries_stride
-        of_all = first + tl.arange(0, of_program)
-        addresses_of_all = addresses_of(entries_ptr, of_all, of_all < count, kv_head, capacity, of_span)
-        sizes = tl.load(sizes_ptr + addresses_of_all, mask=of_all < count, other=0).to(tl.int32)
-        firsts = tl.load(firsts_ptr + addresses_of_all, mask=of_all < count, other=0)
+        first = (part - _TAIL_SPLITS) * _OF_PROGRAM
+        dims = tl.arange(0, heads.dim_block)
+        of_all = first + tl.arange(0, _OF_PROGRAM)
+        is_one = of_all < row.clusters
+        addresses_of_all = addresses_of(contexts, row, of_all, is_one, kv_head)
+        sizes = tl.load(contexts.tables.sizes + addresses_of_all, mask=is_one, other=0).to(tl.int32)
+        firsts = tl.load(contexts.tables.firsts + addresses_of_all, mask=is_one, other=0)
         # So many stages that the next tiles are on their way while one is scored.
-        for begin in tl.range(first, tl.minimum(first + of_program, count), _CENTROIDS, num_stages=5):
+        for begin in tl.range(first, tl.minimum(first + _OF_PROGRAM, row.clusters), _CENTROIDS, num_stages=5):
             numbers = begin + tl.arange(0, _CENTROIDS)
-            is_cluster = numbers < count
-            addresses = addresses_of(entries_ptr, numbers, is_cluster, kv_head, capacity, of_span)
+            is_cluster = numbers < row.clusters
+            addresses = addresses_of(contexts, row, numbers, is_cluster, kv_head)
             centroids = tl.load(
-                centroids_ptr + addresses[:, None] * head_dim + dims[None, :],
-                mask=is_cluster[:, None] & (dims < head_dim)[None, :],
+                contexts.tables.centroids + addresses[:, None] * heads.head_dim + dims[None, :],
+                mask=is_cluster[:, None] & (dims < heads.head_dim)[None, :],
                 other=0.0,
             )
             scores = tl.dot(queries, tl.trans(centroids), input_precision="ieee")
             tl.store(
-                scores_ptr + of_heads[:, None] * clusters + numbers[None, :],
+                scored.scores + of_heads[:, None] * scored.clusters + numbers[None, :],
                 coarse(scores),
-                mask=(heads < group)[:, None] & is_cluster[None, :],
+                mask=is_head[:, None] & is_cluster[None, :],
             )
-        tl.store(cluster_sizes_ptr + of_kv_head * clusters + of_all, sizes, mask=of_all < count)
-        tl.store(cluster_firsts_ptr + of_kv_head * clusters + of_all, firsts, mask=of_all < count)
+        tl.store(scored.sizes + of_kv_head * scored.clusters + of_all, sizes, mask=is_one)
+        tl.store(scored.firsts + of_kv_head * scored.clusters + of_all, firsts, mask=is_one)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -9,17 +9,50 @@ such a line. So a round leaves a tenth of a bracket or less, where halving would
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from winnow_kernels.policies.tactic.reference import IGNORED_BITS
+from winnow_kernels.kernel_arguments import Number
+from winnow_kernels.policies.tactic.reference import IGNORED_BITS, WINDOW_CLUSTERS
 from winnow_kernels.selection.gpu_threshold import HIGHEST, LOWEST, count_of, ordered, packed_of, score_of, weight_of
 
 _NUMBERS = tl.constexpr(1 << IGNORED_BITS)
 _COMPARED = tl.constexpr(16 * 2048)
+_WINDOW = tl.constexpr(WINDOW_CLUSTERS)
 
 BRACKETS = tl.constexpr(32)
 """Keys that ``rank_kernel`` leaves for ``fit_kernel``, with the clusters at or above each."""
+
+
+class Bracket(NamedTuple):
+    """Keys, int32, between which a place lies, and what is at or above them, packed: uint32."""
+
+    low: Number
+    high: Number
+    at_low: Number
+    at_high: Number
+
+
+class Window(NamedTuple):
+    """A bracket of a whole window, and within it the brackets of its ends: the last cluster's and the first's.
+
+    Attributes:
+        low: a key with all of the window at or above it.
+        behind: the least key known with less than that: the last cluster is between ``low`` and it.
+        front: the largest key known with some of the window at or above it.
+        high: a key with nothing of the window at or above it: the first cluster is between ``front`` and it.
+        at_low: what is at or above ``low``.
+        at_high: what is at or above ``high``.
+    """
+
+    low: Number
+    behind: Number
+    front: Number
+    high: Number
+    at_low: Number
+    at_high: Number
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,147 +108,94 @@ def sums_above(keys: tl.tensor, packed: tl.tensor, guesses: tl.tensor) -> tl.ten
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def narrowed(
-    low: tl.tensor,
-    high: tl.tensor,
-    at_low: tl.tensor,
-    at_high: tl.tensor,
-    guesses: tl.tensor,
-    sums: tl.tensor,
-    suffices: tl.tensor,
-    misses: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return a bracket, low and high and what is at or above them, after some guesses.
+def narrowed(bracket: Bracket, guesses: tl.tensor, sums: tl.tensor, suffices: tl.tensor, misses: tl.tensor) -> Bracket:
+    """Return a bracket after some guesses.
 
     Args:
-        low: int32 scalar.
-        high: int32 scalar.
-        at_low: uint32 scalar.
-        at_high: uint32 scalar.
+        bracket: before.
         guesses: int32 [m].
         sums: uint32 [m].
         suffices: bool [m]; whether what is sought lies all at or above the guess.
         misses: bool [m]; whether it lies all below.
     """
-    low = tl.maximum(low, tl.max(tl.where(suffices, guesses, LOWEST), axis=0))
-    high = tl.minimum(high, tl.min(tl.where(misses, guesses, HIGHEST), axis=0))
-    at_low = tl.minimum(at_low, tl.min(tl.where(suffices, sums, at_low), axis=0))
-    at_high = tl.maximum(at_high, tl.max(tl.where(misses, sums, at_high), axis=0))
-    return low, high, at_low, at_high
+    low = tl.maximum(bracket.low, tl.max(tl.where(suffices, guesses, LOWEST), axis=0))
+    high = tl.minimum(bracket.high, tl.min(tl.where(misses, guesses, HIGHEST), axis=0))
+    at_low = tl.minimum(bracket.at_low, tl.min(tl.where(suffices, sums, bracket.at_low), axis=0))
+    at_high = tl.maximum(bracket.at_high, tl.max(tl.where(misses, sums, bracket.at_high), axis=0))
+    return Bracket(low, high, at_low, at_high)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def narrowed_window(
-    low: tl.tensor,
-    behind: tl.tensor,
-    front: tl.tensor,
-    high: tl.tensor,
-    at_low: tl.tensor,
-    at_high: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    guesses: tl.tensor,
-    sums: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def narrowed_window(window: Window, first: tl.tensor, guesses: tl.tensor, sums: tl.tensor) -> Window:
     """Return what is known of a window of clusters after some guesses.
 
-    The window's clusters are number ``first`` to number ``end`` - 1, counted from the largest key. Each of its ends has
-    a bracket of its own, which every guess in it narrows: whatever gaps are between scores, a search comes to an end.
+    The window's clusters are number ``first`` and the next, counted from the largest key. Each of its ends has a
+    bracket of its own, which every guess in it narrows: whatever gaps are between scores, a search comes to an end.
 
     Args:
-        low: int32 scalar; a key with all of the window at or above it.
-        behind: int32 scalar; the least key known with less than that: the last cluster is between ``low`` and it.
-        front: int32 scalar; the largest key known with some of the window at or above it.
-        high: int32 scalar; a key with nothing of the window at or above it: the first cluster is between ``front`` and
-            it.
-        at_low: uint32 scalar; what is at or above ``low``.
-        at_high: uint32 scalar; what is at or above ``high``.
+        window: before.
         first: int32 scalar.
-        end: int32 scalar.
         guesses: int32 [m].
         sums: uint32 [m].
-
-    Returns:
-        low, behind, front, high, at_low and at_high.
     """
-    holds, misses = count_of(sums) >= end, count_of(sums) <= first
-    low, high, at_low, at_high = narrowed(low, high, at_low, at_high, guesses, sums, holds, misses)
-    behind = tl.minimum(behind, tl.min(tl.where(holds, HIGHEST, guesses), axis=0))
-    front = tl.maximum(front, tl.max(tl.where(misses, LOWEST, guesses), axis=0))
-    return low, behind, front, high, at_low, at_high
+    holds, misses = count_of(sums) >= first + _WINDOW, count_of(sums) <= first
+    whole = Bracket(window.low, window.high, window.at_low, window.at_high)
+    whole = narrowed(whole, guesses, sums, holds, misses)
+    behind = tl.minimum(window.behind, tl.min(tl.where(holds, HIGHEST, guesses), axis=0))
+    front = tl.maximum(window.front, tl.max(tl.where(misses, LOWEST, guesses), axis=0))
+    return Window(whole.low, behind, front, whole.high, whole.at_low, whole.at_high)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def guessed_window_keys(
-    low: tl.tensor,
-    behind: tl.tensor,
-    front: tl.tensor,
-    high: tl.tensor,
-    at_low: tl.tensor,
-    at_high: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    offsets: tl.tensor,
-    halves: tl.tensor,
-) -> tl.tensor:
+def guessed_window_keys(window: Window, first: tl.tensor, offsets: tl.tensor, halves: tl.tensor) -> tl.tensor:
     """Return keys at which about a window's ends are: int32 [m]. See ``narrowed_window`` and ``guessed_keys``.
 
     Where ``offsets`` are positive they are within the bracket of its last cluster, else within that of its first; what
     halves does so with the wider of the two.
     """
+    low, behind, front, high = window.low, window.behind, window.front, window.high
+    end = first + _WINDOW
     # Half of each, such that the differences are within 32 bits.
     is_last_wider = (behind >> 1) - (low >> 1) > (high >> 1) - (front >> 1)
     is_last = (offsets > 0) | (halves & is_last_wider)
     # A key within the window has between ``first`` and ``end`` clusters at or above it.
-    at_behind = tl.where(behind == high, at_high, packed_of(first, 0).to(tl.uint32, bitcast=True))
-    at_front = tl.where(front == low, at_low, packed_of(end, 0).to(tl.uint32, bitcast=True))
-    return guessed_keys(
+    at_behind = tl.where(behind == high, window.at_high, packed_of(first, 0).to(tl.uint32, bitcast=True))
+    at_front = tl.where(front == low, window.at_low, packed_of(end, 0).to(tl.uint32, bitcast=True))
+    of_end = Bracket(
         tl.where(is_last, low, front),
         tl.where(is_last, behind, high),
-        tl.where(is_last, at_low, at_front),
-        tl.where(is_last, at_behind, at_high),
-        tl.where(is_last, end, first),
-        offsets,
-        halves,
-        False,
+        tl.where(is_last, window.at_low, at_front),
+        tl.where(is_last, at_behind, window.at_high),
     )
+    return guessed_keys(of_end, tl.where(is_last, end, first), offsets, halves, False)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def within(at_low: tl.tensor, at_high: tl.tensor) -> tl.tensor:
+def within(bracket: Bracket | Window) -> tl.tensor:
     """Return how many clusters a bracket holds, int32."""
-    return (count_of(at_low) - count_of(at_high)).to(tl.int32)
+    return (count_of(bracket.at_low) - count_of(bracket.at_high)).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def guessed_keys(
-    low: tl.tensor,
-    high: tl.tensor,
-    at_low: tl.tensor,
-    at_high: tl.tensor,
-    wanted: tl.tensor,
-    offsets: tl.tensor,
-    halves: tl.tensor,
-    by_weight: tl.constexpr,
+    bracket: Bracket, wanted: tl.tensor, offsets: tl.tensor, halves: tl.tensor, by_weight: tl.constexpr
 ) -> tl.tensor:
-    """Return keys above low and below high, if there are any, at which about ``wanted`` is at or above: int32 [m].
+    """Return keys within brackets, if there are any, at which about ``wanted`` is at or above: int32 [m].
 
     Args:
-        low: int32 scalar or [m].
-        high: int32, as ``low``.
-        at_low: uint32, as ``low``.
-        at_high: uint32, as ``low``.
+        bracket: of scalars or [m].
         wanted: int32 [m]; tokens if ``by_weight``, else clusters.
         offsets: float32 [m]; by how much more to guess, in units by which clusters scatter about a straight line.
         halves: bool [m]; whether to guess the middle of low and high instead: that bounds the rounds, whatever the
             scores.
         by_weight: see ``wanted``.
     """
-    low_amount, high_amount = count_of(at_low), count_of(at_high)
+    low, high = bracket.low, bracket.high
+    low_amount, high_amount = count_of(bracket.at_low), count_of(bracket.at_high)
     if by_weight:
-        low_amount, high_amount = weight_of(at_low), weight_of(at_high)
+        low_amount, high_amount = weight_of(bracket.at_low), weight_of(bracket.at_high)
     # n clusters scatter by √n / 2, and some more as their density changes: in shares of them.
-    scatter = 0.5 * tl.rsqrt(tl.maximum(within(at_low, at_high), 1).to(tl.float32)) + 0.02
+    scatter = 0.5 * tl.rsqrt(tl.maximum(within(bracket), 1).to(tl.float32)) + 0.02
     of_one = 1.0 / tl.maximum((low_amount - high_amount).to(tl.float32), 1.0)
     share = (low_amount.to(tl.int32) - wanted).to(tl.float32) * of_one - offsets * scatter
     share = tl.minimum(tl.maximum(share, 0.02), 0.98)

@@ -29,33 +29,42 @@ quarters of the longest context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-import torch
 import triton
 from torch import Tensor
 
-from winnow_kernels.batch import DecodeBatch, DeviceSelection, ToldShares
+from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.cluster_tables import LayerClusters
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
+from winnow_kernels.kernel_arguments import Heads, Selected
 from winnow_kernels.policies.tactic.gpu import fit as tactic_fit
 from winnow_kernels.policies.tactic.gpu import order as tactic_order
 from winnow_kernels.policies.tactic.gpu import ranks as tactic_ranks
-from winnow_kernels.policies.tactic.gpu import samples as tactic_samples
 from winnow_kernels.policies.tactic.gpu import scores as tactic_scores
 from winnow_kernels.policies.tactic.gpu import slots as tactic_slots
 from winnow_kernels.policies.tactic.gpu import union as tactic_union
+from winnow_kernels.policies.tactic.gpu.contexts import LARGEST_GROUP
 from winnow_kernels.policies.tactic.gpu.fit import fit_kernel
 from winnow_kernels.policies.tactic.gpu.order import place_kernel, step_kernel
 from winnow_kernels.policies.tactic.gpu.order_capped import capped_share_kernel
 from winnow_kernels.policies.tactic.gpu.ranks import rank_kernel
+from winnow_kernels.policies.tactic.gpu.samples import SLICE as SAMPLED_SLICE
 from winnow_kernels.policies.tactic.gpu.samples import sample_kernel
 from winnow_kernels.policies.tactic.gpu.scores import score_kernel
 from winnow_kernels.policies.tactic.gpu.slots import slot_kernel
-from winnow_kernels.policies.tactic.gpu.state import LARGEST_GROUP, SLICE, TAIL_SPLITS, TacticWorkspace, known_block_of
+from winnow_kernels.policies.tactic.gpu.state import (
+    SLICE,
+    TAIL_SPLITS,
+    Attention,
+    Contexts,
+    TacticBatch,
+    TacticStatistics,
+    TacticWorkspace,
+    known_block_of,
+)
 from winnow_kernels.policies.tactic.gpu.union import union_kernel
 from winnow_kernels.policies.tactic.reference import WHOLE_SHARE
 
@@ -64,58 +73,9 @@ MAX_CLUSTERS: Final = 16_384
 MAX_TOKENS: Final = MAX_CLUSTERS * CLUSTER_SIZE
 """Tokens of a context, at most."""
 
-_LOG2_E: Final = 1.4426950408889634
 # Clusters of 32K tokens; each width is a launch of two kernels, whose programs leave rows of other widths at once.
 _NARROWEST: Final = 2048
 _WIDER: Final = 4
-
-
-@dataclass(frozen=True, eq=False)
-class TacticBatch:
-    """The parameters of a batch's rows.
-
-    Attributes:
-        entries: int32 [rows, spans]; index entries of the row's usable spans, first that in which its sinks end.
-            Beyond them any.
-        clustered: int32 [rows]; where the last of these spans ends, less than the row's length; without spans, 0 up to
-            ``sinks``. What comes behind it is always attended to.
-        sinks: int32 [rows]; first tokens that are in no cluster and always attended to.
-        p: float64 [rows]; share of the attention mass, 0 for a row of another kind.
-        caps: int32 [rows]; cap on the union of each KV head, 0 for none.
-        by_priority: int32 [rows]; not 0 where tokens must come in order, as early termination needs them.
-    """
-
-    entries: Tensor
-    clustered: Tensor
-    sinks: Tensor
-    p: Tensor
-    caps: Tensor
-    by_priority: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, spans: int, device: torch.device) -> TacticBatch:
-        """Return the parameters of ``rows`` rows of other kinds, with room for ``spans`` spans each."""
-        clustered, sinks, caps, by_priority = torch.zeros(4, rows, dtype=torch.int32, device=device)
-        entries = torch.zeros(rows, spans, dtype=torch.int32, device=device)
-        return cls(entries, clustered, sinks, torch.zeros(rows, dtype=torch.float64, device=device), caps, by_priority)
-
-
-@dataclass(frozen=True, eq=False)
-class TacticStatistics:
-    """What is believed of a layer's selections, and what is known of those of the layers so far in a step.
-
-    Attributes:
-        told: beliefs of this layer; ``attend`` adds up shares. ``TacticStep.estimated_share`` is their mean over query
-            heads.
-        capped: int32 [rows]; not 0 where a cap has cut a selection. Whoever begins a step sets it to 0.
-    """
-
-    told: ToldShares
-    capped: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, query_heads: int, device: torch.device) -> TacticStatistics:
-        return cls(ToldShares.empty(rows, query_heads, device), torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 def selection_width(longest: int) -> int:
@@ -178,11 +138,8 @@ def select(
             without ``in_order``.
     """
     kv_heads, width = selection.slots.shape[1:]
-    query_heads, head_dim = queries.shape[1:]
+    query_heads = queries.shape[1]
     group = query_heads // kv_heads
-    capacity, of_span = clusters.sizes.shape[1:]
-    span = clusters.offsets.shape[2]
-    block, known_block, kept_blocks = (t.shape[2] for t in (workspace.scores, workspace.known, workspace.kept_weights))
     if batch.longest > MAX_TOKENS:
         raise ValueError(f"batch: contexts of at most {MAX_TOKENS} tokens, not {batch.longest}")
     if width < selection_width(batch.longest):
@@ -192,125 +149,50 @@ def select(
     if capped and not in_order:
         raise ValueError("capped: what a cap cuts depends on the order, so in_order must be true")
 
-    keys = cache.keys
-    dim_block = max(16, triton.next_power_of_2(head_dim))
-    member_bytes = cache.vector_bytes + clusters.firsts.element_size() + clusters.offsets.element_size()
-    scale_log2 = scale * _LOG2_E
-    of_row = (batch.lengths, rows.entries, rows.clustered, rows.sinks, rows.p, rows.caps)
-    without_entries = (batch.lengths, rows.clustered, rows.sinks, rows.p, rows.caps)
-    of_order = (*without_entries, rows.by_priority)
-    of_index = (clusters.sizes, clusters.firsts, clusters.offsets)
-    key_strides = (queries.stride(0), keys.stride(0), keys.stride(1))
-    row_strides = (batch.page_table.stride(0), rows.entries.stride(0), capacity)
-    by_number = (workspace.cluster_sizes, workspace.cluster_firsts)
-    lists = (workspace.listed, workspace.firsts, workspace.starts)
-    heads = {"kv_heads": kv_heads, "group": group}
-    dims = {"head_dim": head_dim, "dim_block": dim_block}
-    layout = {"page_size": batch.page_size, "span": span, "of_span": of_span}
-    group_block, slices, widths = triton.next_power_of_2(group), block // SLICE, widths_of(block)
+    attention, heads = Attention.of(queries, cache, scale), Heads.of(query_heads, cache)
+    contexts = Contexts.of(batch, rows, clusters)
+    scored, kept, ranked, fitted, listed, ordered = workspace
+    block, group_block = scored.clusters.value, triton.next_power_of_2(group)
+    slices = block // SLICE
+    offset_bytes = clusters.firsts.element_size() + clusters.offsets.element_size()
 
-    programs = triton.cdiv(rows.entries.shape[1] * of_span, tactic_scores.OF_PROGRAM)
+    programs = triton.cdiv(rows.entries.shape[1] * clusters.sizes.shape[2], tactic_scores.OF_PROGRAM)
     score_kernel[(TAIL_SPLITS + programs, kv_heads, batch.rows)](
-        queries,
-        keys,
-        clusters.centroids,
-        clusters.sizes,
-        clusters.firsts,
-        batch.page_table,
-        *of_row,
+        attention,
+        heads,
+        contexts,
         batch.counts,
-        workspace.scores,
-        *by_number,
-        workspace.tails,
-        workspace.kept_weights,
-        scale_log2,
-        *key_strides,
-        *row_strides,
+        scored,
+        kept,
         clusters.entry_bytes,
         kv_heads * cache.vector_bytes,
-        block,
-        kept_blocks,
-        **heads,
-        **dims,
-        **layout,
-        of_program=tactic_scores.OF_PROGRAM,
-        tail_splits=TAIL_SPLITS,
         in_order=in_order,
         num_warps=4,
     )
-    for fewest, most in widths:
+    for fewest, most in widths_of(block):
         rank_kernel[(query_heads, batch.rows)](
-            workspace.scores,
-            workspace.cluster_sizes,
-            *without_entries,
+            contexts,
+            heads,
             batch.counts,
-            workspace.ranks,
-            workspace.known,
-            workspace.windows,
-            workspace.histogram,
-            member_bytes,
-            block,
-            known_block,
-            query_heads,
-            group=group,
-            span=span,
-            of_span=of_span,
+            scored,
+            ranked,
+            cache.vector_bytes + offset_bytes,
             block=most,
             fewest=fewest,
             num_warps=warps_of(most, tactic_ranks.CLUSTERS_OF_THREAD),
         )
-    splits = block // tactic_samples.SLICE
-    sample_kernel[(splits + 2 * group, kv_heads, batch.rows)](
-        queries,
-        keys,
-        *by_number,
-        clusters.offsets,
-        batch.page_table,
-        *without_entries,
-        workspace.scores,
-        workspace.ranks,
-        workspace.windows,
-        workspace.masses,
-        workspace.window_masses,
-        *lists,
-        scale_log2,
-        *key_strides,
-        batch.page_table.stride(0),
-        capacity,
-        clusters=block,
-        **heads,
-        **dims,
-        **layout,
-        splits=splits,
-        num_warps=4,
+    sample_kernel[(block // SAMPLED_SLICE + 2 * group, kv_heads, batch.rows)](
+        attention, heads, contexts, scored, ranked, listed, num_warps=4
     )
-    for fewest, most in widths:
+    for fewest, most in widths_of(block):
         fit_kernel[(query_heads, batch.rows)](
-            queries,
-            keys,
-            workspace.cluster_sizes,
-            clusters.firsts,
-            clusters.offsets,
-            batch.page_table,
-            *of_row,
-            workspace.scores,
-            workspace.masses,
-            workspace.known,
-            workspace.tails,
-            workspace.window_masses,
-            workspace.ranks,
-            workspace.cuts,
-            workspace.fits,
-            workspace.histogram,
-            workspace.shares,
-            scale_log2,
-            *key_strides,
-            *row_strides,
-            **heads,
-            **dims,
-            **layout,
-            clusters=block,
-            known_clusters=known_block,
+            attention,
+            heads,
+            contexts,
+            scored,
+            kept,
+            ranked,
+            fitted,
             block=most,
             known_block=known_block_of(most),
             fewest=fewest,
@@ -318,121 +200,36 @@ def select(
         )
     union_slices = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
     union_kernel[(slices // union_slices, kv_heads, batch.rows)](
-        *by_number,
-        *without_entries,
-        workspace.scores,
-        workspace.cuts,
-        workspace.totals,
-        *lists,
-        workspace.needed,
-        clusters=block,
-        **heads,
+        contexts,
+        heads,
+        scored,
+        fitted,
+        listed,
         group_block=group_block,
-        span=span,
-        of_span=of_span,
         of_program=union_slices,
         num_warps=4,
     )
     if in_order:
         step_kernel[(tactic_order.STEP_PROGRAMS, kv_heads, batch.rows)](
-            *of_order,
-            workspace.scores,
-            workspace.cluster_sizes,
-            workspace.masses,
-            workspace.ranks,
-            workspace.fits,
-            workspace.kept_weights,
-            workspace.cuts,
-            workspace.totals,
-            workspace.listed,
-            workspace.needed,
-            workspace.placed,
-            workspace.steps,
-            workspace.step_sums,
-            workspace.places,
-            workspace.kept_placed,
-            workspace.kept_steps,
-            workspace.kept_sums,
-            workspace.windows,
-            scale_log2,
-            kept_blocks,
-            clusters=block,
-            **heads,
-            group_block=group_block,
-            span=span,
-            of_span=of_span,
-            num_warps=4,
+            contexts, heads, *workspace, attention.scale_log2, group_block=group_block, num_warps=4
         )
-        place_kernel[(tactic_order.PLACE_PROGRAMS, kv_heads, batch.rows)](
-            workspace.placed,
-            workspace.steps,
-            workspace.step_sums,
-            workspace.places,
-            workspace.targets,
-            workspace.kept_placed,
-            workspace.kept_steps,
-            workspace.kept_sums,
-            workspace.kept_targets,
-            kept_blocks,
-            clusters=block,
-            num_warps=4,
-        )
+        place_kernel[(tactic_order.PLACE_PROGRAMS, kv_heads, batch.rows)](kept, ordered, scored.clusters, num_warps=4)
     if capped:
         capped_share_kernel[(query_heads, batch.rows)](
-            queries,
-            keys,
-            *of_index,
-            batch.page_table,
-            *of_row,
-            workspace.scores,
-            workspace.masses,
-            workspace.known,
-            workspace.ranks,
-            workspace.cuts,
-            workspace.fits,
-            workspace.totals,
-            workspace.listed,
-            workspace.needed,
-            workspace.placed,
-            workspace.steps,
-            workspace.places,
-            workspace.shares,
-            scale_log2,
-            *key_strides,
-            *row_strides,
-            **heads,
-            **dims,
-            **layout,
-            clusters=block,
-            known_block=known_block,
-            num_warps=4,
+            attention, heads, contexts, scored, ranked, fitted, listed, ordered, num_warps=4
         )
     slot_kernel[(tactic_slots.KEPT_SPLITS + slices, kv_heads, batch.rows)](
-        clusters.offsets,
-        batch.page_table,
-        *of_order,
+        contexts,
+        heads,
         batch.counts,
-        workspace.totals,
-        *lists,
-        workspace.places,
-        workspace.targets,
-        workspace.kept_placed,
-        workspace.kept_targets,
-        workspace.fits,
-        workspace.shares,
-        statistics.told.beliefs,
-        statistics.capped,
-        selection.slots,
-        selection.counts,
-        batch.page_table.stride(0),
-        capacity,
-        member_bytes - cache.vector_bytes,
-        width,
-        kept_blocks,
-        clusters=block,
-        **heads,
-        **layout,
-        kept_splits=tactic_slots.KEPT_SPLITS,
+        scored,
+        kept,
+        fitted,
+        listed,
+        ordered,
+        statistics,
+        Selected.of(selection),
+        offset_bytes,
         in_order=in_order,
         num_warps=4,
     )

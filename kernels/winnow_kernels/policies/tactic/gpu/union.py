@@ -12,15 +12,18 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from winnow_kernels.kernel_arguments import Heads
+from winnow_kernels.policies.tactic.gpu.contexts import is_idle, row_at, through
 from winnow_kernels.policies.tactic.gpu.state import (
     CUT_KEY,
     CUT_LAST,
     CUT_TAKEN,
     CUTS,
     SLICE,
-    is_idle,
-    shape_of,
-    through,
+    Contexts,
+    Fitted,
+    Listed,
+    Scored,
 )
 from winnow_kernels.selection.gpu_threshold import HIGHEST, count_of, counted, ordered, weight_of
 
@@ -32,53 +35,38 @@ _SLICE = tl.constexpr(SLICE)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def union_kernel(
-    cluster_sizes_ptr: tl.tensor,
-    cluster_firsts_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    clustered_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
-    caps_ptr: tl.tensor,
-    scores_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    list_firsts_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    needed_ptr: tl.tensor,
-    clusters: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
+    contexts: Contexts,
+    heads: Heads,
+    scored: Scored,
+    fitted: Fitted,
+    listed: Listed,
     group_block: tl.constexpr,
-    span: tl.constexpr,
-    of_span: tl.constexpr,
     of_program: tl.constexpr,
 ) -> None:
     """List the clusters of some slices of which some query head of a group takes something, and how much of each."""
-    part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    share, cap = tl.load(shares_ptr + row), tl.load(caps_ptr + row)
-    length, _, clustered, count = shape_of(lengths_ptr, clustered_ptr, sinks_ptr, row, span, of_span)
-    if is_idle(share, length, clustered, cap) | (part * of_program * _SLICE >= count):
+    part, kv_head = tl.program_id(0), tl.program_id(1)
+    row = row_at(contexts, tl.program_id(2))
+    if is_idle(row) | (part * of_program * _SLICE >= row.clusters):
         return
-    of_kv_head = row.to(tl.int64) * kv_heads + kv_head
+    of_kv_head = row.number.to(tl.int64) * heads.kv_heads + kv_head
     slices = part * of_program + tl.arange(0, of_program)
     # Neighbouring ones in neighbouring threads, so that no block has to change places.
     numbers = slices[:, None] * _SLICE + tl.max_contiguous(tl.arange(0, _SLICE), 1)[None, :]
-    present = numbers < count
-    heads = tl.arange(0, group_block)
-    is_head = heads < group
-    of_heads = of_kv_head * group + heads
+    present = numbers < row.clusters
+    members = tl.arange(0, group_block)
+    is_head = members < heads.group
+    of_heads = of_kv_head * heads.group + members
     # One after the other and before anything is used, so that all are under way together.
-    key = tl.load(cuts_ptr + of_heads * CUTS + CUT_KEY, mask=is_head, other=HIGHEST)
-    last = tl.load(cuts_ptr + of_heads * CUTS + CUT_LAST, mask=is_head, other=-1)
-    taken = tl.load(cuts_ptr + of_heads * CUTS + CUT_TAKEN, mask=is_head, other=0)
+    key = tl.load(fitted.cuts + of_heads * CUTS + CUT_KEY, mask=is_head, other=HIGHEST)
+    last = tl.load(fitted.cuts + of_heads * CUTS + CUT_LAST, mask=is_head, other=-1)
+    taken = tl.load(fitted.cuts + of_heads * CUTS + CUT_TAKEN, mask=is_head, other=0)
     scores = tl.load(
-        scores_ptr + of_heads[:, None, None] * clusters + numbers[None, :, :],
+        scored.scores + of_heads[:, None, None] * scored.clusters + numbers[None, :, :],
         mask=is_head[:, None, None] & present[None, :, :],
         other=0.0,
     )
-    sizes = tl.load(cluster_sizes_ptr + of_kv_head * clusters + numbers, mask=present, other=0)
-    firsts = tl.load(cluster_firsts_ptr + of_kv_head * clusters + numbers, mask=present, other=0)
+    sizes = tl.load(scored.sizes + of_kv_head * scored.clusters + numbers, mask=present, other=0)
+    firsts = tl.load(scored.firsts + of_kv_head * scored.clusters + numbers, mask=present, other=0)
 
     key, last, taken = key[:, None, None], last[:, None, None], taken[:, None, None]
     is_taken = through(ordered(scores), numbers[None, :, :], key, last - 1)
@@ -87,10 +75,10 @@ def union_kernel(
     needed = tl.max(tl.where(is_head[:, None, None] & present[None, :, :], needed, 0), axis=0)
     is_needed = needed > 0
     packed = tl.where(is_needed, counted(needed), 0)
-    tl.store(totals_ptr + of_kv_head * (clusters // _SLICE) + slices, tl.sum(packed, axis=1))
+    tl.store(listed.totals + of_kv_head * (scored.clusters // _SLICE) + slices, tl.sum(packed, axis=1))
     running = tl.cumsum(packed, axis=1)
-    place = of_kv_head * clusters + slices[:, None] * _SLICE + count_of(running) - 1
-    tl.store(listed_ptr + place, numbers, mask=is_needed)
-    tl.store(list_firsts_ptr + place, firsts, mask=is_needed)
-    tl.store(starts_ptr + place, weight_of(running) - needed, mask=is_needed)
-    tl.store(needed_ptr + place, needed, mask=is_needed)
+    place = of_kv_head * scored.clusters + slices[:, None] * _SLICE + count_of(running) - 1
+    tl.store(listed.numbers + place, numbers, mask=is_needed)
+    tl.store(listed.firsts + place, firsts, mask=is_needed)
+    tl.store(listed.starts + place, weight_of(running) - needed, mask=is_needed)
+    tl.store(listed.needed + place, needed, mask=is_needed)
