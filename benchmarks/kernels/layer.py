@@ -269,9 +269,9 @@ def measure(
     stages: list[tuple[str, dict[str, Any], Stage]] = []
     for contestant in contestants:
         for termination in contestant.terminations:
-            told = {**contestant.parameters, "termination": termination}
+            labels = {**contestant.parameters, "termination": termination}
             found = stages_of(contestant, termination, timer, shape, delta_layers)
-            stages += [(contestant.name, told, stage) for stage in found]
+            stages += [(contestant.name, labels, stage) for stage in found]
     after = timer.dense()
     both = {
         name: replace(timing, microseconds=(timing.microseconds + after[name].microseconds) / 2)
@@ -284,9 +284,9 @@ def measure(
         )
         for each, timing in both.items()
     ]
-    told_all = {"dense_backend": name, "layers": layers}
+    of_all = {"dense_backend": name, "layers": layers}
     return rows + [
-        row_of(case, model, policy, {"backend": "winnow", **parameters, **told_all}, stage, baseline, contexts)
+        row_of(case, model, policy, {"backend": "winnow", **parameters, **of_all}, stage, baseline, contexts)
         for policy, parameters, stage in stages
     ]
 
@@ -430,19 +430,19 @@ def table(rows: Sequence[Row]) -> Table:
         "model", "context", "batch", "policy", "stage", "dense µs", "µs", "spread", "times as fast", "of floor"
     )
     for row in rows:
-        told = row.parameters
-        details = [f"{told['read_percent']} %" if "read_percent" in told else "", told.get("role", "")]
-        if (termination := told.get("termination", _NONE)) != _NONE:
+        labels = row.parameters
+        details = [f"{labels['read_percent']} %" if "read_percent" in labels else "", labels.get("role", "")]
+        if (termination := labels.get("termination", _NONE)) != _NONE:
             details.append(termination)
         if row.policy == "dense":
-            details.append(told["backend"])
+            details.append(labels["backend"])
         policy = ", ".join(filter(None, (row.policy, *details)))
         result.add_row(
             row.model,
             str(row.context),
             str(row.batch),
             policy,
-            told["stage"],
+            labels["stage"],
             "" if row.dense is None else f"{row.dense:.1f}",
             f"{row.measured:.1f}",
             "" if row.spread is None else f"{row.spread:.1%}",

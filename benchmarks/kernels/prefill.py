@@ -79,11 +79,11 @@ class Contestant:
 
     Attributes:
         parameters: of QUOKA; None for ``whole``.
-        told: what tells its rows apart.
+        labels: what tells its rows apart.
     """
 
     parameters: QuokaPrefill | None
-    told: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -285,8 +285,8 @@ def contestants_of(
         for count in representatives
         for budget, ratio in [*((b, None) for b in budgets), *((None, percent / 100) for percent in percents)]
     ]
-    told = [p.model_dump(exclude={"policy"}, exclude_none=True) for p in parameters]
-    return [*map(Contestant, parameters, told), Contestant(None)]
+    labels = [p.model_dump(exclude={"policy"}, exclude_none=True) for p in parameters]
+    return [*map(Contestant, parameters, labels), Contestant(None)]
 
 
 def chunks_of(length: int, chunk: int) -> list[Chunk]:
@@ -312,7 +312,7 @@ def check(prompt: Prompt, contestants: Sequence[Contestant]) -> dict[str, float]
         prefill = BlockPrefill(prompt, contestant, [last])
         result = prefill.layer(last)
         blocks, selection = prefill.blocks[last].blocks, prefill.selection(last)
-        of_contestant = ", ".join([contestant.name, *(f"{name} {value}" for name, value in contestant.told.items())])
+        of_contestant = ", ".join([contestant.name, *(f"{name} {value}" for name, value in contestant.labels.items())])
         if contestant.parameters is not None:
             share = _differing_share(prompt, contestant.parameters, blocks, selection)
             errors[f"{of_contestant}: selection"] = share
@@ -384,8 +384,8 @@ def measure(
     ]  # fmt: skip
     for contestant, stage, peak in found:
         memory = {"peak_bytes": peak, "peak_bytes_beyond_dense": peak - dense_peaks[fastest]}
-        told = {"backend": "winnow", **contestant.told, "dense_backend": fastest, **memory}
-        rows.append(row_of(context, model, contestant.name, told, stage, both[fastest], operations))
+        labels = {"backend": "winnow", **contestant.labels, "dense_backend": fastest, **memory}
+        rows.append(row_of(context, model, contestant.name, labels, stage, both[fastest], operations))
     return rows
 
 
@@ -467,22 +467,22 @@ def table(rows: Sequence[Row]) -> Table:
         "context", "policy", "stage", "dense ms", "ms", "spread", "times as fast", "of floor", "TFLOP/s", "MiB"
     )
     for row in rows:
-        told = row.parameters
-        budget = {name: told[name] for name in ("budget", "budget_ratio") if name in told}
+        labels = row.parameters
+        budget = {name: labels[name] for name in ("budget", "budget_ratio") if name in labels}
         what = [row.policy, *(f"{name} {value}" for name, value in budget.items())]
         if row.policy == "dense":
-            what.append(told["backend"])
+            what.append(labels["backend"])
         result.add_row(
             str(row.context),
             ", ".join(what),
-            told["stage"],
+            labels["stage"],
             "" if row.dense is None else f"{row.dense / 1e3:.2f}",
             f"{row.measured / 1e3:.2f}",
             "" if row.spread is None else f"{row.spread:.1%}",
             "" if row.speedup is None else f"{row.speedup:.2f}",
             "" if row.floor_ratio is None else f"{row.floor_ratio:.0%}",
-            f"{told['tflops']:.0f}",
-            f"{told['peak_bytes'] / 2**20:.0f}",
+            f"{labels['tflops']:.0f}",
+            f"{labels['peak_bytes'] / 2**20:.0f}",
         )
     return result
 

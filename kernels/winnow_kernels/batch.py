@@ -78,12 +78,12 @@ class DecodeBatch:
         return self.page_table.shape[1] * self.page_size
 
 
-class ToldShares(NamedTuple):
-    """What selectors believe of the attention mass in a layer, and what rows are told that they have attended of it.
+class ReportedShares(NamedTuple):
+    """What selectors believe of the attention mass in a layer, and the share of it that is reported as attended.
 
     Attributes:
         beliefs: float32 [rows, query heads, 2]; logarithms, base 2, of the mass of the tokens selected and of that of
-            all others. Both are ``NO_MASS`` where everything is read, and in rows that are told nothing.
+            all others. Both are ``NO_MASS`` where everything is read, and in rows of which nothing is reported.
         shares: float64 [rows, query heads]; share of the attention mass that was attended, added up over layers: of
             what was read exactly, of the rest as believed.
     """
@@ -92,7 +92,7 @@ class ToldShares(NamedTuple):
     shares: Tensor
 
     @classmethod
-    def empty(cls, rows: int, query_heads: int, device: torch.device) -> ToldShares:
+    def empty(cls, rows: int, query_heads: int, device: torch.device) -> ReportedShares:
         """Return what begins a step."""
         return cls(
             torch.full((rows, query_heads, 2), NO_MASS, dtype=torch.float32, device=device),

@@ -13,12 +13,12 @@ from tests.plots import assert_readable
 
 
 def row(policy: str, speedup: float, context: int = 32768, bench: str = "attention", **parameters: Any) -> Row:
-    told = {"backend": "winnow", "stage": "layer", "termination": "none", "figure": "tpot"} | parameters
+    reported = {"backend": "winnow", "stage": "layer", "termination": "none", "figure": "tpot"} | parameters
     return Row(
         bench=bench,
         model="Llama-3.1-8B",
         policy=policy,
-        parameters=told,
+        parameters=reported,
         context=context,
         batch=8,
         dense=100.0,

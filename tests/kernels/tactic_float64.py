@@ -146,7 +146,7 @@ def select(
     return Expected(positions, [count for count, *_ in per_head], shares, totals, capped)
 
 
-def told_share(queries: Array, keys: Array, scale: float, expected: Expected, read: list[int]) -> float:
+def reported_share(queries: Array, keys: Array, scale: float, expected: Expected, read: list[int]) -> float:
     """What is told of a KV head that was to read what is ``expected`` and has read these positions: a mean."""
     shares = []
     for query, held, total in zip(queries, expected.held, expected.total, strict=True):

@@ -86,7 +86,7 @@ def expected_of(
     clusters = list(zip(centroids, members, strict=False))
     asked = (parameters.p, parameters.max_tokens, parameters.sinks)
     expected = tactic_float64.select(grouped, keys, length, clusters, SCALE, *asked, in_order)
-    return expected, tactic_float64.told_share(grouped, keys, SCALE, expected, expected.positions)
+    return expected, tactic_float64.reported_share(grouped, keys, SCALE, expected, expected.positions)
 
 
 def slots_of(selection: Selection, request: int, head: int) -> list[int]:
@@ -276,10 +276,10 @@ def test_a_sink_that_its_cluster_hides() -> None:
         chosen = torch.tensor(slots_of(selection, 0, 0))
         assert len(chosen) < 0.75 * 2500
         shares.append((float(step.estimated_share[0]), float(weights[torch.isin(slots, chosen)].sum())))
-    (told_without, true_without), (told, true) = shares
-    assert told_without > 0.88
+    (reported_without, true_without), (reported, true) = shares
+    assert reported_without > 0.88
     assert true_without < 0.6
-    assert told == pytest.approx(true, abs=0.02)
+    assert reported == pytest.approx(true, abs=0.02)
     assert true >= 0.9
 
 

@@ -38,7 +38,7 @@ from winnow_kernels.attend.gpu_merge import (
     splits_of,
 )
 from winnow_kernels.attend.gpu_tile import attend_tile
-from winnow_kernels.batch import DecodeBatch, DeviceSelection, ToldShares
+from winnow_kernels.batch import DecodeBatch, DeviceSelection, ReportedShares
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Rows, Selected, Vectors
 
@@ -142,7 +142,7 @@ def attend(
     thresholds: Tensor | None,
     buffers: AttendBuffers,
     output: Tensor,
-    told: ToldShares | None = None,
+    reported: ReportedShares | None = None,
 ) -> None:
     """Attend to what each row and KV head selected, and count it in ``batch.counts``, the context too.
 
@@ -160,7 +160,7 @@ def attend(
             infinite patience where a row has none; None if no row has any.
         buffers: made for at least as many rows, and for layers like this.
         output: [rows, query heads, head dim]; rows and heads may be strided.
-        told: where the shares of the mass that were attended are added; None if nobody is told any.
+        reported: where the shares of the mass that were attended are added; None if none are reported.
     """
     rows, query_heads, _ = queries.shape
     pairs = rows * cache.kv_heads
@@ -196,7 +196,7 @@ def attend(
         Vectors.of(output),
         buffers.log_sum_exp,
         batch.counts,
-        told,
+        reported,
         heads,
         2 * cache.vector_bytes,
         num_warps=4,

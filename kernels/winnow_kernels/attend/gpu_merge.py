@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.attend.early_termination import MAX_SPLITS, TILE, TILES_PER_SPLIT
-from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count, ToldShares
+from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count, ReportedShares
 from winnow_kernels.kernel_arguments import Heads, Pointer, Rows, Selected, Vectors
 
 PARTIAL_SLOTS: Final = 64
@@ -105,14 +105,14 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     output: Vectors,
     log_sum_exp_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    told: ToldShares,
+    reported: ReportedShares,
     heads: Heads,
     token_bytes: tl.tensor,
 ) -> None:
     """Merge the splits of one query head and add the share that it attended; the first of a group counts what was read.
 
     Grid: (rows × KV heads, group). Arguments are those of ``attend.gpu.attend``, with None where there are no
-    thresholds or nobody is told anything, and ``token_bytes``, those of a key and a value.
+    thresholds or no shares are reported, and ``token_bytes``, those of a key and a value.
     """
     pair = tl.program_id(0)
     of_group = tl.program_id(1)
@@ -154,11 +154,11 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
         if stops:
             of_splits = tl.load(partial.tiles_read + pair.to(tl.int64) * _PARTIAL_SLOTS + split, mask=present, other=0)
             read = tl.sum(of_splits, axis=0)
-    if told is not None:
+    if reported is not None:
         # What is selected weighs at least as much as what was read of it, and just that if it was read to the end.
-        of_selected = tl.where(read < tiles, tl.maximum(tl.load(told.beliefs + head * 2), mass), mass)
-        unread = tl.exp2(of_selected - mass) - 1.0 + tl.exp2(tl.load(told.beliefs + head * 2 + 1) - mass)
-        tl.store(told.shares + head, tl.load(told.shares + head) + (1.0 / (1.0 + unread)).to(tl.float64))
+        of_selected = tl.where(read < tiles, tl.maximum(tl.load(reported.beliefs + head * 2), mass), mass)
+        unread = tl.exp2(of_selected - mass) - 1.0 + tl.exp2(tl.load(reported.beliefs + head * 2 + 1) - mass)
+        tl.store(reported.shares + head, tl.load(reported.shares + head) + (1.0 / (1.0 + unread)).to(tl.float64))
 
     if of_group == 0:
         column = tl.arange(0, _COUNTS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gpu import AttendBuffers
-from winnow_kernels.batch import ToldShares
+from winnow_kernels.batch import ReportedShares
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.ranks import Ranks
@@ -92,7 +92,7 @@ class Selector(ABC):
     def attend_at(self, layer: int, queries: Tensor, cache: LayerCache, step: Step, output: Tensor) -> None:  # noqa: B027
         """Write the ``output`` of rows that attend in ``layer`` by themselves (``Declaration.own_layers``)."""
 
-    def shares(self, step: Step) -> ToldShares | None:
+    def shares(self, step: Step) -> ReportedShares | None:
         """Return what attention tells the step's rows of the share that they have attended to; None for nothing."""
         del step
         return None

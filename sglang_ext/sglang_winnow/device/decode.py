@@ -17,7 +17,7 @@ from sglang_winnow.device.parameters import parameters_of
 from sglang_winnow.request_policy import dense_until, effective_budget
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.gpu import AttendBuffers, attend
-from winnow_kernels.batch import WHOLE, ToldShares
+from winnow_kernels.batch import WHOLE, ReportedShares
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
@@ -161,14 +161,14 @@ class DeviceDecode:
             thresholds,
             self._attend_buffers,
             output,
-            self._told,
+            self._reported,
         )
         if layer in variant.own_layers:
             for kind in in_order(variant.kinds):
                 self._selectors[kind].attend_at(layer, queries, cache, step, output)
 
     @property
-    def _told(self) -> ToldShares | None:
+    def _reported(self) -> ReportedShares | None:
         of_kinds = (self._selectors[kind].shares(self._step) for kind in in_order(self.variant.kinds))
         return next((shares for shares in of_kinds if shares is not None), None)
 

@@ -46,8 +46,8 @@ def test_launches() -> None:
 def test_contestants() -> None:
     budget, ratio, whole = contestants_of([1024], [12], 128, [16])
     of_both = {"block": 128, "queries": 16, "dense_prefix": 0, "sinks": 16, "recency_ratio": 0.5}
-    assert budget.told == {"budget": 1024, **of_both}
-    assert ratio.told == {"budget_ratio": 0.12, **of_both}
+    assert budget.labels == {"budget": 1024, **of_both}
+    assert ratio.labels == {"budget_ratio": 0.12, **of_both}
     assert (budget.name, ratio.name, whole.name) == ("quoka", "quoka", "whole")
     chunk = Chunk(8192, 16384)
     assert [block.budget for block in budget.blocks(chunk)] == [1024] * 64
@@ -68,15 +68,15 @@ def test_rows() -> None:
     prompt = Prompt(SHAPE, 64, 32, CPU, torch.float32)
     operations = dense_operations(prompt)
     assert operations == 4 * 64 * 4 * (64 * 65 // 2)
-    told = {"backend": "winnow", "budget": 1024, "peak_bytes": 1 << 20}
+    labels = {"backend": "winnow", "budget": 1024, "peak_bytes": 1 << 20}
     stage = Stage("layer", Timing(25.0, 0.01), operations / 20)
-    row = row_of(32768, "Llama-3.1-8B", "quoka", told, stage, Timing(250.0, 0.0), operations)
+    row = row_of(32768, "Llama-3.1-8B", "quoka", labels, stage, Timing(250.0, 0.0), operations)
     assert row.speedup == pytest.approx(10)
     # A twentieth of the operations would take 12.5 µs at dense prefill's rate.
     assert row.floor_ratio == pytest.approx(0.5)
     fields = "bench model policy parameters context batch dense measured unit speedup floor_ratio spread".split()
     assert list(json.loads(json.dumps(asdict(row)))) == fields
-    attend = row_of(32768, "m", "quoka", told, Stage("attend", Timing(5.0, 0.0), 1.0), Timing(9.0, 0.0), operations)
+    attend = row_of(32768, "m", "quoka", labels, Stage("attend", Timing(5.0, 0.0), 1.0), Timing(9.0, 0.0), operations)
     assert attend.speedup is None
     assert table([row, attend]).row_count == 2
 

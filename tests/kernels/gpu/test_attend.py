@@ -23,7 +23,7 @@ from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers, Launch, attend
 from winnow_kernels.attend.gpu_merge import PARTIAL_SLOTS
 from winnow_kernels.attend.reference import attend as reference_attend
-from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection, ToldShares
+from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection, ReportedShares
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.selection.tokens import Selection
@@ -326,10 +326,10 @@ def _launch() -> None:
     for head_dim, group, termination in SHAPES:
         cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16))
         queries = torch.empty(32, 8 * group, head_dim, dtype=torch.bfloat16)
-        told = ToldShares.empty(32, 8 * group, queries.device)
+        reported = ReportedShares.empty(32, 8 * group, queries.device)
         thresholds = torch.empty(32, 3) if termination else None
         buffers = replace(AttendBuffers.empty(32, 8 * group, cache), multiprocessors=132)
-        attend(queries, cache, batch, selection, 0.125, thresholds, buffers, torch.empty_like(queries), told)
+        attend(queries, cache, batch, selection, 0.125, thresholds, buffers, torch.empty_like(queries), reported)
 
 
 def test_fits_a_hopper_multiprocessor() -> None:

@@ -151,7 +151,7 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
         counts = torch.where(selection.counts == UNTOUCHED, ELSEWHERE, selection.counts)
         attended = DeviceSelection(selection.slots, counts)
         attend_on_device(
-            queries, a_case.cache, batch, attended, SCALE, None, buffers, torch.empty_like(queries), statistics.told
+            queries, a_case.cache, batch, attended, SCALE, None, buffers, torch.empty_like(queries), statistics.reported
         )
         batch.counts.zero_()
         batch.counts[:, Count.READ_BYTES] = bytes_of_selecting
@@ -163,7 +163,7 @@ def check(a_case: Case, selected: Selected, in_order: bool = True) -> None:
     for row in set(range(len(counts))) - set(a_case.rows):
         assert set(counts[row]) == {UNTOUCHED}
         assert not selected.batch.counts[row].any()
-        assert not selected.statistics.told.shares[row].any()
+        assert not selected.statistics.reported.shares[row].any()
     for request, row in enumerate(a_case.rows):
         length = int(a_case.context.lengths[row])
         for head, count in enumerate(counts[row]):
@@ -172,7 +172,7 @@ def check(a_case: Case, selected: Selected, in_order: bool = True) -> None:
             if count > 0:
                 slots = selected.selection.slots[row, head, :count].tolist()
                 assert slots == expected if in_order else sorted(slots) == sorted(expected)
-    shares = selected.statistics.told.shares.mean(1)[a_case.rows]
+    shares = selected.statistics.reported.shares.mean(1)[a_case.rows]
     torch.testing.assert_close(shares, selected.step.estimated_share, rtol=1e-5, atol=1e-6)
     assert selected.statistics.capped[a_case.rows].bool().tolist() == selected.step.capped.tolist()
     assert selected.batch.counts[a_case.rows, Count.READ_BYTES].tolist() == selected.meter.read_bytes.tolist()
@@ -275,7 +275,7 @@ def test_what_a_row_gets_does_not_depend_on_its_neighbours(device: torch.device)
     count = int(alone.selection.counts[0, 0])
     assert count == int(together.selection.counts[0, 0])
     assert torch.equal(alone.selection.slots[0, 0, :count], together.selection.slots[0, 0, :count])
-    assert torch.equal(alone.statistics.told.shares[0], together.statistics.told.shares[0])
+    assert torch.equal(alone.statistics.reported.shares[0], together.statistics.reported.shares[0])
 
 
 def test_refusals(device: torch.device) -> None:

@@ -105,8 +105,8 @@ def test_heads_take_what_the_trace_says(given: GivenFit, device: torch.device, m
     # The fit has been made all the same: what it believes is what it is without a trace, but for whole contexts.
     fitted = (own.selection.counts > 0).repeat_interleave(GROUP, 1)[UNCAPPED]
     assert bool(fitted.any())
-    told, own_told = traced.statistics.told, own.statistics.told
-    assert torch.equal(told.beliefs[UNCAPPED][fitted], own_told.beliefs[UNCAPPED][fitted])
+    reported, own_reported = traced.statistics.reported, own.statistics.reported
+    assert torch.equal(reported.beliefs[UNCAPPED][fitted], own_reported.beliefs[UNCAPPED][fitted])
 
 
 def test_no_token_and_all(given: GivenFit, device: torch.device) -> None:

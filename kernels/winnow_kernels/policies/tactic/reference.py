@@ -31,7 +31,7 @@ What the paper leaves open:
   sort over ``SHARE_STEPS`` steps does.
 - A cap keeps sinks, then what else is in no cluster, newest first, then clusters in that order. Of a query head's own
   list it leaves what comes before the first token lost.
-- The share that is told is of what was read, and its mass is exact: attention itself yields it. Only the mass of what
+- The reported share is of what was read, and its mass is exact: attention itself yields it. Only the mass of what
   was not read is estimated.
 """
 

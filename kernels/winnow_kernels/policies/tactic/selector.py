@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, ToldShares
+from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, ReportedShares
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_selector import Entry, Selector, rows_within
 from winnow_kernels.decode.gpu_step import Step
@@ -70,10 +70,10 @@ class TacticSelector(Selector):
         torch.index_select(self._entries, 0, step.request_slots, out=self._batch.entries[: step.rows])
         torch.index_select(self._clustered, 0, step.request_slots, out=self._batch.clustered[: step.rows])
         self._statistics.capped[: step.rows].zero_()
-        # Who attends to everything in a layer is believed nothing, and told that it has attended to all.
-        told = self.shares(step)
-        told.beliefs.fill_(NO_MASS)
-        told.shares.zero_()
+        # Of who attends to everything in a layer nothing is believed, and a share of 1 is reported.
+        reported = self.shares(step)
+        reported.beliefs.fill_(NO_MASS)
+        reported.shares.zero_()
         # A layer that attends to everything is to the kernels one of another kind.
         full_layers = step.parameters.own(KIND, "full_layers")
         is_full = self._layers < full_layers
@@ -81,7 +81,7 @@ class TacticSelector(Selector):
         step.counts.masked_fill_(is_full[:, :, None], WHOLE_TO_THE_END)
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
-        told = self.shares(step)
+        reported = self.shares(step)
         for rows, part in step.parts(self._rows):
             selection.select(
                 queries[rows],
@@ -99,7 +99,8 @@ class TacticSelector(Selector):
                 part.selection(layer),
                 self._workspace,
                 TacticStatistics(
-                    ToldShares(told.beliefs[rows], told.shares[rows]), self._statistics.capped[: step.rows][rows]
+                    ReportedShares(reported.beliefs[rows], reported.shares[rows]),
+                    self._statistics.capped[: step.rows][rows],
                 ),
                 self._scale,
                 in_order=self._ordered,
@@ -119,10 +120,10 @@ class TacticSelector(Selector):
         capped = (capped > 0).double() * acts
         table[:, Field.CAPPED_STEPS].index_add_(0, slots, capped)
 
-    def shares(self, step: Step) -> ToldShares:
+    def shares(self, step: Step) -> ReportedShares:
         """Return what attention is to tell the step's rows."""
-        told = self._statistics.told
-        return ToldShares(told.beliefs[: step.rows], told.shares[: step.rows])
+        reported = self._statistics.reported
+        return ReportedShares(reported.beliefs[: step.rows], reported.shares[: step.rows])
 
     def _shares_of(self, step: Step) -> Tensor:
         layers = len(self._layers)

@@ -148,6 +148,6 @@ def _store_beliefs(
     selected = tl.where(is_believed, whole_mass + tl.log2(tl.maximum(of_selected, 1e-30)), NOTHING)
     has_rest = is_believed & (of_selected < 1)
     rest = tl.where(has_rest, whole_mass + tl.log2(tl.maximum(1 - of_selected, 1e-30)), NOTHING)
-    beliefs_ptr = statistics.told.beliefs + of_heads * 2
+    beliefs_ptr = statistics.reported.beliefs + of_heads * 2
     tl.store(beliefs_ptr, selected.to(tl.float32), mask=members < group)
     tl.store(beliefs_ptr + 1, rest.to(tl.float32), mask=members < group)

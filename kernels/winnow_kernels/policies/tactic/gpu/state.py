@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.batch import DecodeBatch, ToldShares
+from winnow_kernels.batch import DecodeBatch, ReportedShares
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.cluster_tables import LayerClusters, Tables
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
@@ -284,17 +284,17 @@ class TacticStatistics(NamedTuple):
     """What is believed of a layer's selections, and what is known of those of the layers so far in a step.
 
     Attributes:
-        told: beliefs of this layer; ``attend`` adds up shares. ``TacticStep.estimated_share`` is their mean over query
-            heads.
+        reported: beliefs of this layer; ``attend`` adds up shares. ``TacticStep.estimated_share`` is their mean over
+            query heads.
         capped: int32 [rows]; not 0 where a cap has cut a selection. Whoever begins a step sets it to 0.
     """
 
-    told: ToldShares
+    reported: ReportedShares
     capped: Tensor
 
     @classmethod
     def empty(cls, rows: int, query_heads: int, device: torch.device) -> TacticStatistics:
-        return cls(ToldShares.empty(rows, query_heads, device), torch.zeros(rows, dtype=torch.int32, device=device))
+        return cls(ReportedShares.empty(rows, query_heads, device), torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 class TacticWorkspace(NamedTuple):
