@@ -6,12 +6,14 @@ first, so that no process is left alone with them at the end.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
 import subprocess
 import time
 from collections import Counter, defaultdict
+from collections.abc import Generator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +35,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SessionOutcome(config.getoption("--record")), "session-outcome")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, object, object]:
+    """Keep finalizers out while failures are written, which parses sources.
+
+    One that logs a traceback parses as well, and Python 3.11 cannot do both at once: the session would end with "AST
+    constructor recursion depth mismatch" (python/cpython#106905) instead of the failure.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
