@@ -47,5 +47,5 @@ packages:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --compile-bytecode --editable '.[runtime,dev]'
+	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[runtime,dev]'
 	touch $@
