@@ -4,6 +4,8 @@ SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Several hundred processes start in the tests, and each would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help up down eval loadtest audit test test-full lint packages
 
@@ -26,8 +28,8 @@ audit: $(INSTALLED) ## Check versions, licences and known vulnerabilities of the
 	$(BIN)/python scripts/audit_dependencies.py $(ARGS)
 
 test: lint packages ## Check style, types and import contracts, and run the tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile $(ARGS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 tests/kernels/gpu tests/sglang_ext/device
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist worksteal tests/sglang_ext/device tests/kernels/gpu
 
 test-full: $(INSTALLED) packages ## Run the long tests and record the result in docs/records
 	TRITON_INTERPRET=1 $(BIN)/pytest -m full tests/sglang_ext/device
@@ -45,5 +47,5 @@ packages:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --compile-bytecode --editable '.[runtime,dev]'
+	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[runtime,dev]'
 	touch $@

@@ -1,19 +1,31 @@
-"""Test-session rules: a run in which nothing passed is a failure, and a long run leaves a record."""
+"""Test-session rules: a run in which nothing passed is a failure, and a long run leaves a record.
+
+A process runs all tests of a file, and all that share a real server. The files that start one take longest: they are
+first, so that no process is left alone with them at the end.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
 import subprocess
 import time
 from collections import Counter, defaultdict
+from collections.abc import Generator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
+SHARED_SERVERS = (
+    ("tests/end_to_end/",),
+    ("tests/sglang_ext/test_admission_server.py", "tests/sglang_ext/test_policy_server.py"),
+)
 RECORDED_VERSIONS = ("sglang-winnow", "sglang", "torch", "flashinfer-python", "transformers", "fastapi", "pydantic")
 
 
@@ -23,6 +35,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SessionOutcome(config.getoption("--record")), "session-outcome")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, object, object]:
+    """Keep finalizers out while failures are written, which parses sources.
+
+    One that logs a traceback parses as well, and Python 3.11 cannot do both at once: the session would end with "AST
+    constructor recursion depth mismatch" (python/cpython#106905) instead of the failure.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not (_sharing(item.nodeid) or hasattr(getattr(item, "module", None), "runtime_server")))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
+    def _split_scope(self, nodeid: str) -> str:
+        sharing = _sharing(nodeid)
+        return sharing[0] if sharing else super()._split_scope(nodeid)
+
+
+def _sharing(nodeid: str) -> tuple[str, ...] | None:
+    return next((files for files in SHARED_SERVERS if nodeid.startswith(files)), None)
 
 
 class SessionOutcome:

@@ -37,7 +37,9 @@ def runtime_server(model: Path, *arguments: str, log: Path, **environment: str) 
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
-    settings = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"} | environment
+    settings = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
+    # SGLang compiles a few functions for the CPU when a request first needs them, which takes longer than the request.
+    settings |= {"TORCHDYNAMO_DISABLE": "1"} | environment
     runtime = Runtime(f"http://127.0.0.1:{port}", log)
     with log.open("wb") as output:
         process = subprocess.Popen(

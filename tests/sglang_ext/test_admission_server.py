@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from sglang_winnow.sampling_parameters import SamplingParameters
-from tests.models import ModelShape, write_model, write_weights
-from tests.runtime import runtime_server
+from tests.models import ModelShape
+from tests.runtime import Runtime
+from tests.sglang_ext.conftest import SERVED_MODEL as MODEL
 
 VOCABULARY = ModelShape().vocab_size
-MODEL = "tiny"
 MESSAGES = [{"role": "user", "content": "abc"}]
 FUZZED_BODIES = 240
 # Nested deeper than Python's recursion limit allows.
@@ -46,20 +46,11 @@ def generate(*, input_ids: Any = None, **parameters: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("admission")
-    model = write_model(folder / "model", ModelShape())
-    write_weights(model)
-    # Metrics are where a label that a client makes up would end the server.
-    arguments = ["--served-model-name", MODEL, "--max-total-tokens", "4096", "--enable-metrics"]
-    with (
-        runtime_server(model, *arguments, log=folder / "log") as runtime,
-        # SGLang closes a connection after an answer with status 500.
-        httpx.Client(base_url=runtime.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)) as http,
-    ):
+def server(small_server: Runtime) -> Iterator[Server]:
+    # SGLang closes a connection after an answer with status 500.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=small_server.url, timeout=60, limits=limits) as http:
         yield Server(http, greedy(http))
-    # SGLang waits for those that it believes to run, until it is killed.
-    assert "Remaining number of requests 0" in (folder / "log").read_text()
 
 
 def native(**fields: Any) -> tuple[str, dict[str, Any]]:

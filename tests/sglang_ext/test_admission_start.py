@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,33 @@ load_plugins()
 from sglang.srt.entrypoints.engine import Engine
 Engine._launch_subprocesses(server_args=SimpleNamespace(tokenizer_worker_num=2))
 """
+LOAD = "from sglang.srt.plugins import load_plugins; load_plugins()"
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Processes that have imported SGLang, which takes longer than all that they do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"])
+    return context
+
+
+def run(program: str, settings: dict[str, str], errors: Path) -> None:
+    os.environ.update(settings)
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    exec(program, {})
+
+
+def assert_ends(
+    processes: ForkServerContext, program: str, settings: dict[str, str], folder: Path, reason: str
+) -> None:
+    errors = folder / "errors"
+    process = processes.Process(target=run, args=(program, settings, errors))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 1
+    assert errors.read_text().splitlines()[-1].startswith("Winnow: the server does not start, because " + reason)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +77,10 @@ Engine._launch_subprocesses(server_args=SimpleNamespace(tokenizer_worker_num=2))
         (TOKENIZER_WORKERS, "--tokenizer-worker-num must be 1"),
     ],
 )
-def test_the_server_does_not_start_unchecked(program: str, reason: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith("Winnow: the server does not start, because " + reason)
+def test_the_server_does_not_start_unchecked(
+    processes: ForkServerContext, tmp_path: Path, program: str, reason: str
+) -> None:
+    assert_ends(processes, program, {}, tmp_path, reason)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +90,7 @@ def test_the_server_does_not_start_unchecked(program: str, reason: str) -> None:
         ("WINNOW_CROSSOVER_TOKENS", "-1", "WINNOW_CROSSOVER_TOKENS: must be a number of tokens from 0 on."),
     ],
 )
-def test_a_wrong_setting_ends_the_server_before_it_loads_a_model(variable: str, value: str, reason: str) -> None:
-    program = "from sglang.srt.plugins import load_plugins; load_plugins()"
-    command = [sys.executable, "-c", program]
-    settings = os.environ | {variable: value}
-    ended = subprocess.run(command, env=settings, capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith("Winnow: the server does not start, because " + reason)
+def test_a_wrong_setting_ends_the_server_before_it_loads_a_model(
+    processes: ForkServerContext, tmp_path: Path, variable: str, value: str, reason: str
+) -> None:
+    assert_ends(processes, LOAD, {variable: value}, tmp_path, reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from sglang_winnow.calibration import prompt_lengths
 from sglang_winnow.calibration.__main__ import main
 from sglang_winnow.calibration.attention_maps import ATTENTION, decode_coverage
 from sglang_winnow.delta_profiles import PROFILE_FILE, DeltaProfile, config_hash, delta_profile
 from tests.models import ModelShape, write_model, write_weights
 from winnow_kernels.policies.delta.calibration import layer_coverage, token_scores
+from winnow_service.cli import calibrate
 from winnow_service.cli.calibrate import app
 
 SHAPE = ModelShape(layers=5, hidden_size=64, query_heads=4, kv_heads=2, head_dim=16, context_length=2048)
@@ -28,6 +32,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_model(tmp_path_factory.mktemp("model"), SHAPE)
     write_weights(path)
     return path
+
+
+@pytest.fixture
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command starts runs in this process, which has imported torch."""
+
+    def run(module: str, folder: Path, prompts: Iterable[str], *arguments: str, capture: bool = False) -> str:
+        monkeypatch.setattr("sys.argv", [module, "--model", str(folder), *arguments])
+        monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(list(prompts))))
+        with redirect_stdout(io.StringIO()) as output:
+            {"calibration": main, "calibration.prompt_lengths": prompt_lengths.main}[module]()
+        return output.getvalue()
+
+    monkeypatch.setattr(calibrate, "_run", run)
 
 
 def _plain_coverage(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:
@@ -83,6 +101,7 @@ def test_the_command_writes_a_profile_that_the_server_finds(folder: Path) -> Non
     assert str(list(profile.delta_layers)) in result.output
 
 
+@pytest.mark.usefixtures("_one_process")
 def test_prompts_are_made_short_enough_for_the_model(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
     options = ["delta", "--model", str(folder), "--samples", "2", "--steps", "2", "--output", str(output)]
@@ -95,6 +114,7 @@ def test_prompts_are_made_short_enough_for_the_model(folder: Path, tmp_path: Pat
     assert 200 < words < 2048
 
 
+@pytest.mark.usefixtures("_one_process")
 def test_a_context_without_room_for_a_prompt_is_said_before_the_model_is_loaded(folder: Path) -> None:
     refused = CliRunner().invoke(app, ["delta", "--model", str(folder), "--samples", "1", "--steps", "2040"])
     assert refused.exit_code == 2

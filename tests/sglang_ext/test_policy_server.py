@@ -14,15 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_winnow import crossover
 from tests.models import ModelShape, write_model, write_weights
-from tests.runtime import runtime_server
+from tests.runtime import Runtime, runtime_server
+from tests.sglang_ext.conftest import CHUNK, ENVIRONMENT
+from tests.sglang_ext.conftest import SERVED_MODEL as MODEL
 
-CHUNK = 256
-MODEL = "tiny"
 VOCABULARY = ModelShape().vocab_size
-# Policies are followed at every length; SGLang looks for lost KV slots whenever it is idle.
-ENVIRONMENT = {crossover.ENVIRONMENT: "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
 STREAMING = {"decode": {"policy": "streaming_llm", "window": 16}}
 MESSAGES = [{"role": "user", "content": "abc " * 60}]
 
@@ -67,17 +64,9 @@ def assert_cost(cost: Any, policy: str, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("policies")
-    model = write_model(folder / "model", ModelShape())
-    write_weights(model)
-    arguments = ["--served-model-name", MODEL, "--max-total-tokens", "4096", "--chunked-prefill-size", str(CHUNK)]
-    arguments += ["--attention-backend", "winnow", "--enable-metrics", "--max-running-requests", "4"]
-    with (
-        runtime_server(model, *arguments, log=folder / "log", **ENVIRONMENT) as runtime,
-        httpx.Client(base_url=runtime.url, timeout=60) as http,
-    ):
-        yield Server(http, folder / "log")
+def server(small_server: Runtime) -> Iterator[Server]:
+    with httpx.Client(base_url=small_server.url, timeout=60) as http:
+        yield Server(http, small_server.log)
 
 
 def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:

@@ -13,6 +13,7 @@ from benchmarks.kernels.decode_requests import Contexts, Heads
 from benchmarks.kernels.layer import Contestant, Timer, check, stages_of
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named
+from tests.kernels.gpu.interpreting import patch_once
 
 HEADS = Heads(query=4, kv=2, dim=64)
 LENGTH = 90
@@ -34,6 +35,7 @@ def time_once(calls: Sequence[Callable[[], None]], replays: int) -> Timing:
 
 
 def main() -> None:
+    patch_once()
     errors = check(HEADS, CONTESTANTS, LENGTH, CPU, torch.float32)
     contexts = Contexts(HEADS, LENGTH, 1, 3, CPU, torch.float32)
     timer = Timer(contexts, cache_bytes=1, replays=2, time=time_once)

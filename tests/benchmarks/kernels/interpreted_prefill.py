@@ -16,6 +16,7 @@ from benchmarks.kernels.dense_prefill import DenseInputs
 from benchmarks.kernels.prefill import PAGE_SIZE, Prompt, check, check_dense, contestants_of, measure
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named
+from tests.kernels.gpu.interpreting import patch_once
 from winnow_kernels.attend import dense
 
 CPU = torch.device("cpu")
@@ -50,6 +51,7 @@ def no_bytes(run: Callable[[], object]) -> int:
 
 
 def main() -> None:
+    patch_once()
     shape = replace(shape_named("tiny"), query_heads=2, kv_heads=1, head_dim=64)
     prompt = Prompt(shape, 150, 90, CPU, torch.float16)
     contestants = contestants_of([40], [], 64, [8])

@@ -11,10 +11,16 @@ import os
 import pytest
 import torch
 
+from tests.kernels.gpu.interpreting import patch_once
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if not (torch.cuda.is_available() or INTERPRETED):
     collect_ignore_glob = ["test_*.py"]
+
+
+if INTERPRETED:
+    patch_once()
 
 
 @pytest.fixture(scope="session")
