@@ -22,7 +22,11 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit as error:
+            # It would end the event loop, and with it every later test of the process.
+            raise RuntimeError(f"nothing listens on port {self.config.port}") from error
         self.listening.set()
 
     async def main_loop(self) -> None:
