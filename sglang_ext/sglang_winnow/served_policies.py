@@ -16,7 +16,7 @@ ENVIRONMENT: Final = "WINNOW_POLICIES"
 def served_policies() -> tuple[str, ...]:
     """Return the policies that the environment names, with commas between; ``dense`` always.
 
-    Without a name they are all, on CUDA all that have run on a GPU.
+    Without a name they are all, on CUDA all that were faster than dense on a GPU.
 
     Raises:
         ValueError: one of them is no decode policy.
@@ -24,7 +24,7 @@ def served_policies() -> tuple[str, ...]:
     names = os.environ.get(ENVIRONMENT)
     if names is None:
         on_gpu = torch.cuda.is_available()
-        return tuple(name for name in DECODE_POLICIES if DECLARATIONS[name].ran_on_gpu or not on_gpu)
+        return tuple(name for name in DECODE_POLICIES if DECLARATIONS[name].pays_on_gpu or not on_gpu)
     given = {name.strip() for name in names.split(",") if name.strip()}
     if unknown := sorted(given.difference(DECODE_POLICIES)):
         raise ValueError(

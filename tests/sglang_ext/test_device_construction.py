@@ -35,10 +35,10 @@ def test_all_kinds_are_served_unless_the_environment_names_some(monkeypatch: pyt
     assert enabled_kinds() == frozenset()
 
 
-def test_on_a_gpu_a_policy_that_never_ran_on_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_policy_that_never_paid_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(type(DECLARATIONS["quest"]), "ran_on_gpu", False)
+    monkeypatch.setattr(type(DECLARATIONS["quest"]), "pays_on_gpu", False)
     assert "quest" not in served_policies()
     assert {"dense", "tactic"} < set(served_policies())
     monkeypatch.setenv(ENVIRONMENT, "quest")

@@ -45,7 +45,8 @@ class Declaration(ABC, Generic[P]):
         has_own_layers: whether there are layers in which the selector attends by itself.
         buffer_bytes: of a GPU's memory that its selector takes at most, beside the index.
         longest_on_gpu: tokens of a context, at most, that its kernels can serve; None for as many as all kernels.
-        ran_on_gpu: whether its tests and a server ran on a GPU. Until then a GPU server serves it only if it is named.
+        pays_on_gpu: whether a server on a GPU was seen to be faster with it than densely. A GPU server serves what was
+            not only if it is named.
     """
 
     kind: ClassVar[str]
@@ -55,7 +56,7 @@ class Declaration(ABC, Generic[P]):
     has_own_layers: ClassVar[bool] = False
     buffer_bytes: ClassVar[int] = 0
     longest_on_gpu: ClassVar[int | None] = None
-    ran_on_gpu: ClassVar[bool] = True
+    pays_on_gpu: ClassVar[bool] = True
 
     @abstractmethod
     def budget(self, parameters: P, prompt_length: int, length: int, page_size: int) -> int | None:

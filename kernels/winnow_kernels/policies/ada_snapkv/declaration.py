@@ -1,4 +1,4 @@
-"""Ada-SnapKV, for the runtime. Its crossover is taken to be SnapKV's, whose kernels it shares."""
+"""Ada-SnapKV, for the runtime. Its crossover is SnapKV's, whose kernels it shares."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 
 class AdaSnapKVDeclaration(VotedDeclaration[AdaSnapKV]):
     """A layer's budget, which its KV heads share."""
-
-    ran_on_gpu = False
 
     def state(self, parameters: AdaSnapKV, observation: ObservationBuffer, layers: int) -> AdaSnapKVState:
         return AdaSnapKVState(parameters, observation)

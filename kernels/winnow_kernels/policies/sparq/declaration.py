@@ -12,13 +12,15 @@ from winnow_kernels.policies.sparq.selector import KIND, SparQSelector
 
 
 class SparQDeclaration(Declaration[SparQ]):
-    """Single tokens, for which every key is read. Its crossover is taken to be that of QUOKA, which reads as much."""
+    """Single tokens, for which every key is read. The crossovers are the longest contexts at which it was compared:
+    it was slower than dense attention.
+    """
 
     kind = KIND
     crossover = Crossover(cpu=28_672, cuda=32_768)
     columns = Columns(("budget", "channels"), of_ratio="budget")
     buffer_bytes = SCRATCH_BYTES
-    ran_on_gpu = False
+    pays_on_gpu = False
 
     def budget(self, parameters: SparQ, prompt_length: int, length: int, page_size: int) -> int:
         return parameters.tokens(length - 1)
