@@ -1,7 +1,7 @@
 """Whether requests come to the runtime as they are sent.
 
 A balancer that reads requests into types of its own and writes them anew drops fields that it does not know. Without
-``custom_params`` a request is answered densely, without ``cache_salt`` tenants share a cache; nobody is reported. So a
+``custom_params`` a request is answered densely, without ``cache_salt`` tenants share a cache; nobody is told. So a
 request is sent that a runtime with Winnow refuses, before it queues, for what is in ``custom_params``. Where it is
 answered with a token, there must be no Winnow, and the answer must have the request's own ``rid``.
 """
