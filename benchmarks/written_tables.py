@@ -30,7 +30,9 @@ from benchmarks.fidelity.accuracy_tables import (
 from benchmarks.folders import REPOSITORY, RESULTS
 from benchmarks.kernels.tables import (
     attention_table,
+    coded_table,
     dram_table,
+    kernels_table,
     prefill_table,
     sinks_table,
     stopping_table,
@@ -120,6 +122,9 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "summary": ("attention.json", summary_table),
     "stopping": ("attention.json", stopping_table),
     "sinks": ("sinks.json", sinks_table),
+    "coded": ("attention-lowbit.json", coded_table),
+    "coded-kernels": ("attention-lowbit.json", kernels_table),
+    "coded-captured": ("attention-captured.json", coded_table),
     "prefill": ("prefill.json", prefill_table),
     "prefill-queries": ("prefill-queries.json", prefill_table),
     "ttft": ("ttft.json", ttft_table),

@@ -47,6 +47,8 @@ ROWS: Final[dict[str, Row]] = {
     "tactic": Row({"sinks": 16, "p": 0.9, "full_layers": 2}, {"p": 0.5, "full_layers": 1}),
     "quoka": Row({"sinks": 16, "budget": 1024}, {"budget": 48}),
     "sparq": Row({"sinks": 16, "budget": 1024, "channels": 32}, {"budget": 48, "channels": 8}),
+    "lowbit_top_p": Row({"sinks": 16, "p": 0.9, "min_tokens": 0}, {"p": 0.3, "max_tokens": 100}),
+    "lowbit_top_k": Row({"sinks": 16, "budget": 1024}, {"budget": 100}),
 }
 assert tuple(ROWS) == DECODE_POLICIES, "each policy of the registry has a row here, in its order"
 

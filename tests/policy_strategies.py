@@ -96,6 +96,15 @@ def _tactic(draw: st.DrawFn) -> Json:
     return {"policy": "tactic", **field, **draw(_fields(optional))}
 
 
+@st.composite
+def _lowbit_top_p(draw: st.DrawFn) -> Json:
+    field, sinks = draw(_sinks())
+    least = draw(st.none() | st.integers(0, MAX_TOKENS))
+    cap = st.integers(max(sinks + PAGE_TOKENS, least or 0), MAX_TOKENS) | st.none()
+    own = {} if least is None else {"min_tokens": least}
+    return {"policy": "lowbit_top_p", **field, **own, **draw(_fields({"p": _ratio, "max_tokens": cap}))}
+
+
 decode_policies = st.one_of(
     st.just({"policy": "dense"}),
     _fields({"sinks": st.integers(0, MAX_WINDOW), "window": _tokens}, policy=st.just("streaming_llm")),
@@ -104,6 +113,9 @@ decode_policies = st.one_of(
     _delta(),
     _tactic(),
     _budgeted("quoka", PAGE_TOKENS),
+    _budgeted("sparq", PAGE_TOKENS, channels=st.integers(1, 256)),
+    _lowbit_top_p(),
+    _budgeted("lowbit_top_k", PAGE_TOKENS),
 )
 prefill_policies = st.just({"policy": "dense"}) | _quoka_prefill()
 terminations = _fields(

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.ports import free_port
+from winnow_kernels.policies.registry import DECODE_POLICIES, POLICIES_SETTING
 
 START_SECONDS = 280
 STOP_SECONDS = 30
@@ -39,7 +40,9 @@ def runtime_server(model: Path, *arguments: str, log: Path, **environment: str) 
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     settings = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
     # SGLang compiles a few functions for the CPU when a request first needs them, which takes longer than the request.
-    settings |= {"TORCHDYNAMO_DISABLE": "1"} | environment
+    settings |= {"TORCHDYNAMO_DISABLE": "1"}
+    # On a GPU not every policy is served unless it is named.
+    settings |= {POLICIES_SETTING: ",".join(DECODE_POLICIES)} | environment
     runtime = Runtime(f"http://127.0.0.1:{port}", log)
     with log.open("wb") as output:
         process = subprocess.Popen(

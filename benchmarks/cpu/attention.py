@@ -201,7 +201,7 @@ def main(
     budget: Annotated[int, typer.Option(help="QUOKA's budget in prefill.")] = 1024,
     layers: Annotated[int, typer.Option(help="Layers of a prefill: each repeat has another one.")] = 4,
     repeats: Annotated[int, typer.Option(help="Measurements of each contestant.")] = 7,
-    prefill_repeats: Annotated[int, typer.Option(help="The same, of whole prompts.")] = 3,
+    prefill_repeats: Annotated[int, typer.Option(help="The same, of whole prompts; 0 for no prefill.")] = 3,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     output: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None,
@@ -218,8 +218,9 @@ def main(
             for requests in numbers(batches):
                 results += measure_decode(DecodePool.of(prompt, requests, kind), chosen, repeats)
             results += measure_decode(DecodePool.of(prompt, 1, kind, scattered=True), {}, repeats, " scattered")
-            results += measure_dense_prefill(Pool.random(length, layers, kind), prefill_repeats)
-        for length in numbers(prompts):
+            if prefill_repeats:
+                results += measure_dense_prefill(Pool.random(length, layers, kind), prefill_repeats)
+        for length in numbers(prompts) if prefill_repeats else []:
             results += measure_quoka_prefill(
                 Pool.random(length, layers, kind), numbers(chunks), budget, prefill_repeats
             )

@@ -16,6 +16,8 @@ _CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries", "d
 _SUMMARY: Final = {"p": 0.9, "budget": 1024, "window": 1020}
 """How much the policies read whose rows the README shows, by the field that says so."""
 _NOT_IN_SUMMARY: Final = "oracle_pages"
+_BITS: Final = 2
+"""Of low-bit keys, unless a row is asked for by another number."""
 
 
 def fidelity_table(path: Path) -> str:
@@ -135,7 +137,9 @@ def _is_of(row: Mapping[str, Any], asked: Mapping[str, Any] | str) -> bool:
 
 def _has(parameters: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
     """Whether the parameters are those asked for, of one phase alone and read to the end."""
-    if {"early_termination", "prefill"} & parameters.keys():
+    if {"early_termination", "prefill", "newest"} & parameters.keys():
+        return False
+    if parameters.get("bits", _BITS) != asked.get("bits", _BITS):
         return False
     return all(parameters.get(name) == value for name, value in asked.items())
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 LARGEST_ERROR: Final = 1e-2
 """Relative, in bfloat16."""
+KERNEL: Final = "kernel "
+"""Before a kernel's name, where rows tell stages: a stage of its own."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.captured_keys import CapturedKeys
 from benchmarks.kernels.tactic_keys import make_keys
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.device.decode import DeviceDecode, Variant
@@ -23,13 +26,18 @@ from winnow_kernels.decode.gpu_step import Step, StepBuffers
 from winnow_kernels.decode.ranks import ALONE
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.clusters import SPAN
+from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import LAYOUT, kinds_of, selectors_of
+from winnow_kernels.policies.lowbit_top_p.selector import CodedSelector
 from winnow_kernels.policies.snapkv.reference import SnapKVState
 from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 PAGE_SIZE: Final = 16
+_STEPS: Final = 4
+# Of a step's query in the next one's; the rest is noise, and its length stays as it is.
+_KEPT: Final = 0.9
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class Contexts:
     """A KV cache of some layers with contexts of one length in it, their pages in random order, and queries.
 
     Keys and queries are those of ``tactic_keys``: one context's keys, which all rows and layers have in pages of their
-    own, and a query for each row. Values are random.
+    own, and a query for each row. From step to step queries drift. Or both are a model's: then layers differ, and rows
+    are some steps apart. Values are random.
 
     Attributes:
         heads: of every layer.
@@ -57,11 +66,19 @@ class Contexts:
         caches: of each layer.
         table: int32 [request slots, positions]; the KV slot of each token. Slot 0 is that of padding.
         request_slots: int64 [rows].
-        queries: [rows, query heads, head dim].
+        queries: [rows, query heads, head dim]; of the first step, in the first layer.
     """
 
     def __init__(
-        self, heads: Heads, length: int, rows: int, layers: int, device: torch.device, dtype: torch.dtype, seed: int = 0
+        self,
+        heads: Heads,
+        length: int,
+        rows: int,
+        layers: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int = 0,
+        captured: CapturedKeys | None = None,
     ) -> None:
         self.heads = heads
         self.length = length
@@ -72,16 +89,31 @@ class Contexts:
         self.table = torch.zeros(rows + 1, pages * PAGE_SIZE, dtype=torch.int32, device=device)
         self.table[1:] = slots
         self.request_slots = torch.arange(1, rows + 1, device=device)
-        made = make_keys(
-            length, rows, heads.kv, heads.query // heads.kv, heads.dim, seed=seed, device=device, dtype=dtype
-        )
-        self.queries = made.queries.contiguous()
+        if captured is None:
+            made = make_keys(
+                length, rows, heads.kv, heads.query // heads.kv, heads.dim, seed=seed, device=device, dtype=dtype
+            )
+            context_keys = made.keys[None]
+            self._queries = drifting(made.queries, generator)[None]
+        else:
+            context_keys = captured.tiled(length).to(device, dtype)
+            self._queries = captured.queries_of_rows(rows).to(device, dtype).contiguous()
+        self.queries = self.queries_of(0, 0)
         self.caches = []
-        for _ in range(layers):
+        for layer in range(layers):
             shape = ((rows * pages + 1) * PAGE_SIZE, heads.kv, heads.dim)
             keys = torch.zeros(shape, dtype=dtype, device=device)
-            keys[slots[:, :length]] = made.keys
+            keys[slots[:, :length]] = context_keys[layer % len(context_keys)]
             self.caches.append(LayerCache(keys, torch.randn(shape, dtype=dtype, generator=generator, device=device)))
+
+    def queries_of(self, layer: int, step: int) -> Tensor:
+        """Return the queries of a layer in a step, [rows, query heads, head dim]."""
+        return self._queries[layer % len(self._queries), step]
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are queries of."""
+        return int(self._queries.shape[1])
 
     @property
     def rows(self) -> int:
@@ -143,15 +175,24 @@ class Requests:
         # Dense rows run here together with sparse ones only: in a step for StreamingLLM that has no row of its own.
         self._kinds = kinds_of([policy.decode.policy]) or kinds_of(["streaming_llm"])
         self._ordered = ordered
+        self._indexes = Indexes(contexts.caches, PAGE_SIZE, device)
         longest = contexts.table.shape[1]
         buffers = StepBuffers(
-            LAYOUT, contexts.rows, longest, PAGE_SIZE, contexts.layers, heads.kv, selection_width(longest), device
+            LAYOUT,
+            contexts.rows,
+            longest,
+            PAGE_SIZE,
+            contexts.layers,
+            heads.query,
+            heads.kv,
+            selection_width(longest),
+            device,
         )
         server = Server(
             contexts.caches,
             heads.scale,
             heads.query,
-            Indexes(contexts.caches, PAGE_SIZE, device),
+            self._indexes,
             self.attend_buffers,
             len(contexts.table),
             buffers.largest,
@@ -179,27 +220,65 @@ class Requests:
         self._states = states
         self.decode.begin()
 
-    def attend(self, layer: int) -> None:
+    @property
+    def selects_by_codes(self) -> bool:
+        return isinstance(self._selector, CodedSelector)
+
+    @property
+    def walk(self) -> list[int]:
+        """Steps to be timed, each beside its neighbour: more than one where a step begins with what the last found."""
+        if not self.selects_by_codes:
+            return [0]
+        return there_and_back(min(_STEPS, self.contexts.steps))
+
+    def attend(self, layer: int, step: int = 0) -> None:
         """Do all that a layer takes."""
-        self.decode.attend(layer, self.contexts.queries, self.output)
+        self.decode.attend(layer, self.contexts.queries_of(layer, step), self.output)
 
-    def select(self, layer: int) -> None:
+    def select(self, layer: int, step: int = 0) -> None:
         """Do what comes before attention."""
-        self._selector.select(layer, self.contexts.queries, self.contexts.caches[layer], self.step)
+        queries = self.contexts.queries_of(layer, step)
+        self._selector.select(layer, queries, self.contexts.caches[layer], self.step)
 
-    def attend_alone(self, layer: int) -> None:
+    def build(self) -> None:
+        """Write the codes of all keys, in all layers."""
+        self._indexes[KeyCodes].entries.build(self._pages)
+
+    def missed(self, layers: Sequence[int]) -> tuple[float, float]:
+        """Return how far off anchors are in consecutive steps.
+
+        Returns:
+            The share of layers and steps in which tokens are marked again; and that of the heads for which they are
+            counted again.
+        """
+        assert isinstance(self._selector, CodedSelector)
+        found = []
+        for layer in layers:
+            # What the first step looks like to those behind it.
+            self.select(layer, 0)
+            for step in range(1, self.contexts.steps):
+                self.select(layer, step)
+                found.append(self._selector.missed(self.contexts.rows))
+        marked, counted = zip(*found, strict=True)
+        return statistics.fmean(marked), statistics.fmean(counted)
+
+    def attend_alone(self, layer: int, step: int = 0) -> None:
         """Attend to what the last layer selected."""
-        contexts, step = self.contexts, self.step
+        contexts, own = self.contexts, self.step
         attend(
-            contexts.queries,
+            contexts.queries_of(layer, step),
             contexts.caches[layer],
-            step.batch,
-            step.selection(layer),
+            own.batch,
+            own.selection(layer),
             contexts.heads.scale,
-            step.parameters.thresholds if self.decode.variant.ordered else None,
+            own.parameters.thresholds if self.decode.variant.ordered else None,
             self.attend_buffers,
             self.output,
         )
+
+    @property
+    def _pages(self) -> Tensor:
+        return (self.contexts.table[1:, ::PAGE_SIZE] // PAGE_SIZE).flatten().long()
 
     def once_a_step(self) -> None:
         """Do what a step does beside its layers."""
@@ -207,13 +286,13 @@ class Requests:
         self.decode.finish()
 
     def counts(self, layers: Sequence[int]) -> dict[Count, float]:
-        """Run layers, and return what each of them read, on average; all rows together."""
+        """Run layers, and return what each of them read, on average over steps; all rows together."""
         counts = self.step.batch.counts
         counts.zero_()
-        for layer in layers:
-            self.attend(layer)
+        for layer, step in product(layers, self.walk):
+            self.attend(layer, step)
         sums = counts.sum(0).tolist()
-        return {count: sums[count] / len(layers) for count in Count}
+        return {count: sums[count] / (len(layers) * len(self.walk)) for count in Count}
 
 
 def reference(contexts: Contexts, policy: AttentionPolicy) -> tuple[list[Tensor], Statistics]:
@@ -234,6 +313,21 @@ def reference(contexts: Contexts, policy: AttentionPolicy) -> tuple[list[Tensor]
     outputs = [attend_in(layer, contexts.queries, cache) for layer, cache in enumerate(contexts.caches)]
     plan.finish()
     return outputs, statistics
+
+
+def drifting(queries: Tensor, generator: torch.Generator) -> Tensor:
+    """Return ``queries``, [rows, query heads, head dim], and how they drift in the next steps, [steps, …]."""
+    steps = [queries.float()]
+    for _ in range(_STEPS - 1):
+        noise = torch.randn(queries.shape, generator=generator, device=queries.device)
+        noise *= steps[-1].norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        steps.append(_KEPT * steps[-1] + (1 - _KEPT**2) ** 0.5 * noise)
+    return torch.stack(steps).to(queries.dtype)
+
+
+def there_and_back(count: int) -> list[int]:
+    """Return the numbers below ``count``, up and down again: followed by itself, neighbours stay neighbours."""
+    return [*range(count), *range(count - 2, 0, -1)]
 
 
 def measured_length(context: int) -> int:

@@ -17,8 +17,17 @@ among them, would be read with the bandwidth that dense decode reaches.
 ``delta`` is averaged over the layers of a model with the given Δ-layers: before the first they are dense, the Δ-layers
 read everything and select, all others reuse; rows tell them apart, too. ``quest`` has no dense layers here, unlike its
 default. ``tactic`` runs with the ``p`` with which its KV heads read the given share of their contexts; it is searched
-for. All contexts have the keys of ``benchmarks.kernels.tactic_keys``, and are half a span shorter than their name says
-(``measured_length``).
+for, and so is that of ``lowbit_top_p``; ``lowbit_top_k`` has the share for its budget. All contexts have the keys of
+``benchmarks.kernels.tactic_keys``, and are half a span shorter than their name says (``measured_length``).
+
+What low-bit codes are searched for begins where the last step found it. So their queries drift from step to step, and
+rows tell how often that place was wrong: ``marked_again_percent`` of layers and steps, ``counted_again_percent`` of
+heads. They have further stages: ``build``, what it takes to write a layer's codes, of all contexts; and one for each
+kernel of a layer, ``kernel NAME``, from the profiler.
+
+    python -m benchmarks.kernels.layer on-captured captured.pt --cases 131072x8 --shares 0.9
+
+times these policies on keys that ``benchmarks.kernels.captured_keys`` has of a real model, with that model's heads.
 
 Early termination is timed with patience that is infinite, and such that no row ever settles: what deciding costs.
 """
@@ -30,6 +39,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -40,10 +50,11 @@ from rich.table import Table
 
 from benchmarks.command_line import numbers
 from benchmarks.folders import RESULTS
-from benchmarks.kernels.cases import Case, parse_cases, relative_error, wrong_errors
+from benchmarks.kernels.captured_keys import CapturedKeys
+from benchmarks.kernels.cases import KERNEL, Case, parse_cases, relative_error, wrong_errors
 from benchmarks.kernels.decode_requests import Contexts, Heads, Requests, measured_length, reference
 from benchmarks.kernels.dense_decode import DenseDecode, dense_decodes
-from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, time_calls
+from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, kernel_times, time_calls
 from benchmarks.model_shapes import ModelShape, shape_named
 from benchmarks.records import Record, Row, header, merged
 from sglang_winnow import crossover
@@ -82,7 +93,7 @@ class Contestant:
         decode: as a request asks for it.
         parameters: what tells its rows apart from others of the same name.
         terminations: with which of ``TERMINATIONS`` it is timed.
-        union: of ``tactic``, the share of the context that a KV head reads; None for the ``p`` that ``decode`` has.
+        union: the share of the context that a KV head reads: a ``p`` is searched for it; None for that of ``decode``.
     """
 
     name: str
@@ -117,7 +128,9 @@ def run(
         str, typer.Option(help="Tokens in context × batch.")
     ] = "32768x1,32768x8,32768x32,131072x1,131072x8",
     policies: Annotated[str, typer.Option(help="Names with commas between; all if empty.")] = "",
-    unions: Annotated[str, typer.Option(help="Percent of the context that a KV head reads with tactic.")] = "3,5,12",
+    unions: Annotated[
+        str, typer.Option(help="Percent of the context that a KV head reads with tactic and low-bit keys.")
+    ] = "3,5,12",
     delta_layers: Annotated[str, typer.Option(help="Of the model; its own if empty.")] = "",
     sinks: Annotated[str, typer.Option(help="Time each policy with each of these; its own default if empty.")] = "",
     replays: Annotated[int, typer.Option(min=2, help="Graph replays of each measurement.")] = 30,
@@ -150,6 +163,44 @@ def run(
 
 
 @app.command()
+def on_captured(
+    captured: Annotated[Path, typer.Argument(help="What benchmarks.kernels.captured_keys wrote.")],
+    output: Annotated[Path, typer.Option(help="Where to write JSON.")] = RESULTS / "attention-captured.json",
+    cases: Annotated[str, typer.Option(help="Tokens in context × batch.")] = "32768x8,131072x8",
+    shares: Annotated[str, typer.Option(help="lowbit_top_p's p, with commas between.")] = "0.9",
+    budgets: Annotated[str, typer.Option(help="lowbit_top_k's tokens, with commas between.")] = "1024",
+    replays: Annotated[int, typer.Option(min=2, help="Graph replays of each measurement.")] = 30,
+    memory: Annotated[float, typer.Option(help="Share of free device memory for keys and values.")] = 0.6,
+) -> None:
+    """Measure on a real model's keys, print a table, write JSON after each case."""
+    device = gpu()
+    os.environ[crossover.ENVIRONMENT] = "0"
+    found = CapturedKeys.read(captured)
+    layers, tokens, kv_heads, head_dim = found.keys.shape
+    heads = Heads(found.queries.shape[2], kv_heads, head_dim)
+    # A step's other work is shared out among the layers that were captured: a model's are more, and each has less.
+    shape = replace(
+        shape_named("tiny"),
+        layers=layers,
+        query_heads=heads.query,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype="bfloat16",
+    )
+    contestants = on_real_keys([float(share) for share in shares.split(",") if share], numbers(budgets))
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for case in parse_cases(cases):
+        fitting = layers_for(case, shape, int(torch.cuda.mem_get_info()[0] * memory))
+        contexts = Contexts(heads, case.context, case.batch, fitting, device, DTYPE, captured=found)
+        rows += measured_on(contexts, case, found.model, shape, contestants, [], replays)
+        del contexts
+        Record(header() | {"captured_tokens": tokens, "captured_layers": layers}, rows).write(output)
+        torch.cuda.empty_cache()
+    Console(width=150).print(table(rows))
+
+
+@app.command()
 def merge(
     records: Annotated[list[Path], typer.Argument(help="What several runs wrote.")],
     output: Annotated[Path, typer.Option(help="Where to write JSON.")] = RESULTS / "attention.json",
@@ -174,6 +225,22 @@ def contestants_of(unions: Sequence[int], delta_layers: Sequence[int]) -> list[C
             Contestant("tactic", {"p": 0.9, "full_layers": 0}, {"union_percent": percent}, TERMINATIONS, percent / 100)
             for percent in unions
         ),
+        *(
+            Contestant("lowbit_top_p", {"p": 0.9}, {"union_percent": percent}, TERMINATIONS, percent / 100)
+            for percent in unions
+        ),
+        *(
+            Contestant("lowbit_top_k", {"budget_ratio": percent / 100}, {"union_percent": percent})
+            for percent in unions
+        ),
+    ]
+
+
+def on_real_keys(shares: Sequence[float], budgets: Sequence[int]) -> list[Contestant]:
+    """Return what is timed on captured keys: the policies that select by codes, as requests ask for them."""
+    return [
+        *(Contestant("lowbit_top_p", {"p": share}, {"p": share}) for share in shares),
+        *(Contestant("lowbit_top_k", {"budget": budget}, {"budget": budget}) for budget in budgets),
     ]
 
 
@@ -262,9 +329,22 @@ def measure(
 ) -> list[Row]:
     """Time the dense decodes, then every policy, then the dense decodes again: their means are the baselines."""
     shape = shape_named(model)
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     contexts = Contexts(heads_of(shape), measured_length(case.context), case.batch, layers, device, DTYPE)
-    timer = Timer(contexts, cache_bytes, replays)
+    return measured_on(contexts, case, model, shape, contestants, delta_layers, replays)
+
+
+def measured_on(
+    contexts: Contexts,
+    case: Case,
+    model: str,
+    shape: ModelShape,
+    contestants: Sequence[Contestant],
+    delta_layers: Sequence[int],
+    replays: int,
+) -> list[Row]:
+    """Do what ``measure`` does, on contexts that there are already."""
+    cache_bytes = torch.cuda.get_device_properties(contexts.device).L2_cache_size
+    timer = Timer(contexts, cache_bytes, replays, kernels=kernel_times)
     before = timer.dense()
     stages: list[tuple[str, dict[str, Any], Stage]] = []
     for contestant in contestants:
@@ -284,7 +364,7 @@ def measure(
         )
         for each, timing in both.items()
     ]
-    of_all = {"dense_backend": name, "layers": layers}
+    of_all = {"dense_backend": name, "layers": contexts.layers}
     return rows + [
         row_of(case, model, policy, {"backend": "winnow", **parameters, **of_all}, stage, baseline, contexts)
         for policy, parameters, stage in stages
@@ -300,17 +380,25 @@ class Timer:
         cache_bytes: int,
         replays: int,
         time: Callable[[Sequence[Callable[[], None]], int], Timing] = time_calls,
+        kernels: Callable[[Sequence[Callable[[], None]]], dict[str, Timing]] = lambda _calls: {},
     ) -> None:
         self.contexts = contexts
+        self.kernels = kernels
         self._time = time
         self._cache_bytes = cache_bytes
         self._replays = replays
         self._dense: dict[str, DenseDecode] = {}
 
-    def __call__(self, run: Callable[[int], None], layers: Sequence[int], read_bytes: float) -> Timing:
-        """Time ``run``, which reads so many bytes in one of ``layers``."""
+    def __call__(
+        self, run: Callable[[int, int], None], layers: Sequence[int], read_bytes: float, steps: Sequence[int] = (0,)
+    ) -> Timing:
+        """Time ``run``, which reads so many bytes in one of ``layers``, in all of ``steps``, again and again."""
         count = calls_beyond_cache(int(read_bytes), self._cache_bytes)
-        return self._time([partial(run, layers[i % len(layers)]) for i in range(count)], self._replays)
+        calls = calls_of(run, layers, steps)
+        if len(steps) > 1:
+            # Whole rounds: else a step would follow one that is not its neighbour.
+            count = -(-count // len(calls)) * len(calls)
+        return self._time([calls[i % len(calls)] for i in range(count)], self._replays)
 
     def dense(self) -> dict[str, Timing]:
         """Time dense decode, by its name."""
@@ -325,6 +413,11 @@ class Timer:
         }
 
 
+def calls_of(run: Callable[[int, int], None], layers: Sequence[int], steps: Sequence[int]) -> list[Callable[[], None]]:
+    """Return calls of ``run`` for each layer in each step, a step's layers one after another."""
+    return [partial(run, layer, step) for step, layer in product(steps, layers)]
+
+
 def stages_of(
     contestant: Contestant, termination: str, timer: Timer, shape: ModelShape, delta_layers: Sequence[int]
 ) -> Iterator[Stage]:
@@ -337,7 +430,9 @@ def stages_of(
     found: dict[str, Any] = {}
     if contestant.union is not None:
         found = serve_union(requests, contestant, termination)
-    step = timer(lambda _layer: requests.once_a_step(), everywhere, 0)
+    if requests.selects_by_codes:
+        found |= anchors_of(requests, everywhere)
+    step = timer(lambda _layer, _step: requests.once_a_step(), everywhere, 0)
     share = step.microseconds / shape.layers
     yield Stage("step", step, more=found)
     if contestant.name == "delta":
@@ -357,11 +452,39 @@ def stages_of(
     yield Stage("attend", timer(requests.attend_alone, everywhere, attended), attended, found)
     if contestant.name not in _NOTHING_TO_SELECT:
         index = max(0.0, counts[Count.READ_BYTES] - attended)
-        yield Stage("select", timer(requests.select, everywhere, index), index, found)
+        yield Stage("select", timer(requests.select, everywhere, index, requests.walk), index, found)
+    if requests.selects_by_codes:
+        if termination == _NONE:
+            build = timer(lambda _layer, _step: requests.build(), everywhere, contexts.layers * contexts.layer_bytes)
+            per_layer = replace(build, microseconds=build.microseconds / contexts.layers)
+            yield Stage("build", per_layer, contexts.layer_bytes / 2, found)
+        yield from kernels_of(requests, timer, found)
+
+
+def kernels_of(requests: Requests, timer: Timer, more: Mapping[str, Any]) -> Iterator[Stage]:
+    """Time each kernel of a layer; say so where they cannot be told apart."""
+    try:
+        times = timer.kernels(calls_of(requests.attend, range(requests.contexts.layers), requests.walk))
+    except RuntimeError as error:
+        Console().print(f"[red]no times of kernels: {error}")
+        return
+    for name, timing in times.items():
+        yield Stage(f"{KERNEL}{name}", timing, None, more)
+
+
+def anchors_of(requests: Requests, layers: Sequence[int]) -> dict[str, float]:
+    """Return what KV heads read, and how often what the last step found was no help, all in percent."""
+    counts = requests.counts(layers)
+    marked, counted = requests.missed(layers)
+    return {
+        "read_percent": round(100 * counts[Count.ATTENDED] / counts[Count.CONTEXT], 2),
+        "marked_again_percent": round(100 * marked, 2),
+        "counted_again_percent": round(100 * counted, 2),
+    }
 
 
 def serve_union(requests: Requests, contestant: Contestant, termination: str) -> dict[str, float]:
-    """Serve ``tactic`` with the ``p`` with which its KV heads read the wanted share of their contexts.
+    """Serve a policy with the ``p`` with which its KV heads read the wanted share of their contexts.
 
     Returns:
         The ``p``, and the share read, in percent.
@@ -457,7 +580,7 @@ def _layer_stage(
 ) -> Stage:
     """Time whole layers; ``share`` are the microseconds that each has of a step's other work."""
     read = requests.counts(layers)[Count.READ_BYTES]
-    timing = timer(requests.attend, layers, read)
+    timing = timer(requests.attend, layers, read, requests.walk)
     return Stage("layer", replace(timing, microseconds=timing.microseconds + share), read, more)
 
 
@@ -481,7 +604,7 @@ def _chosen(contestants: Sequence[Contestant], names: str) -> list[Contestant]:
     return [contestant for contestant in contestants if contestant.name in wanted]
 
 
-def _attend_densely(decode: DenseDecode, layer: int) -> None:
+def _attend_densely(decode: DenseDecode, layer: int, _step: int) -> None:
     decode.call(layer)()
 
 

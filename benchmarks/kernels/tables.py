@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels.cases import KERNEL
 from benchmarks.markdown_tables import in_thousands
 from benchmarks.records import Record, Row, case_of, devices_of
 from winnow_evaluation.writing import markdown_table
@@ -84,6 +85,62 @@ def sinks_table(path: Path) -> str:
     ]
     headings = ("context", "policy", "early termination", "sinks", "µs with 0", "µs", "ratio")
     return markdown_table(headings, rows) + devices_of(record)
+
+
+def coded_table(path: Path) -> str:
+    """Return what a layer takes with the policies that select by codes, part by part."""
+    record = Record.read(path)
+    stages = _coded_stages(record)
+    rows = []
+    for key, found in stages.items():
+        layer = found["layer"]
+        parameters = layer.parameters
+        rows.append(
+            (
+                *key,
+                f"{parameters['read_percent']:.1f}",
+                f"{layer.dense:.0f}",
+                *(f"{found[name].measured:.0f}" if name in found else "" for name in ("select", "attend", "layer")),
+                f"{layer.speedup:.2f}",
+                "" if layer.floor_ratio is None else f"{100 * layer.floor_ratio:.0f}",
+                f"{parameters['counted_again_percent']:.1f}",
+                f"{found['build'].measured:.0f}" if "build" in found else "",
+            )
+        )
+    whole = ("read %", "dense µs", "selection µs", "attention µs", "layer µs", "times as fast", "of its byte floor %")
+    headings = ("context", "policy", *whole, "counted again % of heads", "building codes, µs a layer")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
+def kernels_table(path: Path) -> str:
+    """Return what each kernel of such a layer takes."""
+    record = Record.read(path)
+    rows = [
+        (*key, name.removeprefix(KERNEL), f"{row.measured:.1f}")
+        for key, found in _coded_stages(record).items()
+        for name, row in found.items()
+        if name.startswith(KERNEL)
+    ]
+    return markdown_table(("context", "policy", "kernel", "µs"), rows) + devices_of(record)
+
+
+def _coded_stages(record: Record) -> dict[tuple[str, str], dict[str, Row]]:
+    """Return the rows of each case and policy that selects by codes, by their stages."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in record.rows:
+        if "counted_again_percent" in row.parameters:
+            found.setdefault((case_of(row), _coded_policy(row)), {})[row.parameters["stage"]] = row
+    return found
+
+
+def _coded_policy(row: Row) -> str:
+    parameters = row.parameters
+    if "union_percent" in parameters:
+        asked = f"union of {parameters['union_percent']} %"
+    else:
+        asked = f"p {parameters['p']:g}" if "p" in parameters else f"budget {parameters['budget']:,}"
+    ended = parameters.get("termination", "none")
+    return ", ".join([f"`{row.policy}`", asked, *([ended] if ended != "none" else [])])
 
 
 def _beside_sinks(row: Row) -> tuple[str, str, str]:

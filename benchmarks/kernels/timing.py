@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 # What is read between two reads of the same byte, in sizes of the L2 cache.
 _CACHES_BETWEEN_READS: Final = 3
@@ -72,6 +74,51 @@ def time_calls(calls: Sequence[Callable[[], None]], replays: int = 30) -> Timing
         if replay >= 0:
             times.append(begin.elapsed_time(end) * 1e3 / len(calls))
     return summary(times)
+
+
+def kernel_times(calls: Sequence[Callable[[], None]]) -> dict[str, Timing]:
+    """Return how long each kernel runs that ``calls`` launch, by name, in order.
+
+    Args:
+        calls: as of ``time_calls``; all launch the same kernels.
+
+    Raises:
+        RuntimeError: they do not, or the profiler may not look.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in seen.events() or () if event.device_type.name == "CUDA"]
+    events.sort(key=lambda event: event.time_range.start)
+    return times_by_place([(event.name, event.time_range.elapsed_us()) for event in events], len(calls))
+
+
+def times_by_place(launches: Sequence[tuple[str, float]], calls: int) -> dict[str, Timing]:
+    """Return the times of each kernel of a call; one that comes again is told as ``NAME, 2``.
+
+    Args:
+        launches: name and microseconds of each kernel, in order.
+        calls: how many have launched them, at least two.
+
+    Raises:
+        RuntimeError: the calls do not launch the same kernels, or none are seen.
+    """
+    if not launches:
+        raise RuntimeError("the profiler sees no kernels")
+    each = len(launches) // calls
+    names = [name for name, _ in launches]
+    if len(names) % calls or names != names[:each] * calls:
+        raise RuntimeError(f"{calls} calls have not launched the same kernels: {dict(Counter(names))}")
+    found: dict[str, Timing] = {}
+    for place, name in enumerate(names[:each]):
+        number = names[: place + 1].count(name)
+        label = name if number == 1 else f"{name}, {number}"
+        found[label] = summary([microseconds for _, microseconds in launches[place::each]])
+    return found
 
 
 def summary(microseconds: Sequence[float]) -> Timing:

@@ -27,7 +27,11 @@ out. Time to first token:
         --fresh-prompts --repeats 5 --server-arguments '--max-total-tokens 163840' --output ttft-qwen3-4b.json
 
 Random weights give diffuse attention: a policy that reads as much as it needs, such as ``tactic``, reads far more than
-with a trained model, and one with a cap reads the cap. The bytes read are in the rows.
+with a trained model, and one with a cap reads the cap. The bytes read are in the rows. ``--attending NAME=SHARE``
+searches, before each batch, for the ``p`` with which such a policy attends to what it would with a trained model:
+
+    python -m benchmarks.serving.serve run --context 32768,98304 --policy 'lowbit_top_p' --attending lowbit_top_p=0.06 \
+        --policy 'lowbit_top_k={"decode": {"policy": "lowbit_top_k", "budget_ratio": 0.06}}'
 """
 
 from __future__ import annotations
@@ -68,6 +72,9 @@ _WARM_UP_ANSWER: Final = 8
 # A chunk of a prompt that has others before and behind it.
 _WARM_UP_CHUNKS: Final = 3
 _SMALLEST_TOKEN: Final = 10
+_HALVINGS: Final = 12
+_SOUGHT_ANSWER: Final = 8
+_TOLERANCE: Final = 0.02
 # SGLang keeps some of a context to itself.
 _SPARE_TOKENS: Final = 16
 ROOM_FOR_CHUNKED: Final = 2
@@ -88,11 +95,18 @@ class Contestant:
         name: in rows.
         policy: as requests ask for it; None for dense.
         mixed: whether every other request is dense.
+        attending: the share of the context that it is to attend to, for which a ``p`` is searched; None for its own.
     """
 
     name: str
     policy: Mapping[str, Any] | None
     mixed: bool = False
+    attending: float | None = None
+
+    def with_share(self, p: float) -> Contestant:
+        """Return it with another ``p``."""
+        assert self.policy is not None
+        return replace(self, policy={**self.policy, "decode": {**self.policy["decode"], "p": p}})
 
     def policies(self, batch: int) -> list[Mapping[str, Any] | None]:
         """Return the policy of each request. In a mixed batch the first, whose tokens are watched, is sparse."""
@@ -182,6 +196,10 @@ def run(
     mixed: Annotated[
         list[str] | None, typer.Option(help="The same, for every other request of a batch; the others are dense.")
     ] = None,
+    attending: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=SHARE of the context that a policy with p is to attend to; may be repeated."),
+    ] = None,
     backends: Annotated[str, typer.Option(help="SGLang's, and noop, in this order.")] = "fa3,flashinfer,winnow",
     chunked_prefill_size: Annotated[int, typer.Option(min=16, help="Of every server.")] = 8192,
     server_arguments: Annotated[str, typer.Option(help="Passed on to every server.")] = "",
@@ -208,6 +226,7 @@ def run(
     shape = shape_named(model)
     contestants = [parse_contestant(text) for text in policy or []]
     contestants += [parse_contestant(text, mixed=True) for text in mixed or []]
+    contestants = with_attending(contestants, attending or [])
     cells = [Cell(tokens, requests) for tokens in numbers(context) for requests in numbers(batch)]
     plan = Plan(
         model,
@@ -280,6 +299,28 @@ def parse_contestant(text: str, *, mixed: bool = False) -> Contestant:
     except ValueError as error:
         raise typer.BadParameter(f"{text}: {error}", param_hint="--policy") from error
     return Contestant(f"half {name}, half dense" if mixed else name, asked, mixed)
+
+
+def with_attending(contestants: Sequence[Contestant], asked: Sequence[str]) -> list[Contestant]:
+    """Return the contestants, those in ``asked``, NAME=SHARE, with the share of the context to be attended to.
+
+    Raises:
+        typer.BadParameter: a name is none of theirs, its policy has no ``p``, or a share is not between 0 and 1.
+    """
+    found = {contestant.name: contestant for contestant in contestants}
+    for text in asked:
+        name, share = _pair(text, "--attending")
+        if name not in found:
+            raise typer.BadParameter(f"{name}: must be one of {', '.join(found)}", param_hint="--attending")
+        policy = parse_policy(found[name].policy or {})
+        if not hasattr(policy.decode, "p"):
+            raise typer.BadParameter(f"{name}: {policy.decode.policy} has no p", param_hint="--attending")
+        if not share.replace(".", "", 1).isdecimal() or not 0 < float(share) < 1:
+            raise typer.BadParameter(
+                f"{name}: must be a number between 0 and 1; it is {share}", param_hint="--attending"
+            )
+        found[name] = replace(found[name], attending=float(share))
+    return list(found.values())
 
 
 def kinds_asked(contestants: Sequence[Contestant]) -> set[str]:
@@ -375,6 +416,10 @@ def measure(
                 continue
             if plan.fresh:
                 asked = None
+            timed = contestant
+            if contestant.attending is not None:
+                one = asked[:1] if asked else prompts(cell.context, 1)
+                timed = sought(server, contestant, contestant.attending, one)
             timings: list[BatchTiming] = []
             began = time.monotonic()
             with PeakMemory() as memory:
@@ -382,7 +427,7 @@ def measure(
                     if asked is None or timings:
                         server.empty_cache()
                         asked = prompts(cell.context, cell.batch)
-                    streams = server.ask(asked, plan.output_tokens, contestant.policies(cell.batch), plan.interval)
+                    streams = server.ask(asked, plan.output_tokens, timed.policies(cell.batch), plan.interval)
                     try:
                         timings.append(timing_of(streams))
                     except ValueError as error:
@@ -393,7 +438,36 @@ def measure(
                         break
             if timings:
                 timing = median_timing(timings)
-                yield Measured(backend, cell, contestant, plan.output_tokens, timing, cache_tokens, memory.bytes)
+                yield Measured(backend, cell, timed, plan.output_tokens, timing, cache_tokens, memory.bytes)
+
+
+def sought(
+    server: BatchServer, contestant: Contestant, attending: float, prompts: Sequence[Sequence[int]]
+) -> Contestant:
+    """Return the contestant with the ``p`` with which it attends to the share ``attending`` of a context.
+
+    Args:
+        server: which is asked for short answers.
+        contestant: whose ``p`` is searched for.
+        attending: between 0 and 1; what it is after as many halvings is as near as it comes.
+        prompts: a single one.
+
+    Raises:
+        RuntimeError: the server does not say what is attended to.
+    """
+    low, high = 0.0, 1.0
+    found = contestant
+    for _ in range(_HALVINGS):
+        p = (low + high) / 2
+        found = contestant.with_share(p)
+        [stream] = server.ask(prompts, _SOUGHT_ANSWER, found.policies(1))
+        reached = stream.decode.get("attended_ratio")
+        if reached is None:
+            raise RuntimeError(f"{contestant.name}: the server does not say what is attended to")
+        if abs(reached - attending) <= _TOLERANCE * attending:
+            break
+        low, high = (p, high) if reached < attending else (low, p)
+    return found
 
 
 def _is_too_long(cell: Cell, plan: Plan) -> bool:

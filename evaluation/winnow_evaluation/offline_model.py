@@ -45,7 +45,12 @@ class OfflineModel:
         """Return what a benchmark's record begins with: the model, and what it runs on."""
         record = surroundings("transformers")
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else record["cpu"]
-        return {"model": self.folder.resolve().name, "device": device, **record}
+        return {"model": self.name, "device": device, **record}
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.folder.resolve().name
 
     @property
     def end_tokens(self) -> list[int]:

@@ -99,6 +99,15 @@ class ReportedShares(NamedTuple):
             torch.zeros(rows, query_heads, dtype=torch.float64, device=device),
         )
 
+    def of_rows(self, rows: slice) -> ReportedShares:
+        """Return those of some rows."""
+        return ReportedShares(self.beliefs[rows], self.shares[rows])
+
+    def clear(self) -> None:
+        """Begin a step: nothing is believed, and no layer has added a share."""
+        self.beliefs.fill_(NO_MASS)
+        self.shares.zero_()
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceSelection:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
+from sglang_winnow.key_bits import index_settings
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestTable
@@ -40,7 +41,7 @@ class WinnowAttentionBackend(AttentionBackend):
         self._scale = layers[0].scaling
         self._last_layer = layers[-1].layer_id
         caches = [self._cache(layer) for layer in range(self._last_layer + 1)]
-        self.indexes = Indexes(caches, runner.page_size, self.device)
+        self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics)
         self._plan: DecodePlan | PrefillPlan | None = None

@@ -16,6 +16,7 @@ from sglang_winnow.admission import Limits, attach_policy, check_request, check_
 from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.hooks import Hook, install, refusing_to_start
+from sglang_winnow.key_bits import index_settings
 from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import ServedModel, served_model
@@ -43,6 +44,7 @@ def register() -> None:
     """
     with refusing_to_start():
         served_policies()
+        index_settings()
         crossover_tokens("quest")
     register_backend()
     install(HOOKS)

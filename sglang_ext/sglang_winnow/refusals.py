@@ -11,9 +11,10 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_winnow.served_policies import ENVIRONMENT, served_policies
+from sglang_winnow.served_policies import served_policies
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.policies.declarations import DECLARATIONS
+from winnow_kernels.policies.registry import POLICIES_SETTING
 from winnow_kernels.selection.gpu_pages import MAX_PAGES
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def _reasons(runner: ModelRunner) -> Iterator[str]:
     yield from _reasons_in_arguments(runner)
     if torch.cuda.is_available():
         yield from _reasons_on_cuda(runner)
+    yield from _reasons_of_indexes(runner)
     pool = runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool:
         yield f"a KV cache of the kind {type(pool).__name__}"
@@ -81,12 +83,20 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
     for name in served_policies():
         longest = DECLARATIONS[name].longest_on_gpu
         if longest is not None and runner.model_config.context_len > longest:
-            yield f"contexts of more than {longest} tokens with {name} (leave it out of {ENVIRONMENT})"
+            yield f"contexts of more than {longest} tokens with {name} (leave it out of {POLICIES_SETTING})"
     for layer in attention_layers(runner):
         if layer.sliding_window_size > -1:
             yield "sliding windows on CUDA"
         if layer.tp_q_head_num > LARGEST_GROUP * layer.tp_k_head_num:
             yield f"more than {LARGEST_GROUP} query heads for a KV head on CUDA"
+
+
+def _reasons_of_indexes(runner: ModelRunner) -> Iterator[str]:
+    head_dim = attention_layers(runner)[0].qk_head_dim
+    for name in served_policies():
+        index = DECLARATIONS[name].index
+        if index is not None and (unfit := index.unfit(head_dim, runner.page_size)) is not None:
+            yield f"{unfit} with {name} (leave it out of {POLICIES_SETTING})"
 
 
 def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:

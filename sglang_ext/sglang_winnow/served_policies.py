@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import Final
 
 import torch
 
 from winnow_kernels.policies.declarations import DECLARATIONS
-from winnow_kernels.policies.registry import DECODE_POLICIES
-
-ENVIRONMENT: Final = "WINNOW_POLICIES"
+from winnow_kernels.policies.registry import DECODE_POLICIES, INDEXED_BY_DEFAULT, POLICIES_SETTING
 
 
 def served_policies() -> tuple[str, ...]:
     """Return the policies that the environment names, with commas between; ``dense`` always.
 
-    Without a name they are all, on CUDA all that were faster than dense on a GPU.
+    Without a name they are all on a CPU, where an index is made when a request needs it. On CUDA, where room for
+    indexes is reserved at start, they are those that were faster than dense on a GPU and need no index, or one that the
+    presets' policies need (``INDEXED_BY_DEFAULT``).
 
     Raises:
         ValueError: one of them is no decode policy.
     """
-    names = os.environ.get(ENVIRONMENT)
+    names = os.environ.get(POLICIES_SETTING)
     if names is None:
         on_gpu = torch.cuda.is_available()
-        return tuple(name for name in DECODE_POLICIES if DECLARATIONS[name].pays_on_gpu or not on_gpu)
+        return tuple(name for name in DECODE_POLICIES if not on_gpu or _is_served_by_default(name))
     given = {name.strip() for name in names.split(",") if name.strip()}
     if unknown := sorted(given.difference(DECODE_POLICIES)):
         raise ValueError(
-            f"{ENVIRONMENT}: no decode policy is called {unknown[0]!r}; there are {', '.join(DECODE_POLICIES)}"
+            f"{POLICIES_SETTING}: no decode policy is called {unknown[0]!r}; there are {', '.join(DECODE_POLICIES)}"
         )
     return tuple(name for name in DECODE_POLICIES if name in given | {"dense"})
+
+
+def _is_served_by_default(name: str) -> bool:
+    declared = DECLARATIONS[name]
+    return declared.pays_on_gpu and declared.index in {None, *(DECLARATIONS[each].index for each in INDEXED_BY_DEFAULT)}

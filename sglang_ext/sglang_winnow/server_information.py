@@ -15,10 +15,12 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import Hook, refusing_to_start
+from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
-from sglang_winnow.served_policies import ENVIRONMENT, served_policies
+from sglang_winnow.served_policies import served_policies
 from winnow_kernels.contract.fields import PolicyError
-from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
+from winnow_kernels.indexes.settings import DEFAULT
+from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy
 from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
@@ -44,6 +46,7 @@ class ServedModel:
         chunk: most tokens of a prompt in one forward pass; None for no limit.
         has_policies: whether the server computes attention with Winnow; if not, every request is dense.
         decode_policies: those that it serves then.
+        key_bits: bits of a channel in the codes of keys.
     """
 
     layers: int
@@ -54,6 +57,7 @@ class ServedModel:
     chunk: int | None = None
     has_policies: bool = True
     decode_policies: tuple[str, ...] = DECODE_POLICIES
+    key_bits: int = DEFAULT.key_bits
 
     def policy_of(self, custom_params: Mapping[str, Any] | None) -> AttentionPolicy:
         """Return the policy that a request's ``custom_params`` ask for, as this model runs it; dense if they ask none.
@@ -69,11 +73,7 @@ class ServedModel:
         policy = parse_policy(text)
         if not (policy.is_dense or self.has_policies):
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
-        if policy.decode.policy not in self.decode_policies:
-            raise PolicyError(
-                f"{PARAMETER}.decode.policy",
-                f"must be one of {', '.join(self.decode_policies)}: the server was started with {ENVIRONMENT}",
-            )
+        check_served(policy, self.decode_policies)
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
         self._check_delta_layers(policy)
@@ -104,6 +104,7 @@ class ServedModel:
             "delta_layers": None if self.delta_layers is None else list(self.delta_layers),
             "policies": list(self.decode_policies) if self.has_policies else ["dense"],
             "prefill_policies": list(PREFILL_POLICIES) if self.has_policies else ["dense"],
+            "key_bits": self.key_bits,
         }
 
 
@@ -124,6 +125,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         chunk=chunk if chunk is not None and chunk > 0 else None,
         has_policies=set(arguments.get_attention_backends()) == {NAME},
         decode_policies=served_policies(),
+        key_bits=index_settings().key_bits,
     )
 
 

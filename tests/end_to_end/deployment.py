@@ -13,6 +13,7 @@ import httpx
 
 from tests.ports import free_port
 from tests.service.processes import WINNOW, alive, descendants
+from winnow_kernels.policies.registry import DECODE_POLICIES, POLICIES_SETTING
 
 START_SECONDS = 240
 STOP_SECONDS = 60
@@ -57,7 +58,8 @@ def start(command: list[str], log: Path, environment: dict[str, str] | None = No
         return subprocess.Popen(
             command,
             cwd=log.parent,
-            env={**os.environ, **(environment or {})},
+            # On a GPU not every policy is served unless it is named.
+            env=os.environ | {POLICIES_SETTING: ",".join(DECODE_POLICIES)} | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

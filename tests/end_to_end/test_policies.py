@@ -20,6 +20,8 @@ SPARSE: dict[str, dict[str, Any]] = {
     "snapkv": {"decode": {"policy": "snapkv", "budget": 1024}},
     "delta": {"decode": {"policy": "delta", "budget": 1024}},
     "tactic": {"decode": {"policy": "tactic", "p": 0.9}},
+    "lowbit_top_p": {"decode": {"policy": "lowbit_top_p", "p": 0.9}},
+    "lowbit_top_k": {"decode": {"policy": "lowbit_top_k", "budget": 1024}},
 }
 
 

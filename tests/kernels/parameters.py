@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
+from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
 from winnow_kernels.policies.quest.parameters import Quest
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
@@ -38,6 +40,14 @@ def delta_parameters(
 
 def tactic_parameters(p: float, max_tokens: int | None = None, full_layers: int = 0, sinks: int = 0) -> Tactic:
     return Tactic.model_construct(p=p, max_tokens=max_tokens, full_layers=full_layers, sinks=sinks)
+
+
+def lowbit_top_p_parameters(p: float, min_tokens: int = 0, max_tokens: int | None = None, sinks: int = 0) -> LowBitTopP:
+    return LowBitTopP.model_construct(p=p, min_tokens=min_tokens, max_tokens=max_tokens, sinks=sinks)
+
+
+def lowbit_top_k_parameters(budget: int | None = None, budget_ratio: float | None = None, sinks: int = 0) -> LowBitTopK:
+    return LowBitTopK.model_construct(budget=budget, budget_ratio=budget_ratio, sinks=sinks)
 
 
 def quoka_decode_parameters(

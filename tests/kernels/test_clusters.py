@@ -361,7 +361,7 @@ def test_what_is_predicted_is_what_is_allocated() -> None:
     caches = [random_cache(slots, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
     index = ClusterIndex(caches, PageGenerations(slots, PAGE, CPU), 256, capacity=slots // 256)
     tensors = [value for value in [*vars(index).values(), *vars(index._tables).values()] if isinstance(value, Tensor)]
-    predicted = ClusterIndex.bytes_per_slot(PoolShape.of(caches), PAGE, 256)
+    predicted = ClusterIndex.bytes_per_slot(PoolShape.of(caches), PAGE, span=256)
     assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == predicted * slots
 
 

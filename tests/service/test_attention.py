@@ -21,6 +21,7 @@ from tests.service.waiting import eventually
 from winnow_evaluation.over_http.client import OpenAIClient
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
+from winnow_service.policies.presets import PRESETS
 from winnow_service.proxy.attention_field import place_policies, read_policies
 from winnow_service.proxy.body import Form
 
@@ -296,7 +297,34 @@ async def test_a_policy_that_the_runtime_does_not_know_is_refused(service: Deplo
     assert (await service.client.post("/generate", json={"attention": QUEST})).status_code == 200
     answer = await service.client.post("/generate", json={"attention": TACTIC})
     assert answer.status_code == 422
-    assert answer.json()["error"]["message"] == "attention.decode.policy: must be one of dense, quest"
+    assert answer.json()["error"]["message"] == (
+        "attention.decode.policy: tactic is not served here; set WINNOW_POLICIES=quest,tactic"
+    )
+
+
+async def test_a_preset_of_a_policy_that_the_runtime_does_not_serve_is_refused(service: Deployment) -> None:
+    service.runtime.server_info = {"winnow": {**SERVED, "policies": ["dense"]}}
+    for name, preset in PRESETS.items():
+        policy = preset.attention.decode.policy
+        answer = await service.client.post("/generate", json={"attention": name})
+        if policy == "dense":
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 422
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"attention.decode.policy: in the policy {name!r}, {policy} is not served here")
+        assert message.endswith(f"; set WINNOW_POLICIES={policy}")
+
+
+async def test_a_default_that_the_runtime_does_not_serve_is_refused_by_its_name(service: Deployment) -> None:
+    service.runtime.server_info = {"winnow": {**SERVED, "policies": ["dense"]}}
+    settings = {"policy": "mine"}
+    assert (await service.client.put("/v1/policies/mine", json={"attention": QUEST})).status_code == 201
+    assert (await service.client.put("/v1/policy-defaults/needle", json=settings)).status_code == 201
+    for body in ({"model": "needle"}, {"attention": "mine"}):
+        answer = await service.client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, "attention.decode.policy")
+        assert "in the policy 'mine', quest is not served here; set WINNOW_" in answer.json()["error"]["message"]
 
 
 async def test_prefill_policies_do_not_depend_on_decode_policies(service: Deployment) -> None:

@@ -21,7 +21,9 @@ from tests.service.control import replica, runtime
 from tests.service.servers import serving
 from tests.service.test_attention import SERVED
 from tests.service.test_runtime import until
+from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.cli import doctor
+from winnow_service.policies.presets import PRESETS
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.fields import FieldsCheck, FieldsVerdict, check_fields
 from winnow_service.settings import Settings
@@ -154,6 +156,40 @@ async def test_the_doctor_says_so(loses: bool, status: doctor.Status) -> None:
         check = await asyncio.to_thread(doctor.upstream_check, address)
         assert check.status is status
         assert ("loses fields" in check.remedy) is loses
+
+
+async def policies_check(served: dict[str, Any]) -> doctor.Check:
+    async with runtime() as (fake, address):
+        fake.server_info = served
+        return await asyncio.to_thread(doctor.policies_check, address)
+
+
+async def test_the_doctor_says_which_policies_are_served() -> None:
+    served = {*DECODE_POLICIES} - {"sparq"}
+    check = await policies_check({"winnow": SERVED | {"policies": sorted(served)}})
+    assert check.status is doctor.Status.OK
+    assert check.found == ", ".join(sorted(served))
+
+
+async def test_the_doctor_says_which_presets_are_refused() -> None:
+    check = await policies_check({"winnow": SERVED | {"policies": ["dense", "sparq"]}})
+    assert check.status is doctor.Status.OPTIONAL
+    asked = {preset.attention.decode.policy for preset in PRESETS.values()} | {"sparq"}
+    setting = f"WINNOW_POLICIES={','.join(name for name in DECODE_POLICIES if name in asked - {'dense'})}"
+    assert check.remedy == f"refused: balanced, fast, long-prompt, reasoning; set {setting}"
+
+
+@pytest.mark.parametrize("served", [{}, {"winnow": SERVED | {"policies": ["dense"], "prefill_policies": ["dense"]}}])
+async def test_the_doctor_misses_the_backend(served: dict[str, Any]) -> None:
+    check = await policies_check(served)
+    assert (check.found, check.status) == ("dense", doctor.Status.OPTIONAL)
+    assert "--attention-backend winnow" in check.remedy
+
+
+async def test_the_doctor_says_that_the_runtime_did_not_tell() -> None:
+    check = await policies_check({"winnow": 5})
+    assert (check.found, check.status) == ("unknown", doctor.Status.OPTIONAL)
+    assert "'winnow' in its /server_info is not as expected" in check.remedy
 
 
 def test_the_doctor_reads_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

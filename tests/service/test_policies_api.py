@@ -431,6 +431,12 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             {"decode": {"policy": "tactic", "max_tokens": 4096}},
         ),
         (
+            {"max_budget": 256},
+            {"decode": {"policy": "lowbit_top_p", "min_tokens": 512, "max_tokens": 1024}},
+            "attention.decode.max_tokens",
+            {"decode": {"policy": "lowbit_top_p", "min_tokens": 256, "max_tokens": 256}},
+        ),
+        (
             {"max_budget": 100},
             {"decode": {"policy": "streaming_llm", "sinks": 4, "window": 512}},
             "attention.decode.window",
@@ -532,8 +538,8 @@ def test_what_bounds_let_through_is_within_them(policy: dict[str, Any], given_bo
     assert (within == asked) == (not changes)
     most = given_bounds.get("max_budget")
     for part in (within.decode, within.prefill):
-        if most is not None and getattr(part, "budget", None) is not None:
-            assert getattr(part, "budget") <= most  # noqa: B009
+        for field in ("budget", "max_tokens", "min_tokens"):
+            assert most is None or (getattr(part, field, None) or 0) <= most
 
 
 REFUSED_BOUNDS: list[tuple[dict[str, Any], str]] = [

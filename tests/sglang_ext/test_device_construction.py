@@ -2,51 +2,87 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_winnow import key_bits
+from sglang_winnow.device import memory
 from sglang_winnow.device.construction import enabled_kinds
 from sglang_winnow.device.decode import Variant
-from sglang_winnow.device.memory import fixed_bytes, index_bytes_of_slot
+from sglang_winnow.device.memory import fixed_bytes
+from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.device.variants import ANY, DENSE, variant_for, variants_of
+from sglang_winnow.refusals import PAGE_SIZES_ON_CUDA
 from sglang_winnow.request_state import RequestState
-from sglang_winnow.served_policies import ENVIRONMENT, served_policies
+from sglang_winnow.served_policies import served_policies
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.indexes.settings import IndexSettings
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import DECLARATIONS, KINDS, LAYOUT
 from winnow_kernels.policies.quoka.prefill.selection import SCORES_BYTES
+from winnow_kernels.policies.registry import DECODE_POLICIES, INDEXED_BY_DEFAULT, POLICIES_SETTING
 from winnow_kernels.policies.snapkv.gpu_positions import OutOfPositionsError, StoredPositions
 
 ALL = frozenset(KINDS)
 LAYERS = 6
 
 
-def test_all_kinds_are_served_unless_the_environment_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
+def test_on_a_cpu_all_kinds_are_served_unless_the_environment_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICIES_SETTING, raising=False)
     assert enabled_kinds() == ALL
-    monkeypatch.setenv(ENVIRONMENT, "tactic, snapkv,pyramidkv,dense")
+    monkeypatch.setenv(POLICIES_SETTING, "tactic, snapkv,pyramidkv,dense")
     assert enabled_kinds() == {"tactic", "snapkv"}
-    monkeypatch.setenv(ENVIRONMENT, "")
+    monkeypatch.setenv(POLICIES_SETTING, "")
     assert enabled_kinds() == frozenset()
 
 
-def test_on_a_gpu_a_policy_that_never_paid_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, as far as anyone asks, and no policy in the environment."""
+    monkeypatch.delenv(POLICIES_SETTING, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(type(DECLARATIONS["quest"]), "pays_on_gpu", False)
-    assert "quest" not in served_policies()
-    assert {"dense", "tactic"} < set(served_policies())
-    monkeypatch.setenv(ENVIRONMENT, "quest")
-    assert served_policies() == ("dense", "quest")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_on_a_gpu_a_policy_that_never_paid_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(DECLARATIONS["snapkv"]), "pays_on_gpu", False)
+    assert "snapkv" not in served_policies()
+    assert {"dense", "delta"} < set(served_policies())
+    monkeypatch.setenv(POLICIES_SETTING, "snapkv")
+    assert served_policies() == ("dense", "snapkv")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_on_a_gpu_a_policy_whose_index_no_preset_needs_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = set(served_policies())
+    indexes = {DECLARATIONS[name].index for name in INDEXED_BY_DEFAULT}
+    for name in DECODE_POLICIES:
+        declared = DECLARATIONS[name]
+        assert (name in served) == (declared.pays_on_gpu and declared.index in {None, *indexes})
+    left_out = set(DECODE_POLICIES) - served
+    assert any(DECLARATIONS[name].index is not None for name in left_out)
+    monkeypatch.setenv(POLICIES_SETTING, ",".join(left_out))
+    assert set(served_policies()) == {"dense", *left_out}
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("page_size", PAGE_SIZES_ON_CUDA)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_by_default_indexes_take_12_percent_of_the_cache_at_most(head_dim: int, page_size: int) -> None:
+    shape = PoolShape(layers=32, kv_heads=8, head_dim=head_dim, element_size=2)
+    reserved = reserved_indexes(served_policies(), shape, page_size)
+    assert {name for index in reserved for name in index.policies} >= set(INDEXED_BY_DEFAULT)
+    assert sum(index.share for index in reserved) <= 0.12
 
 
 def test_an_unknown_policy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT, "quest,tactics")
+    monkeypatch.setenv(POLICIES_SETTING, "quest,tactics")
     with pytest.raises(ValueError, match=r"WINNOW_POLICIES: no decode policy is called 'tactics'; there are dense, "):
         enabled_kinds()
 
@@ -73,17 +109,65 @@ def test_a_batch_gets_the_first_variant_that_launches_what_it_needs(
     assert needed <= variants[label].kinds
 
 
-@pytest.mark.parametrize("kinds", list(combinations(sorted(ALL), 2)))
-def test_what_indexes_take_adds_up(kinds: tuple[str, str]) -> None:
-    shape = PoolShape(layers=32, kv_heads=8, head_dim=128, element_size=2)
-    own = [index_bytes_of_slot([family], shape, 16) for family in kinds]
-    assert index_bytes_of_slot(kinds, shape, 16) == pytest.approx(sum(own))
-    assert max(own) < 0.07 * shape.slot_bytes
+SHAPE = PoolShape(layers=32, kv_heads=8, head_dim=128, element_size=2)
+
+
+def test_policies_that_read_the_same_index_share_it() -> None:
+    indexes = {index.name: index for index in reserved_indexes(DECODE_POLICIES, SHAPE, 16)}
+    assert sorted(name for index in indexes.values() for name in index.policies) == sorted(
+        name for name, declared in DECLARATIONS.items() if declared.index is not None
+    )
+    assert {"lowbit_top_p", "lowbit_top_k"} <= set(indexes["key codes"].policies)
+    for index in indexes.values():
+        for name in index.policies:
+            [alone] = reserved_indexes([name], SHAPE, 16)
+            assert (alone.name, alone.share) == (index.name, index.share)
+
+
+def test_codes_of_more_bits_take_more() -> None:
+    [two], [three], [four] = (
+        reserved_indexes(["lowbit_top_p"], SHAPE, 16, IndexSettings(key_bits=bits)) for bits in (2, 3, 4)
+    )
+    assert two.share == pytest.approx(0.0747, abs=1e-4)
+    # One bit more for each channel of a key, of 16 bits each in keys and values.
+    assert three.share - two.share == pytest.approx(1 / 32)
+    assert four.share - three.share == pytest.approx(1 / 32)
+
+
+def test_a_server_leaves_room_for_indexes_and_says_for_which(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(POLICIES_SETTING, "lowbit_top_p,lowbit_top_k,quest")
+    monkeypatch.setenv(key_bits.ENVIRONMENT, "3")
+    model = SimpleNamespace(
+        num_hidden_layers=32, get_num_kv_heads=lambda _: 8, head_dim=128, num_attention_heads=32, context_len=4096
+    )
+    configurator = SimpleNamespace(
+        server_args=SimpleNamespace(attention_backend="winnow", max_running_requests=4),
+        model_config=model,
+        ps=SimpleNamespace(attn_tp_size=1),
+        kv_cache_dtype=torch.bfloat16,
+        page_size=16,
+    )
+    [hook] = memory.HOOKS
+    available = 2**34
+    with caplog.at_level(logging.INFO, logger=memory.__name__):
+        left = hook.function(lambda _: available, configurator)
+    buffers = fixed_bytes(enabled_kinds(), SHAPE, query_heads=32, rows=4, longest=4096, page_size=16)
+    assert left == pytest.approx((available - buffers) / (1 + 0.1058 + 0.0625), rel=1e-3)
+    total, *indexes, others = caplog.messages
+    assert total.startswith("Winnow serves dense, quest, lowbit_top_p, lowbit_top_k. Of 16.00 GB its buffers take ")
+    assert total.endswith(", 16.8 % of the KV cache.")
+    assert indexes == [
+        "Winnow's page bounds take 6.3 % of the KV cache, for quest.",
+        "Winnow's key codes take 10.6 % of the KV cache, for lowbit_top_p, lowbit_top_k.",
+    ]
+    assert others.startswith("Winnow serves only if WINNOW_POLICIES names it: streaming_llm, snapkv, ")
 
 
 def test_buffers_are_counted_without_being_made() -> None:
     shape = PoolShape(layers=2, kv_heads=2, head_dim=64, element_size=4)
-    buffers = StepBuffers(LAYOUT, 3, 256, 16, shape.layers, shape.kv_heads, 192, torch.device("cpu"))
+    buffers = StepBuffers(LAYOUT, 3, 256, 16, shape.layers, 4, shape.kv_heads, 192, torch.device("cpu"))
     none = fixed_bytes([], shape, query_heads=4, rows=3, longest=256, page_size=16)
     assert none > buffers.bytes
     assert fixed_bytes(ALL, shape, query_heads=4, rows=3, longest=256, page_size=16) > none

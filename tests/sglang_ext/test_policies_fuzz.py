@@ -67,8 +67,11 @@ def _acting_decode(draw: st.DrawFn) -> Json:
         case "tactic":
             fields = {"p": draw(_ratio), "max_tokens": draw(tokens | st.none())}
             fields["full_layers"] = draw(st.integers(0, SHAPE.layers))
-        case "quoka":
+        case "quoka" | "lowbit_top_k":
             fields = draw(budget)
+        case "lowbit_top_p":
+            cap = draw(tokens | st.none())
+            fields = {"p": draw(_ratio), "max_tokens": cap, "min_tokens": draw(st.integers(0, cap or 400))}
         case _:
             fields = dict(ROWS[name].small)
     return {"policy": name} | ({} if name == "dense" else {"sinks": sinks}) | fields

@@ -33,6 +33,10 @@ POLICIES: dict[str, dict[str, Any]] = small_policies() | {
     "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 16, "delta_layers": [2, 4]}},
     "tactic": {"decode": {"policy": "tactic", "p": 0.7, "max_tokens": 64, "full_layers": 0}},
     "quoka": {"decode": {"policy": "quoka", "budget": 48}},
+    "lowbit_top_k": {
+        "decode": {"policy": "lowbit_top_k", "budget": 100},
+        "prefill": {"policy": "quoka", "budget": 32, "block": 64},
+    },
     "quoka prefill": {
         "decode": {"policy": "snapkv", "budget": 48, "observation_window": 16},
         "prefill": {"policy": "quoka", "budget": 32, "block": 64},
@@ -82,9 +86,13 @@ def body(prompt: list[int], policy: str, tokens: int) -> dict[str, Any]:
 
 
 def events(response: httpx.Response) -> Iterator[Any]:
-    for line in response.iter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
+    # Nothing but a line feed ends an event; in text there may be what ends a line elsewhere, such as U+0085.
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def prompt_number(number: int, length: int = PROMPT) -> list[int]:

@@ -20,7 +20,7 @@ from tests.sglang_ext.answers import prompt_of as random_prompt
 
 SHAPE = ModelShape(layers=5, query_heads=4, kv_heads=2, context_length=4096)
 CHUNK = 256
-KV_TOKENS = 6144
+KV_TOKENS = 8192
 TOKENS = 12
 
 TERMINATION = {"scale": 0.2, "direction": 0.2, "patience": 1}
@@ -39,6 +39,15 @@ POLICIES: dict[str, dict[str, Any]] = small_policies() | {
         "early_termination": TERMINATION,
     },
     "quoka": {"decode": {"policy": "quoka", "budget": 96}},
+    "lowbit_top_p": {"decode": {"policy": "lowbit_top_p", "p": 0.6}},
+    "lowbit_top_p, terminated": {
+        "decode": {"policy": "lowbit_top_p", "p": 0.8, "max_tokens": 300},
+        "early_termination": TERMINATION,
+    },
+    "lowbit_top_k": {
+        "decode": {"policy": "lowbit_top_k", "budget_ratio": 0.2},
+        "prefill": {"policy": "quoka", "budget": 128, "block": 64},
+    },
     "quoka prefill": {"prefill": {"policy": "quoka", "budget": 128, "block": 64}},
     "quoka prefill, wide": {
         "decode": {"policy": "snapkv", "budget": 96},

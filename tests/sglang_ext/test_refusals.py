@@ -16,6 +16,7 @@ from torch import nn
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from tests.models import ModelShape, write_model
 from tests.runtime import runtime_server
+from winnow_kernels.policies.registry import POLICIES_SETTING
 
 SENTENCE = "Winnow: the server does not start, because --attention-backend winnow does not serve {}."
 
@@ -114,6 +115,21 @@ def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refuse_what_is_not_served(runner())
     assert_refused(refused, reason)
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (runner(page_size=8), "pages of 8 tokens with lowbit_top_p (leave it out of WINNOW_POLICIES)"),
+        (runner(page_size=48), "pages of 48 tokens with tactic (leave it out of WINNOW_POLICIES)"),
+        (runner(layer(0, head_dim=100)), "heads of 100 numbers with lowbit_top_p (leave it out of WINNOW_POLICIES)"),
+    ],
+)
+def test_indexes(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICIES_SETTING, raising=False)
+    assert_refused(refused, reason)
+    monkeypatch.setenv(POLICIES_SETTING, "quest,quoka")
+    refuse_what_is_not_served(refused)
 
 
 @pytest.mark.parametrize(

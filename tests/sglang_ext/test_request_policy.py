@@ -56,7 +56,8 @@ policies = st.one_of(
         }
     ),
     st.fixed_dictionaries(
-        {"policy": st.just("quoka"), "sinks": sinks}, optional={"budget": budgets, "budget_ratio": shares}
+        {"policy": st.sampled_from(["quoka", "lowbit_top_k"]), "sinks": sinks},
+        optional={"budget": budgets, "budget_ratio": shares},
     ),
 )
 
@@ -127,6 +128,13 @@ def test_every_selection_holds_the_sinks_once_and_is_within_the_budget(
         ({"policy": "quoka", "budget": 100}, 16, 100),
         ({"policy": "quoka", "budget_ratio": 0.25}, 16, 1001),
         ({"policy": "quoka", "budget_ratio": 0.001}, 16, 17),
+        ({"policy": "lowbit_top_k", "budget": 100}, 16, 100),
+        ({"policy": "lowbit_top_k", "budget": 3001}, 16, 4001),
+        ({"policy": "lowbit_top_k", "budget_ratio": 0.001}, 16, 81),
+        ({"policy": "lowbit_top_k", "budget": 80}, 64, 113),
+        ({"policy": "lowbit_top_p", "max_tokens": 512}, 16, 512),
+        ({"policy": "lowbit_top_p", "max_tokens": 40}, 16, 81),
+        ({"policy": "lowbit_top_p"}, 16, None),
         ({"policy": "tactic", "max_tokens": 512}, 16, 512),
         ({"policy": "tactic"}, 16, None),
     ],
@@ -144,6 +152,13 @@ def test_a_budget_holds_what_is_always_kept(decode: dict[str, Any], page_size: i
         ({"policy": "snapkv", "budget": 4000}, ALWAYS),
         ({"policy": "quoka", "budget_ratio": 0.999}, 0),
         ({"policy": "quoka", "budget_ratio": 1.0}, ALWAYS),
+        # What would read three quarters of the context reads all of it.
+        ({"policy": "lowbit_top_k", "budget": 300}, 399),
+        ({"policy": "lowbit_top_k", "budget_ratio": 0.74}, 0),
+        ({"policy": "lowbit_top_k", "budget_ratio": 0.75}, ALWAYS),
+        ({"policy": "lowbit_top_p", "p": 1.0}, ALWAYS),
+        ({"policy": "lowbit_top_p", "p": 1.0, "max_tokens": 2048}, 0),
+        ({"policy": "lowbit_top_p", "p": 0.999}, 0),
         # A cap is no budget.
         ({"policy": "tactic", "max_tokens": 2048}, 0),
         ({"policy": "tactic"}, 0),

@@ -52,6 +52,13 @@ def run(
             show_default="each policy over its parameter",
         ),
     ] = None,
+    bits: Annotated[str, typer.Option(help="Bits of a channel of low-bit keys: 2, 3 or 4, several with commas.")] = "2",
+    known: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Record of earlier runs: of what it has rows, none are measured."
+        ),
+    ] = None,
     presets: Annotated[bool, typer.Option("--presets", help="Measure the presets, too.")] = False,
     oracles: Annotated[bool, typer.Option(help="Measure the oracles beside them.")] = True,
     delta_layers: Annotated[
@@ -84,6 +91,7 @@ def run(
         contexts = parse_contexts(context)
         chosen_tasks = None if tasks is None else parse_tasks(tasks, TASKS)
         asked = [parse_policy(each) for each in policy or ()]
+        key_bits = parse_bits(bits)
         for path, option in ((output, "--output"), (plot_file, "--plot")):
             if path is not None:
                 check_output(path, option)
@@ -104,6 +112,8 @@ def run(
         prompts=prompts,
         tokens=tokens,
         asked=asked,
+        bits=key_bits,
+        known=None if known is None else _read(known),
         presets=presets,
         oracles=oracles,
         delta_layers=delta_layers,
@@ -142,7 +152,9 @@ def plot(
     rows = _read(record).rows
     folder.mkdir(parents=True, exist_ok=True)
     for model, text, context in dict.fromkeys((row["model"], row["text"], row["context"]) for row in rows):
-        path = folder / f"fidelity-{'-'.join(re.findall('[a-z0-9]+', f'{model} {text} {context}'.lower()))}.svg"
+        # Tasks are many names.
+        words = re.findall("[a-z0-9]+", f"{model} {'tasks' if ',' in text else text} {context}".lower())
+        path = folder / f"fidelity-{'-'.join(words)}.svg"
         _draw([row for row in rows if (row["model"], row["text"], row["context"]) == (model, text, context)], path)
 
 
@@ -160,6 +172,22 @@ def parse_contexts(text: str) -> tuple[int, ...]:
             raise OptionError("--context", f"{item!r} is not a number of tokens from {_MIN_CONTEXT} on, such as 7.5k")
         contexts.add(int(tokens))
     return tuple(sorted(contexts))
+
+
+def parse_bits(text: str) -> tuple[int, ...]:
+    """Read numbers of bits such as ``2,3,4``, ascending, each once.
+
+    Raises:
+        OptionError: one is none that low-bit keys can have.
+    """
+    # Imports torch.
+    from winnow_kernels.indexes.key_codes import BITS  # noqa: PLC0415
+
+    items = {item.strip() for item in text.split(",")}
+    known = {str(bits): bits for bits in BITS}
+    if unknown := sorted(items - known.keys()):
+        raise OptionError("--bits", f"{unknown[0]!r} is none of {', '.join(known)}")
+    return tuple(sorted(known[item] for item in items))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -20,11 +20,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from winnow_evaluation.fidelity.coded import coded_pass, is_at_once, reads_codes
 from winnow_evaluation.fidelity.exact import Following
 from winnow_evaluation.fidelity.oracles import Oracle
 from winnow_evaluation.fidelity.passes import ExactPass, Pass, PolicyPass
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
+from winnow_kernels.indexes.key_codes import DEFAULT_BITS
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 DENSE: Final = AttentionPolicy()
@@ -87,14 +89,30 @@ class Forcing:
         """Attend to what an oracle reads."""
         return self.run(lambda following: ExactPass(following, oracle))
 
-    def policy(self, policy: AttentionPolicy, *, block: int | None = None, prompts: range | None = None) -> Outcome:
-        """Attend by a policy's decode steps.
+    def policy(
+        self,
+        policy: AttentionPolicy,
+        *,
+        bits: int = DEFAULT_BITS,
+        block: int | None = None,
+        prompts: range | None = None,
+    ) -> Outcome:
+        """Attend by a policy's decode steps, or as these would.
 
         Args:
             policy: as the model runs it (``check_against_model``).
+            bits: of a channel of low-bit keys.
             block: most tokens that go through the model together; all without it.
             prompts: some of the prompts; all without it.
         """
+        if reads_codes(policy):
+            codes = self._batch.use_codes(bits)
+            if is_at_once(policy):
+                return self.run(lambda following: coded_pass(following, policy, codes), block=block, prompts=prompts)
+        return self.steps(policy, block=block, prompts=prompts)
+
+    def steps(self, policy: AttentionPolicy, *, block: int | None = None, prompts: range | None = None) -> Outcome:
+        """Attend by a policy's decode steps, those that a CPU server takes; arguments as for ``policy``."""
         states = [self._batch.state(prompt, policy) for prompt in self._everything]
         return self.run(lambda following: PolicyPass(following, policy, states), block=block, prompts=prompts)
 

@@ -121,11 +121,11 @@ class _Batch:
         """Measure the noise floor, the policies that begin with a dense prefill, and the oracles."""
         self._add(rows.of("decode", FLOOR, {"prompts_at_once": 1}), self._forcing.dense_one_by_one(), None)
         advance("dense, one prompt at a time")
-        by_policy: defaultdict[str, list[Measured]] = defaultdict(list)
+        by_policy: defaultdict[tuple[str, int], list[Measured]] = defaultdict(list)
         for measured in self._plan.after_dense_prefill:
-            by_policy[measured.policy.canonical()].append(measured)
+            by_policy[measured.policy.canonical(), measured.bits].append(measured)
         for same in by_policy.values():
-            outcome = self._forcing.policy(same[0].policy)
+            outcome = self._forcing.policy(same[0].policy, bits=same[0].bits)
             for measured in same:
                 self._add(rows.of("decode", *measured.named), outcome, measured.p)
                 advance(measured.label)
@@ -159,7 +159,7 @@ class _Batch:
         self._add_prefill(rows.of("prefill", prefill.name, prefill.parameters()), batch)
         for measured in of_prefill:
             if not measured.is_prefill:
-                outcome = self._forcing_of(batch).policy(measured.policy)
+                outcome = self._forcing_of(batch).policy(measured.policy, bits=measured.bits)
                 self._add(rows.of("decode", *measured.named), outcome, measured.p)
             advance(measured.label)
 

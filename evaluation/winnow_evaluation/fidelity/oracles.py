@@ -1,7 +1,8 @@
 """Oracles: what a policy would read that knew the exact attention beforehand. None can be had at their price.
 
-Each reads for a KV head what its group needs, and the first ``sinks`` tokens always, as the policies do. They bound
-what policies reach with as many tokens; their cost is what they attend to, without any index.
+Each reads for a KV head what its group needs, and the first ``sinks`` tokens always, as the policies do. Some policies
+always read the newest tokens, too: beside these stand oracles that do the same (``newest``). Oracles bound what
+policies reach with as many tokens; their cost is what they attend to, without any index.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class Oracle(ABC):
 
     Attributes:
         sinks: leading tokens that are always read.
+        newest: least newest tokens that are always read, back to the beginning of a page.
     """
 
     name: ClassVar[str]
     sinks: int = SINKS
+    newest: int = 0
 
     @property
     def p(self) -> float | None:
@@ -39,22 +42,25 @@ class Oracle(ABC):
 
     def parameters(self) -> dict[str, Any]:
         """Return what tells it from others of its name."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "newest" or value}
 
     @property
     def label(self) -> str:
         """What it is called while it is being measured."""
         parameters = self.parameters()
         return " ".join(
-            [self.name, *(f"{name} {parameters[name]:g}" for name in ("p", "budget") if name in parameters)]
+            [self.name, *(f"{name} {parameters[name]:g}" for name in ("p", "budget", "newest") if name in parameters)]
         )
 
     def read(self, scores: Scores) -> Tensor:
         """Return what is read: bool [prompts, KV heads, tokens, context]."""
         weights = scores.weights()
-        return (
-            self.choose(weights, torch.arange(weights.shape[-1], device=weights.device) < self.sinks) & scores.visible
-        )
+        places = torch.arange(weights.shape[-1], device=weights.device)
+        always = places < self.sinks
+        if self.newest:
+            lengths = scores.visible.sum(-1, keepdim=True)
+            always = always | (places >= (lengths - self.newest) // PAGE * PAGE)
+        return self.choose(weights, always & scores.visible) & scores.visible
 
     @abstractmethod
     def choose(self, weights: Tensor, always: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ class Oracle(ABC):
 
         Args:
             weights: [..., tokens, group, context].
-            always: bool [context]; what is read in any case.
+            always: bool [..., tokens, context], or what can be broadcast to it; what is read in any case.
 
         Returns:
             bool [..., tokens, context]; of what is not visible, anything.
@@ -84,9 +90,11 @@ class TopP(Oracle):
         return self.share
 
     def parameters(self) -> dict[str, Any]:
-        return {"p": self.share, "sinks": self.sinks}
+        parameters = super().parameters()
+        return {"p": parameters.pop("share"), **parameters}
 
     def choose(self, weights: Tensor, always: Tensor) -> Tensor:
+        always = always[..., None, :]
         others = weights.masked_fill(always, 0)
         needed = self.share - (weights.sum(-1) - others.sum(-1))
         return (always | (others.view(torch.int32) >= _least_kept(others, needed)[..., None])).any(-2)

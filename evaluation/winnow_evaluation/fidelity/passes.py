@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
@@ -135,32 +135,54 @@ class ExactPass(Pass):
     def __init__(self, following: Following, oracle: Oracle | None = None) -> None:
         super().__init__(following)
         self._oracle = oracle
-        self._meter = Meter(self.rows, following.batch.model.device)
+        self.meter = Meter(self.rows, following.batch.model.device)
 
     @property
     def counts(self) -> dict[str, Tensor]:
-        return vars(self._meter)
+        return vars(self.meter)
+
+    def parts(self) -> Iterator[slice]:
+        """Yield which prompts are computed at a time."""
+        return self.following.parts()
+
+    def read(self, layer: int, queries: Tensor, part: slice, scores: Scores) -> Tensor | None:
+        """Return what the prompts of a part read; None for everything.
+
+        Args:
+            layer: the layer's number.
+            queries: as for ``attend``.
+            part: which of the prompts.
+            scores: theirs.
+
+        Returns:
+            bool [prompts, KV heads, tokens, context], or None.
+        """
+        return None if self._oracle is None else self._oracle.read(scores)
 
     def attend(self, layer: int, queries: Tensor) -> Tensor:
         cache = self.following.batch.caches[layer]
         output = torch.empty_like(queries)
         attended, true_share = [], []
-        for part in self.following.parts():
+        for part in self.parts():
             scores = Scores.of(self.following, layer, queries, part)
-            read = None if self._oracle is None else self._oracle.read(scores)
+            read = self.read(layer, queries, part, scores)
             output[part] = scores.attend(read).to(queries.dtype)
             visible = scores.visible.expand(-1, cache.kv_heads, -1, -1) if read is None else read
             attended.append(visible.sum((1, 3)))
             if read is not None:
                 held = (scores.weights() * read[:, :, :, None]).sum(-1)
                 true_share.append(held.transpose(1, 2).flatten(2))
-        self._meter.count_attended(torch.cat(attended).flatten(), cache)
-        tokens = self.following.lengths.flatten() * cache.kv_heads
-        self._meter.context += tokens
-        self._meter.context_bytes += tokens * (2 * cache.vector_bytes)
+        self.meter.count_attended(torch.cat(attended).flatten(), cache)
+        self.count_context(cache)
         if true_share:
             self.true_share[layer] = torch.cat(true_share).flatten(0, 1).clamp_max(1)
         return output
+
+    def count_context(self, cache: LayerCache) -> None:
+        """Count a layer's whole contexts."""
+        tokens = self.following.lengths.flatten() * cache.kv_heads
+        self.meter.context += tokens
+        self.meter.context_bytes += tokens * (2 * cache.vector_bytes)
 
 
 class _MeasuringMeter(Meter):
@@ -201,7 +223,7 @@ class _Group:
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
         step = self.step
-        before = step.estimated_share if isinstance(step, _ReportsShare) else None
+        before = step.estimated_share.clone() if isinstance(step, _ReportsShare) else None
         self.meter.mass = None
         self.meter.count_context(step.context, cache)
         output = step.attend(layer, queries, cache, self.meter)

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 _HEIGHT: Final = 5.6
 # They tell apart what a colour does not.
-_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*", "p", "8")
 _ORACLES: Final = {"oracle_top_p": "-", "oracle_top_k": "--", "oracle_pages": ":"}
 _NAMES: Final = {
     "oracle_top_p": "oracle: best tokens that hold p",
     "oracle_top_k": "oracle: best tokens",
     "oracle_pages": "oracle: best pages of 16",
 }
+_BITS: Final = {2: "-", 3: "--", 4: ":"}
 _TICKS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _GREY: Final = "#707070"
 
@@ -77,7 +78,7 @@ def _draw_lines(
 
     axes = figure.add_subplot()
     names = [name for name in dict.fromkeys(line[0]["policy"] for line in lines.values()) if name not in _ORACLES]
-    looks = dict(zip(names, cycle(zip(COLORS, _MARKERS, strict=True)), strict=False))
+    looks = _looks(names)
     for label, line in lines.items():
         # On a logarithmic axis there is no zero; rounding may even leave less than that.
         points = [(row["kv_read_ratio"], row["kl"]) for row in line if row["kl"] > 0]
@@ -99,14 +100,23 @@ def _draw_lines(
     figure.legend(loc="outside right upper", frameon=False)
 
 
+def _looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return colour and marker of each policy."""
+    return dict(zip(names, zip(cycle(COLORS), cycle(_MARKERS), strict=False), strict=False))
+
+
 def _style(row: Mapping[str, Any], looks: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    parameters = row["parameters"]
     if row["policy"] in _ORACLES:
-        return {"color": _GREY, "marker": ".", "linestyle": _ORACLES[row["policy"]], "linewidth": 1.4, "markersize": 7}
+        marker = "+" if "newest" in parameters else "."
+        line = _ORACLES[row["policy"]]
+        return {"color": _GREY, "marker": marker, "linestyle": line, "linewidth": 1.4, "markersize": 7}
     color, marker = looks[row["policy"]]
     style = {"color": color, "marker": marker, "linewidth": 1.6, "markersize": 6}
     # What is added to a policy has its colour, with hollow markers.
-    is_plain = not {"early_termination", "prefill"} & row["parameters"].keys()
-    return style if is_plain else style | {"markerfacecolor": "white", "linestyle": "--"}
+    is_plain = not {"early_termination", "prefill"} & parameters.keys()
+    line = _BITS[parameters.get("bits", 2)] if is_plain else "--"
+    return style | {"linestyle": line} | ({} if line == "-" else {"markerfacecolor": "white"})
 
 
 def _draw_floor(axes: Any, floor: float | None) -> None:
@@ -121,6 +131,10 @@ def _draw_floor(axes: Any, floor: float | None) -> None:
 def _line(row: Mapping[str, Any]) -> str:
     parameters = row["parameters"]
     label: str = _NAMES.get(row["policy"], row["policy"])
+    if "bits" in parameters:
+        label += f", {parameters['bits']} bits"
+    if "newest" in parameters:
+        label += f", newest {parameters['newest']} kept"
     if "early_termination" in parameters:
         label += ", early termination"
     if "prefill" in parameters:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from winnow_evaluation.fidelity.coded import reads_codes
 from winnow_evaluation.fidelity.oracles import Oracle, TopP, TopPages, TopTokens
 from winnow_evaluation.fidelity.record import SWEPT
 from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.decode.coded_tokens import WINDOW
+from winnow_kernels.indexes.key_codes import DEFAULT_BITS
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, parse_policy
 from winnow_kernels.policies.delta.parameters import Delta
+from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
+from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.registry import PARAMETERS
 from winnow_service.policies.presets import PRESETS
 
-BUDGETS: Final = (256, 512, 1024, 2048)
-SHARES: Final = (0.5, 0.75, 0.9, 0.95)
+BUDGETS: Final = (256, 512, 1024, 2048, 4096)
+TOKEN_BUDGETS: Final = (128, *BUDGETS)
+"""Of what reads the best tokens one by one: fewer than others can do with."""
+SHARES: Final = (0.5, 0.75, 0.9, 0.95, 0.99)
 _SINKS_OF_STREAMING: Final = 4
 _BUDGETED: Final = tuple(name for name, kind in PARAMETERS["decode"].items() if "budget" in kind.model_fields)
 
@@ -27,10 +34,12 @@ class Measured:
     Attributes:
         policy: as the model runs it.
         preset: its name among the presets, or the name it was given on the command line; None without.
+        bits: of a channel of low-bit keys, if it reads such.
     """
 
     policy: AttentionPolicy
     preset: str | None = None
+    bits: int = DEFAULT_BITS
 
     @property
     def name(self) -> str:
@@ -42,6 +51,11 @@ class Measured:
     def is_prefill(self) -> bool:
         """Whether all of it that is not dense is the prefill."""
         return not self.policy.has_dense_prefill and self.policy.decode.policy == "dense"
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether it reads low-bit keys."""
+        return reads_codes(self.policy)
 
     @property
     def prefill(self) -> AttentionPolicy:
@@ -63,7 +77,8 @@ class Measured:
             parameters.pop("prefill")
         if self.is_prefill:
             parameters.pop("decode")
-        return {**own, **parameters}
+        bits = {"bits": self.bits} if self.is_coded else {}
+        return {**own, **bits, **parameters}
 
     @property
     def named(self) -> tuple[str, dict[str, Any], str | None]:
@@ -75,22 +90,38 @@ class Measured:
         """What it is called while it is being measured."""
         parameters = self.parameters()
         shown = [f"{name} {parameters[name]:g}" for name in SWEPT if name in parameters]
-        stops = ["early termination"] if "early_termination" in parameters else []
-        return ", ".join([" ".join([self.name, *shown]), *stops]) + (f" ({self.preset})" if self.preset else "")
+        more = [f"{self.bits} bits"] if self.is_coded else []
+        more += ["early termination"] if "early_termination" in parameters else []
+        return ", ".join([" ".join([self.name, *shown]), *more]) + (f" ({self.preset})" if self.preset else "")
 
 
-def sweep(context: int) -> list[AttentionPolicy]:
-    """Return every policy over its parameter, budgets as far as they are smaller than the context."""
+def sweep(context: int, bits: Sequence[int] = (DEFAULT_BITS,)) -> list[Measured]:
+    """Return every policy over its parameter, budgets as far as they are smaller than the context.
+
+    Args:
+        context: tokens of a prompt.
+        bits: of a channel of low-bit keys: those that are measured.
+    """
     decode: list[Mapping[str, Any]] = [{"policy": "tactic", "p": share} for share in SHARES]
     budgets = [budget for budget in BUDGETS if budget < context]
     for budget in budgets:
-        decode += [{"policy": name, "budget": budget} for name in _BUDGETED]
+        decode += [{"policy": name, "budget": budget} for name in _BUDGETED if name != "lowbit_top_k"]
         decode.append({"policy": "streaming_llm", "window": budget - _SINKS_OF_STREAMING})
     prefill: list[Mapping[str, Any]] = [{"policy": "quoka", "budget_ratio": ratio} for ratio in (0.125, 0.25, 0.5)]
     prefill.append({"policy": "quoka", "budget": 1024})
-    policies = [parse_policy({"decode": one}) for one in decode]
-    policies.append(parse_policy({"decode": {"policy": "tactic", "p": 0.9}, "early_termination": {}}))
-    return policies + [parse_policy({"prefill": one}) for one in prefill]
+    policies = [Measured(parse_policy({"decode": one})) for one in decode]
+    policies.append(Measured(parse_policy({"decode": {"policy": "tactic", "p": 0.9}, "early_termination": {}})))
+    for policy in _lowbit(context):
+        policies += [Measured(policy, bits=each) for each in bits]
+    return policies + [Measured(parse_policy({"prefill": one})) for one in prefill]
+
+
+def _lowbit(context: int) -> Iterator[AttentionPolicy]:
+    for share in SHARES:
+        yield AttentionPolicy(decode=LowBitTopP(p=share))
+    for budget in TOKEN_BUDGETS:
+        if budget < context:
+            yield AttentionPolicy(decode=LowBitTopK(budget=budget))
 
 
 def presets() -> Iterator[Measured]:
@@ -100,15 +131,18 @@ def presets() -> Iterator[Measured]:
             yield Measured(preset.attention, name)
 
 
-def asked_for(given: Iterable[Mapping[str, Any] | str]) -> Iterator[Measured]:
+def asked_for(given: Iterable[Mapping[str, Any] | str], bits: Sequence[int] = (DEFAULT_BITS,)) -> Iterator[Measured]:
     """Yield the policies of a command line: what JSON says, or the names of presets.
+
+    Policies that read low-bit keys come with each number of ``bits``, presets with a server's default.
 
     Raises:
         PolicyError: one is no policy, or the name of no preset.
     """
     for asked in given:
         if not isinstance(asked, str):
-            yield Measured(parse_policy(asked))
+            measured = Measured(parse_policy(asked))
+            yield from (replace(measured, bits=each) for each in (bits if measured.is_coded else (DEFAULT_BITS,)))
         elif asked in PRESETS:
             yield Measured(PRESETS[asked].attention, asked)
         else:
@@ -116,10 +150,12 @@ def asked_for(given: Iterable[Mapping[str, Any] | str]) -> Iterator[Measured]:
 
 
 def oracles(context: int) -> list[Oracle]:
-    """Return every oracle over its parameter."""
+    """Return every oracle over its parameter; of tokens also those that keep the newest, as low-bit keys do."""
     budgets = [budget for budget in BUDGETS if budget < context]
-    found: list[Oracle] = [TopP(share=share) for share in SHARES]
-    found += [TopTokens(budget=budget) for budget in budgets]
+    found: list[Oracle] = []
+    for newest in (0, WINDOW):
+        found += [TopP(share=share, newest=newest) for share in SHARES]
+        found += [TopTokens(budget=budget, newest=newest) for budget in TOKEN_BUDGETS if budget < context]
     return [*found, *(TopPages(budget=budget) for budget in budgets)]
 
 
@@ -140,8 +176,8 @@ def checked(
     Raises:
         PolicyError: the model cannot run one of them.
     """
-    found: dict[tuple[str, str | None], Measured] = {}
+    found: dict[tuple[str, str | None, int], Measured] = {}
     for measured in policies:
         policy = check_against_model(measured.policy, layers, context_length, delta_layers)
-        found.setdefault((policy.canonical(), measured.preset), Measured(policy, measured.preset))
+        found.setdefault((policy.canonical(), measured.preset, measured.bits), replace(measured, policy=policy))
     return list(found.values())

@@ -15,6 +15,7 @@ from winnow_evaluation.offline_model import OfflineModel
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.clusters import SPAN, ClusterIndex
+from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.pages import PageIndex
 from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import AttentionPolicy
@@ -78,6 +79,7 @@ class PrefilledBatch:
         self.indexes = Indexes(self.caches, PAGE_SIZE, model.device)
         self.indexes.made[ClusterIndex] = ClusterIndex(self.caches, self.indexes.generations, span)
         self.scale = 0.0
+        self._codes: dict[int, KeyCodes] = {}
         self._policy = policy or AttentionPolicy()
         self._statistics = Statistics(len(prompts), model.device)
         self._by_kernels = model.device.type == "cuda" if by_kernels is None else by_kernels
@@ -125,6 +127,13 @@ class PrefilledBatch:
         for index in self.indexes.made.values():
             if isinstance(index, PageIndex):
                 index.build(layer, cache, pages)
+
+    def use_codes(self, bits: int) -> KeyCodes:
+        """Return the codes of the keys with ``bits`` bits a channel: from now on the index of the batch."""
+        if bits not in self._codes:
+            self._codes[bits] = KeyCodes(self.caches, self.indexes.generations, in_triton=False, bits=bits)
+        self.indexes.made[KeyCodes] = self._codes[bits]
+        return self._codes[bits]
 
     def begin(self, slots: Tensor) -> None:
         """Note that a pass is about to write ``slots``, int64 [prompts, tokens]."""

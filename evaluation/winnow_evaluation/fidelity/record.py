@@ -8,7 +8,7 @@ A row's ``run`` says which run it is from. Rows of several runs can lie in one r
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +60,11 @@ class FidelityRecord:
         return cls(content["runs"], content["rows"])
 
 
+def identity_of(row: Mapping[str, Any]) -> str:
+    """Return what tells a row from those of something else; it needs no figures."""
+    return json.dumps([row[key] for key in _IDENTITY], sort_keys=True)
+
+
 def merged(records: Sequence[FidelityRecord]) -> FidelityRecord:
     """Return the rows of several records. Of rows that are of the same, the last counts; it stands where the first did.
 
@@ -68,8 +73,7 @@ def merged(records: Sequence[FidelityRecord]) -> FidelityRecord:
     latest: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for record in records:
         for row in record.rows:
-            identity = json.dumps([row[key] for key in _IDENTITY], sort_keys=True)
-            latest[identity] = (record.runs[row["run"]], row)
+            latest[identity_of(row)] = (record.runs[row["run"]], row)
     runs: list[dict[str, Any]] = []
     rows = []
     for run, row in latest.values():

@@ -26,7 +26,7 @@ from winnow_evaluation.fidelity.policies import (
 )
 from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
 from winnow_evaluation.fidelity.prompts import Continued, from_documents, from_tasks, read_folder
-from winnow_evaluation.fidelity.record import FidelityRecord
+from winnow_evaluation.fidelity.record import FidelityRecord, identity_of
 from winnow_evaluation.fidelity.results import INTERVAL
 from winnow_evaluation.fidelity.table import results_table
 from winnow_evaluation.offline_model import OfflineModel
@@ -56,6 +56,8 @@ class Options:
     prompts: int
     tokens: int
     asked: Sequence[Mapping[str, Any] | str]
+    bits: Sequence[int]
+    known: FidelityRecord | None
     presets: bool
     oracles: bool
     delta_layers: str | None
@@ -95,6 +97,7 @@ class Session:
         except (OSError, ValueError, RuntimeError) as error:
             raise SessionError(f"the model in {folder} cannot be loaded: {error}") from error
         self._texts: list[str] | None = None
+        self._known = {identity_of(row) for row in options.known.rows} if options.known else set()
         if not console.is_terminal:
             console.width = _PLAIN_WIDTH
 
@@ -130,15 +133,23 @@ class Session:
         begin = time.perf_counter()
         prompts, spare = self._prompts(context)
         try:
-            wanted = [*asked_for(options.asked)] if options.asked else [Measured(each) for each in sweep(context)]
+            wanted = [*asked_for(options.asked, options.bits)] if options.asked else sweep(context, options.bits)
             wanted += presets() if options.presets else []
             layers, source = self._delta_layers(wanted, spare)
             policies = checked(wanted, model.layers, model.context_length, layers)
         except (PolicyError, ValueError) as error:
             raise SessionError(f"--policy: {error}") from error
         plan = Plan(
-            policies=policies,
-            oracles=oracles(context) if options.oracles else [],
+            policies=[
+                each
+                for each in policies
+                if self._is_new(context, "prefill" if each.is_prefill else "decode", *each.named)
+            ],
+            oracles=[
+                each
+                for each in (oracles(context) if options.oracles else [])
+                if self._is_new(context, "decode", each.name, each.parameters(), None)
+            ],
             batch=options.batch or self._batch(context),
             scored=options.scored,
             prefilled=min(options.prefill_prompts, len(prompts)),
@@ -159,6 +170,12 @@ class Session:
         for rows, complete in self._with_progress(plan, prompts, context):
             so_far = {"seconds": round(time.perf_counter() - begin, 1), "complete": complete}
             yield header | so_far, [about | row for row in rows]
+
+    def _is_new(self, context: int, phase: str, policy: str, parameters: Mapping[str, Any], preset: str | None) -> bool:
+        """Whether the record of what was measured before has no row of this."""
+        about = {"model": self._model.name, "text": self._options.source, "context": context}
+        row = about | {"phase": phase, "policy": policy, "parameters": parameters, "preset": preset}
+        return identity_of(row) not in self._known
 
     def _prompts(self, context: int) -> tuple[list[Continued], Continued]:
         """Return the prompts, and one more: by it Δ-layers are chosen."""

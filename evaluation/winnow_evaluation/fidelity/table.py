@@ -11,7 +11,8 @@ from rich.table import Table
 from winnow_evaluation.writing import number, percent
 
 _SHARES: Final = (("reported_share", ".3f"), ("true_share", ".3f"), ("share_error", "+.3f"), ("share_error_p95", ".3f"))
-_SHOWN: Final = ("p", "budget", "budget_ratio", "window", "share")
+_SHOWN: Final = ("p", "budget", "budget_ratio", "window", "newest")
+_ORACLES: Final = {"oracle_top_p": "oracle top-p", "oracle_top_k": "oracle top-k", "oracle_pages": "oracle pages"}
 
 
 def row_label(row: Mapping[str, Any]) -> str:
@@ -20,7 +21,9 @@ def row_label(row: Mapping[str, Any]) -> str:
     if row["policy"] == "dense":
         return "dense, once more"
     shown = [f"{name.replace('budget_ratio', 'ratio')} {parameters[name]:,}" for name in _SHOWN if name in parameters]
-    label = " ".join([row["policy"].replace("oracle_", "oracle ").replace("_k", "-k").replace("_p", "-p"), *shown])
+    label = " ".join([_ORACLES.get(row["policy"], row["policy"]), *shown])
+    if "bits" in parameters:
+        label += f", {parameters['bits']} bits"
     if "early_termination" in parameters:
         label += ", early termination"
     if "prefill" in parameters:

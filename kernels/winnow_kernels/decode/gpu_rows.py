@@ -214,6 +214,10 @@ class RowParameters:
         """Return the numbers in a column of a kind: int32 [rows]."""
         return self.values[self.layout.place(kind, name)]
 
+    def acting(self, kind: str) -> Tensor:
+        """Return in which rows a policy of ``kind`` acts: bool [rows]."""
+        return self.kinds == self.layout.number(kind)
+
     def __getitem__(self, rows: slice) -> RowParameters:
         """Return those of some rows."""
         return RowParameters(self.layout, self.values[:, rows], self.shares[rows], self.thresholds[rows])

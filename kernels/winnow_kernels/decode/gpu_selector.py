@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gpu import AttendBuffers
-from winnow_kernels.batch import ReportedShares
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.ranks import Ranks
@@ -70,7 +70,13 @@ class Selector(ABC):
 
     ``enter`` runs on the host before a request's first sparse step in a request slot, and may wait for the device. All
     else is captured in CUDA graphs.
+
+    Attributes:
+        reports_shares: whether ``select`` writes beliefs of its rows to ``Step.reported``, and attention reports the
+            share that they have attended to.
     """
+
+    reports_shares: ClassVar[bool] = False
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         """Prepare a request; ``context`` has its row alone."""
@@ -91,11 +97,6 @@ class Selector(ABC):
 
     def attend_at(self, layer: int, queries: Tensor, cache: LayerCache, step: Step, output: Tensor) -> None:  # noqa: B027
         """Write the ``output`` of rows that attend in ``layer`` by themselves (``Declaration.own_layers``)."""
-
-    def shares(self, step: Step) -> ReportedShares | None:
-        """Return what attention tells the step's rows of the share that they have attended to; None for nothing."""
-        del step
-        return None
 
     def finish(self, step: Step, statistics: Statistics) -> None:  # noqa: B027
         """Add what only this kind of policy knows to the requests' statistics."""
@@ -122,6 +123,14 @@ def count_extended(step: Step, acts: Tensor, statistics: Statistics) -> None:
     begins = (step.batch.lengths % page_size == 1) & (acts > 0)
     built = statistics.rows[:, Field.INDEX_BUILT_TOKENS]
     built.index_add_(0, step.request_slots, begins.to(built.dtype) * page_size)
+
+
+def count_shares(step: Step, acts: Tensor, statistics: Statistics) -> None:
+    """Count the shares that attention has reported, in rows where ``acts`` is true."""
+    table, slots = statistics.rows, step.request_slots
+    of_rows = step.reported.shares.mean(1) * acts
+    table[:, Field.ESTIMATED_SHARE].index_add_(0, slots, of_rows)
+    table[:, Field.ESTIMATES].index_add_(0, slots, acts.to(of_rows.dtype) * step.counts.shape[0])
 
 
 def complete_pages(index: PageIndex, context: Context) -> Entry:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from winnow_kernels.batch import DecodeBatch, DeviceSelection
+from winnow_kernels.batch import DecodeBatch, DeviceSelection, ReportedShares
 from winnow_kernels.decode.gpu_rows import Layout, RowParameters
 
 
@@ -22,6 +22,8 @@ class Step:
         parameters: of the rows in this step.
         slots: int32 [rows, KV heads, width]; of all layers' selections. Each row's selector alone writes to its slots.
         counts: int32 [layers, rows, KV heads]; of the selections.
+        reported: what selectors believe of a layer and attention reports in a step. Each row's selector alone writes
+            its beliefs.
     """
 
     request_slots: Tensor
@@ -29,6 +31,7 @@ class Step:
     parameters: RowParameters
     slots: Tensor
     counts: Tensor
+    reported: ReportedShares
 
     @property
     def rows(self) -> int:
@@ -51,6 +54,7 @@ class Step:
             self.parameters[rows],
             self.slots[rows],
             self.counts[:, rows],
+            self.reported.of_rows(rows),
         )
 
 
@@ -64,6 +68,7 @@ class StepBuffers:
         longest: int,
         page_size: int,
         layers: int,
+        query_heads: int,
         kv_heads: int,
         width: int,
         device: torch.device,
@@ -75,6 +80,7 @@ class StepBuffers:
             longest: tokens of the longest context.
             page_size: slots in a page.
             layers: how many the model has.
+            query_heads: of each layer.
             kv_heads: of each layer.
             width: most tokens that a KV head can select; where it selects more, it attends to everything.
             device: where.
@@ -84,6 +90,7 @@ class StepBuffers:
         self._parameters = RowParameters.empty(layout, rows, device)
         self._slots = torch.zeros(rows, kv_heads, width, dtype=torch.int32, device=device)
         self._counts = torch.zeros(layers * rows * kv_heads, dtype=torch.int32, device=device)
+        self._reported = ReportedShares.empty(rows, query_heads, device)
         self._layers = layers
         self._steps: dict[int, Step] = {}
 
@@ -97,7 +104,7 @@ class StepBuffers:
         """Bytes of device memory."""
         batch, parameters = self._batch, self._parameters
         tensors = (batch.page_table, batch.lengths, batch.counts, parameters.values, self._slots, self._counts)
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in (*tensors, *self._reported))
 
     @property
     def largest(self) -> Step:
@@ -119,5 +126,6 @@ class StepBuffers:
                 ),
                 self._slots[:rows],
                 self._counts[: self._layers * rows * heads].view(self._layers, rows, heads),
+                self._reported.of_rows(slice(rows)),
             )
         return self._steps[rows]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from winnow_kernels.indexes.gpu_key_pools import KeyPools
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, drawn_behind
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.indexes.settings import DEFAULT, IndexSettings
 
 SPAN = 1024
 """Tokens in a span, unless a server says otherwise."""
@@ -130,6 +131,8 @@ class ClusterIndex:
         layers: each layer's entries; with a capacity they are the same tensors for ever.
     """
 
+    name: ClassVar[str] = "clusters"
+
     def __init__(
         self,
         caches: Sequence[LayerCache],
@@ -175,8 +178,9 @@ class ClusterIndex:
         self.layers = self._tables.layers()
 
     @classmethod
-    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations) -> Self:
+    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations, settings: IndexSettings) -> Self:
         """Return the index of a server, on a GPU with an entry for every span of the pool, and warmed up."""
+        del settings
         if not generations.counts.is_cuda:
             return cls(caches, generations)
         # CUDA graphs hold the addresses of its tables: they may not grow.
@@ -185,10 +189,19 @@ class ClusterIndex:
         return index
 
     @classmethod
-    def bytes_per_slot(cls, shape: PoolShape, page_size: int, span: int = SPAN) -> float:
+    def bytes_per_slot(
+        cls, shape: PoolShape, page_size: int, settings: IndexSettings = DEFAULT, span: int = SPAN
+    ) -> float:
         """Return what an index with an entry for every span of the pool adds to a slot."""
+        del settings
         tag_numbers = 2 * span // page_size + 3
         return (ClusterTables.bytes_per_entry(shape, span) + tag_numbers * torch.int64.itemsize) / span
+
+    @classmethod
+    def unfit(cls, head_dim: int, page_size: int) -> str | None:
+        """Return what of a server the index cannot be made for; None if it can."""
+        del head_dim
+        return f"pages of {page_size} tokens" if SPAN % page_size else None
 
     @property
     def entries(self) -> int:

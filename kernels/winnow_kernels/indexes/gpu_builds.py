@@ -75,7 +75,7 @@ class Entries:
     """
 
     pools: KeyPools
-    target: Bounds | Norms
+    target: NamedTuple
     write: Callable[..., None]
     programs: int
 

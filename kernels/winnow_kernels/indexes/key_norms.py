@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.indexes.settings import DEFAULT, IndexSettings
 
 
 class KeyNorms(PageIndex):
@@ -20,6 +22,8 @@ class KeyNorms(PageIndex):
     Attributes:
         reciprocals: float32 [layers, slots, KV heads]; of slots in pages that were not built, 0.
     """
+
+    name: ClassVar[str] = "key norms"
 
     BYTES = 4
     """Bytes of one key's reciprocal norm."""
@@ -34,8 +38,9 @@ class KeyNorms(PageIndex):
         )
 
     @classmethod
-    def bytes_per_slot(cls, shape: PoolShape, page_size: int) -> float:
+    def bytes_per_slot(cls, shape: PoolShape, page_size: int, settings: IndexSettings = DEFAULT) -> float:
         """Return what the index adds to a slot of the pool."""
+        del settings
         return shape.heads * cls.BYTES + cls.BYTES_PER_PAGE / page_size
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:

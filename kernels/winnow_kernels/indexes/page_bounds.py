@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.indexes.settings import DEFAULT, IndexSettings
 
 
 class PageBounds(PageIndex):
@@ -21,6 +23,8 @@ class PageBounds(PageIndex):
     Attributes:
         bounds: [layers, pages, KV heads, 2 × head dim]; a page's maxima, then its minima.
     """
+
+    name: ClassVar[str] = "page bounds"
 
     def __init__(
         self, caches: Sequence[LayerCache], generations: PageGenerations, in_triton: bool | None = None
@@ -32,8 +36,9 @@ class PageBounds(PageIndex):
         )
 
     @classmethod
-    def bytes_per_slot(cls, shape: PoolShape, page_size: int) -> float:
+    def bytes_per_slot(cls, shape: PoolShape, page_size: int, settings: IndexSettings = DEFAULT) -> float:
         """Return what the index adds to a slot of the pool: 1 ÷ ``page_size`` of the slot, and its tag's share."""
+        del settings
         return (shape.heads * 2 * shape.head_dim * shape.element_size + cls.BYTES_PER_PAGE) / page_size
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:

@@ -15,6 +15,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.gpu_key_pools import KeyPools
 from winnow_kernels.indexes.pool_shape import PoolShape
+from winnow_kernels.indexes.settings import IndexSettings
 
 
 class PageGenerations:
@@ -74,9 +75,16 @@ class PageIndex(ABC):
         self.in_triton = self.built.is_cuda if in_triton is None else in_triton
 
     @classmethod
-    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations) -> Self:
+    def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations, settings: IndexSettings) -> Self:
         """Return the index of a server."""
+        del settings
         return cls(caches, generations)
+
+    @classmethod
+    def unfit(cls, head_dim: int, page_size: int) -> str | None:
+        """Return None: it can be made for any heads and pages."""
+        del head_dim, page_size
+        return None
 
     @cached_property
     def pools(self) -> KeyPools:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from pydantic import BaseModel, ValidationError
@@ -20,7 +20,13 @@ from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
-from winnow_kernels.policies.registry import PARAMETERS, DecodePolicy, PrefillPolicy
+from winnow_kernels.policies.registry import (
+    DECODE_POLICIES,
+    PARAMETERS,
+    POLICIES_SETTING,
+    DecodePolicy,
+    PrefillPolicy,
+)
 
 DENSE_TERMINATION_WARNING: Final = (
     "early_termination over a full cache reads the newest tokens first and loses retrieval: 99.3 -> 78.7 at 32K in"
@@ -85,6 +91,22 @@ def parse_policy(policy: str | Mapping[str, Any]) -> AttentionPolicy:
         return AttentionPolicy.model_validate(dict(value))
     except ValidationError as error:
         raise _policy_error(error) from None
+
+
+def check_served(policy: AttentionPolicy, served: Collection[str]) -> None:
+    """Refuse a decode policy that is not among those that a server was started to serve.
+
+    Raises:
+        PolicyError: it names the setting that would serve it too.
+    """
+    name = policy.decode.policy
+    if name not in {"dense", *served}:
+        raise PolicyError(f"{_ROOT}.decode.policy", f"{name} is not served here; set {setting_for([*served, name])}")
+
+
+def setting_for(policies: Collection[str]) -> str:
+    """Return the setting, as ``NAME=value``, with which a server serves these decode policies."""
+    return f"{POLICIES_SETTING}={','.join(name for name in DECODE_POLICIES if name in policies and name != 'dense')}"
 
 
 def check_against_model(

@@ -14,6 +14,8 @@ from winnow_kernels.contract.fields import Parameters
 from winnow_kernels.policies.ada_snapkv.parameters import AdaSnapKV
 from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
+from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
+from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
 from winnow_kernels.policies.quest.parameters import Quest
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
@@ -23,7 +25,18 @@ from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
 from winnow_kernels.policies.tactic.parameters import Tactic
 
 DecodePolicy = Annotated[
-    Dense | StreamingLLM | Quest | SnapKV | PyramidKV | AdaSnapKV | Delta | Tactic | QuokaDecode | SparQ,
+    Dense
+    | StreamingLLM
+    | Quest
+    | SnapKV
+    | PyramidKV
+    | AdaSnapKV
+    | Delta
+    | Tactic
+    | QuokaDecode
+    | SparQ
+    | LowBitTopP
+    | LowBitTopK,
     Field(discriminator="policy"),
 ]
 PrefillPolicy = Annotated[DensePrefill | QuokaPrefill, Field(discriminator="policy")]
@@ -40,3 +53,7 @@ PARAMETERS: Final[Mapping[str, Mapping[str, type[Parameters]]]] = {
 """The parameters of each phase's policies, by the policies' names."""
 DECODE_POLICIES: Final = tuple(PARAMETERS["decode"])
 PREFILL_POLICIES: Final = tuple(PARAMETERS["prefill"])
+POLICIES_SETTING: Final = "WINNOW_POLICIES"
+"""The environment variable by which a server is told the decode policies to serve, with commas between."""
+INDEXED_BY_DEFAULT: Final = ("quest", "tactic")
+"""Decode policies whose indexes a server on a GPU has room for unless it is told what to serve: the presets'."""

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -24,8 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from winnow_kernels.policies.attention_policy import setting_for
+from winnow_service.errors import ServiceError
+from winnow_service.policies.presets import PRESETS
 from winnow_service.runtime.client import RuntimeClient, authorization
 from winnow_service.runtime.fields import FieldsVerdict, check_fields
+from winnow_service.runtime.served_model import ServedModel, ask_what_is_served
 from winnow_service.settings import Settings
 
 SUPPORTED_PYTHON = SpecifierSet(">=3.11")
@@ -78,7 +82,8 @@ def doctor(
         str | None,
         typer.Option(
             envvar="WINNOW_RUNTIME_URL",
-            help="Also ask the runtime, or the balancer in front of several, whether requests reach it unchanged.",
+            help="Also ask the runtime, or the balancer in front of several, whether requests reach it unchanged, and "
+            "which policies it serves.",
         ),
     ] = None,
 ) -> None:
@@ -88,7 +93,7 @@ def doctor(
         checks = [*package_checks(), *device_checks(), *program_checks()]
     if runtime_url is not None:
         with console.status("Asking the runtime"):
-            checks.append(upstream_check(runtime_url))
+            checks += [upstream_check(runtime_url), policies_check(runtime_url)]
     console.print(_table(checks))
     failed = [check for check in checks if check.status is Status.FAILED]
     for check in failed:
@@ -192,6 +197,36 @@ async def _ask_upstream(settings: Settings) -> FieldsVerdict:
     client = RuntimeClient(settings.runtime_url, "runtime", settings, None)
     try:
         return await check_fields(client, authorization(settings))
+    finally:
+        await client.close()
+
+
+def policies_check(runtime_url: str) -> Check:
+    """Check which decode policies the runtime at ``runtime_url`` serves: those that the presets ask for, at least."""
+
+    def check(served: Collection[str], remedy: str) -> Check:
+        return Check("policies", ", ".join(served) or "unknown", "those of the presets", remedy, optional=True)
+
+    try:
+        settings = Settings.model_validate({"runtime_url": runtime_url})
+        model = asyncio.run(_ask_what_is_served(settings))
+    except ValidationError as error:
+        return check([], error.errors()[0]["msg"])
+    except ServiceError as error:
+        return check([], error.message)
+    if model is None or set(model.policies) <= {"dense"}:
+        return check(["dense"], "start the runtime with --attention-backend winnow")
+    asked = {name: preset.attention.decode.policy for name, preset in PRESETS.items()}
+    refused = [name for name, policy in asked.items() if policy not in {"dense", *model.policies}]
+    setting = setting_for([*model.policies, *asked.values()])
+    return check(model.policies, f"refused: {', '.join(refused)}; set {setting}" if refused else "")
+
+
+async def _ask_what_is_served(settings: Settings) -> ServedModel | None:
+    client = RuntimeClient(settings.runtime_url, "runtime", settings, None)
+    try:
+        own = authorization(settings).get("authorization")
+        return await ask_what_is_served(client, own, settings.readiness_timeout_seconds)
     finally:
         await client.close()
 

@@ -126,6 +126,8 @@ class Bounds(BaseModel):
             if self.max_budget is not None and "max_tokens" not in part:
                 yield _Violation(part, path, "max_tokens", f"must be given, at most {self.max_budget}", self.max_budget)
             yield from _out_of_range(part, path, "max_tokens", self.min_budget, self.max_budget)
+            # A cap holds what is read at least.
+            yield from _out_of_range(part, path, "min_tokens", None, self.max_budget)
         most_sinks = self._most_sinks(part, reserved)
         if "window" in fields:
             sinks = min(part["sinks"], most_sinks)

@@ -11,7 +11,7 @@ from winnow_service.errors import PolicyForbidden
 from winnow_service.keys.keyring import Caller
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.registry import PolicyRegistry
-from winnow_service.proxy.attention_field import Policies, each_policy, names_own, read_policies
+from winnow_service.proxy.attention_field import FIELD, Policies, each_policy, names_own, read_policies
 from winnow_service.proxy.body import Form
 
 _DENSE = AttentionPolicy()
@@ -23,10 +23,12 @@ class Choice:
 
     Attributes:
         policies: None for what the runtime does when it is asked for nothing: dense attention.
+        name: under which they were asked for, or are a default; None if the request has them itself.
         warnings: what the bounds have changed.
     """
 
     policies: Policies
+    name: str | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -38,16 +40,18 @@ def choose(body: Mapping[str, Any], form: Form, registry: PolicyRegistry, caller
         PolicyForbidden: the bounds do not allow it.
     """
     policies = read_policies(body, form, registry.named)
+    asked = body.get(FIELD)
+    name = asked if isinstance(asked, str) else None
     if names_own(body, form):
         if caller.bounds is not None:
             raise PolicyForbidden("custom_params.attention", "must be absent: give it as attention")
     elif policies is None:
         name = caller.default_policy or registry.default_for(body.get("model"))
         policies = None if name is None else registry.named(name)
-    return Choice(policies) if caller.bounds is None else _within(caller.bounds, policies)
+    return Choice(policies, name) if caller.bounds is None else _within(caller.bounds, policies, name)
 
 
-def _within(bounds: Bounds, policies: Policies) -> Choice:
+def _within(bounds: Bounds, policies: Policies, name: str | None) -> Choice:
     warnings: list[str] = []
 
     def bounded(policy: AttentionPolicy) -> AttentionPolicy:
@@ -59,4 +63,4 @@ def _within(bounds: Bounds, policies: Policies) -> Choice:
         bounded(_DENSE)
         return Choice(None)
     within = each_policy(policies, bounded) if isinstance(policies, list) else bounded(policies)
-    return Choice(within, tuple(warnings))
+    return Choice(within, name, tuple(warnings))

@@ -14,13 +14,13 @@ from fastapi import Request, Response
 from pydantic_core import to_json
 
 from winnow_service.admission.queue import AdmissionQueue, QueueTicket
-from winnow_service.errors import ClientDisconnected, RuntimeFailure
+from winnow_service.errors import ClientDisconnected, InvalidPolicy, RuntimeFailure
 from winnow_service.keys.keyring import ANYONE, Caller
 from winnow_service.limits.limiter import Limiter
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.proxy.answer import AnswerReader
-from winnow_service.proxy.attention_field import FIELD, Policies, place_policies
+from winnow_service.proxy.attention_field import FIELD, Given, Policies, place_policies
 from winnow_service.proxy.body import Form, JsonBody, read_json_object
 from winnow_service.proxy.charge import SettlingResponse, reserve
 from winnow_service.proxy.choice import Choice, choose
@@ -166,10 +166,19 @@ class Forwarder:
         """Return what the runtime gets."""
         content, members, policies = asked.body.content, asked.body.members, asked.choice.policies
         if policies is not None:
-            served = await as_served(policies, self.runtime.served, asked.request.headers.get("authorization"))
+            served = await self._as_served(policies, asked)
             content = to_json(place_policies(members, asked.form, served), inf_nan_mode="constants")
         streams = bool(members.get("stream"))
         return upstream_request(asked.request, content, streams=streams, prefix=prefix_of(members))
+
+    async def _as_served(self, policies: Given, asked: _Asked) -> Given:
+        try:
+            return await as_served(policies, self.runtime.served, asked.request.headers.get("authorization"))
+        except InvalidPolicy as error:
+            if (name := asked.choice.name) is None:
+                raise
+            # Who asked by name, or for nothing, does not know the field.
+            raise InvalidPolicy(error.path, f"in the policy {name!r}, {error.problem}") from None
 
     def _begin(self, asked: _Asked) -> Generation:
         """Count the request by its policies, and begin to measure it."""

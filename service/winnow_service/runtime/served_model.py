@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from winnow_kernels.contract.fields import PolicyError
-from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model
+from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served
 from winnow_service.errors import InvalidPolicy, RuntimeFailure, RuntimeRefused
 from winnow_service.runtime.client import RuntimeClient
 from winnow_service.runtime.monitor import RuntimeMonitor
@@ -48,13 +48,10 @@ class ServedModel(BaseModel):
         """
         if not policy.is_dense and {*self.policies, *self.prefill_policies} <= {"dense"}:
             raise _not_served()
-        for phase, name, served in (
-            ("decode", policy.decode.policy, self.policies),
-            ("prefill", policy.prefill.policy, self.prefill_policies),
-        ):
-            if name not in ("dense", *served):
-                raise InvalidPolicy(f"attention.{phase}.policy", f"must be one of {', '.join(served)}")
+        if policy.prefill.policy not in ("dense", *self.prefill_policies):
+            raise InvalidPolicy("attention.prefill.policy", f"must be one of {', '.join(self.prefill_policies)}")
         try:
+            check_served(policy, self.policies)
             return check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         except PolicyError as error:
             raise InvalidPolicy(error.path, error.problem) from None
@@ -106,7 +103,7 @@ class ServedModelLookup:
         known = self._known
         if known is None or known.start != start or self._clock() >= known.until:
             try:
-                model = await self._ask(authorization)
+                model = await ask_what_is_served(self._client, authorization, self._timeout_seconds)
             except RuntimeFailure:
                 self._monitor.ask_now()
                 raise
@@ -115,21 +112,30 @@ class ServedModelLookup:
             raise _not_served()
         return known.model
 
-    async def _ask(self, authorization: str | None) -> ServedModel | None:
-        headers = {} if authorization is None else {"authorization": authorization}
-        answer = await self._client.get(_PATH, self._timeout_seconds, headers)
-        if answer.status_code in _FORBIDDEN:
-            raise RuntimeRefused(answer.status_code)
-        if answer.status_code != 200:
-            raise _unusable(f"it answered {_PATH} with status {answer.status_code}")
-        try:
-            reported: Any = from_json(answer.content)
-            facts = reported.get("winnow") if isinstance(reported, dict) else None
-            return None if facts is None else ServedModel.model_validate(facts)
-        except ValidationError as error:
-            raise _unusable(f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)") from None
-        except ValueError:
-            raise _unusable(f"its {_PATH} is not JSON") from None
+
+async def ask_what_is_served(
+    client: RuntimeClient, authorization: str | None, timeout_seconds: float
+) -> ServedModel | None:
+    """Return what the runtime serves; None if its attention backend knows no policies.
+
+    Raises:
+        RuntimeFailure: it did not tell.
+        RuntimeRefused: it wants another authorization.
+    """
+    headers = {} if authorization is None else {"authorization": authorization}
+    answer = await client.get(_PATH, timeout_seconds, headers)
+    if answer.status_code in _FORBIDDEN:
+        raise RuntimeRefused(answer.status_code)
+    if answer.status_code != 200:
+        raise _unusable(f"it answered {_PATH} with status {answer.status_code}")
+    try:
+        reported: Any = from_json(answer.content)
+        facts = reported.get("winnow") if isinstance(reported, dict) else None
+        return None if facts is None else ServedModel.model_validate(facts)
+    except ValidationError as error:
+        raise _unusable(f"'winnow' in its {_PATH} is not as expected ({error.error_count()} errors)") from None
+    except ValueError:
+        raise _unusable(f"its {_PATH} is not JSON") from None
 
 
 def _unusable(problem: str) -> RuntimeFailure:

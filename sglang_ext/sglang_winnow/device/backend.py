@@ -14,6 +14,7 @@ from sglang_winnow.device.construction import build_decode, dense_backend, enabl
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
+from sglang_winnow.key_bits import index_settings
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
@@ -51,7 +52,7 @@ class WinnowDeviceBackend(AttentionBackend):
         self._last_layer = layers[-1].layer_id
         self._query_heads = layers[0].tp_q_head_num
         self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in layers]
-        self.indexes = Indexes(self._caches, runner.page_size, self.device)
+        self.indexes = Indexes(self._caches, runner.page_size, self.device, index_settings())
         table = self.req_to_token_pool.req_to_token
         ranks = attention_ranks()
         self.statistics = Statistics(table.shape[0], self.device, ranks)

@@ -69,6 +69,7 @@ def build_decode(
         longest,
         page_size,
         len(caches),
+        query_heads,
         caches[0].kv_heads,
         selection_width(longest),
         torch.device(runner.device),

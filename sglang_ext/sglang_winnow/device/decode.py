@@ -17,7 +17,7 @@ from sglang_winnow.device.parameters import parameters_of
 from sglang_winnow.request_policy import dense_until, effective_budget
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.gpu import AttendBuffers, attend
-from winnow_kernels.batch import WHOLE, ReportedShares
+from winnow_kernels.batch import WHOLE
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
@@ -142,6 +142,9 @@ class DeviceDecode:
         if variant.is_dense:
             return
         step.counts.fill_(WHOLE)
+        if self._reports_shares:
+            # Of who attends to everything in a layer nothing is believed, and a share of 1 is reported.
+            step.reported.clear()
         # First what writes the counts of one layer, and copies them to the others.
         for kind in in_order(variant.kinds):
             self._selectors[kind].begin(step, ordered=variant.ordered)
@@ -161,16 +164,15 @@ class DeviceDecode:
             thresholds,
             self._attend_buffers,
             output,
-            self._reported,
+            step.reported if self._reports_shares else None,
         )
         if layer in variant.own_layers:
             for kind in in_order(variant.kinds):
                 self._selectors[kind].attend_at(layer, queries, cache, step, output)
 
     @property
-    def _reported(self) -> ReportedShares | None:
-        of_kinds = (self._selectors[kind].shares(self._step) for kind in in_order(self.variant.kinds))
-        return next((shares for shares in of_kinds if shares is not None), None)
+    def _reports_shares(self) -> bool:
+        return any(self._selectors[kind].reports_shares for kind in self.variant.kinds)
 
     def finish(self) -> None:
         """Add what was read to the statistics, after the last layer."""

@@ -11,25 +11,23 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.construction import enabled_kinds
+from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.hooks import Hook
+from sglang_winnow.key_bits import index_settings
+from sglang_winnow.served_policies import served_policies
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
-from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT, in_order
+from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT
 from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
+from winnow_kernels.policies.registry import DECODE_POLICIES, POLICIES_SETTING
 from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 logger = logging.getLogger(__name__)
-
-
-def index_bytes_of_slot(kinds: Collection[str], shape: PoolShape, page_size: int) -> float:
-    """Return what the indexes of ``kinds`` of policies add to each slot of the KV cache."""
-    indexes = {index for kind in kinds if (index := DECLARATIONS[kind].index) is not None}
-    return sum(index.bytes_per_slot(shape, page_size) for index in indexes)
 
 
 def fixed_bytes(
@@ -47,7 +45,7 @@ def fixed_bytes(
     """
     nowhere = torch.device("meta")
     width = selection_width(longest)
-    steps = StepBuffers(LAYOUT, rows, longest, page_size, shape.layers, shape.kv_heads, width, nowhere)
+    steps = StepBuffers(LAYOUT, rows, longest, page_size, shape.layers, query_heads, shape.kv_heads, width, nowhere)
     layer = LayerCache(*torch.empty(2, 1, shape.kv_heads, shape.head_dim, device=nowhere))
     attention = AttendBuffers.empty(rows, query_heads, layer)
     own = sum(DECLARATIONS[kind].buffer_bytes for kind in kinds)
@@ -70,16 +68,23 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     rows = configurator.server_args.max_running_requests
     query_heads = model.num_attention_heads // tp_size
     fixed = fixed_bytes(kinds, shape, query_heads, rows, model.context_len, configurator.page_size)
-    index = index_bytes_of_slot(kinds, shape, configurator.page_size)
-    left = int((available - fixed) * shape.slot_bytes / (shape.slot_bytes + index))
+    policies = served_policies()
+    reserved = reserved_indexes(policies, shape, configurator.page_size, index_settings())
+    share = sum(index.share for index in reserved)
+    left = int((available - fixed) / (1 + share))
     logger.info(
         "Winnow serves %s. Of %.2f GB its buffers take %.2f and its indexes %.2f, %.1f %% of the KV cache.",
-        ", ".join(in_order(kinds)) or "dense attention alone",
+        ", ".join(policies),
         available / 2**30,
         fixed / 2**30,
         (available - fixed - left) / 2**30,
-        100 * index / shape.slot_bytes,
+        100 * share,
     )
+    for index in reserved:
+        readers = ", ".join(index.policies)
+        logger.info("Winnow's %s take %.1f %% of the KV cache, for %s.", index.name, 100 * index.share, readers)
+    if others := [name for name in DECODE_POLICIES if name not in policies]:
+        logger.info("Winnow serves only if %s names it: %s.", POLICIES_SETTING, ", ".join(others))
     return left
 
 

@@ -30,6 +30,8 @@ def path(tmp_path: Path) -> Path:
     rows.append(row(**SHARES, policy="snapkv", parameters={"budget": 1024}))
     rows.append(row(**SHARES, phase="prefill", policy="quoka", parameters={"budget_ratio": 0.25}))
     rows.append(row(**SHARES, preset="fast"))
+    rows += [row(**SHARES, policy="lowbit_top_p", parameters={"p": 0.9, "bits": bits}) for bits in (2, 3)]
+    rows += [row(**SHARES, policy="oracle_top_p", parameters={"p": 0.9} | more) for more in ({}, {"newest": 64})]
     path = tmp_path / "fidelity.json"
     FidelityRecord([RUN], rows).write(path)
     return path
@@ -51,11 +53,19 @@ def test_each_context_has_a_column(path: Path) -> None:
     assert lines[0] == "| KL, nats (KV read %) | m, 1,024 | m, 2,048 |"
     assert "| decode: quest budget 512 | 0.2500 (30.0) | 0.2500 (30.0) |" in lines
     assert "| decode: tactic p 0.9 |  | 0.2500 (30.0) |" in lines
+    assert "| decode: lowbit_top_p p 0.9, 3 bits |  | 0.2500 (30.0) |" in lines
+    assert "| decode: oracle top-p p 0.9 newest 64 |  | 0.2500 (30.0) |" in lines
 
 
 def test_the_summary_has_one_row_of_each_policy_and_the_presets(path: Path) -> None:
     shown = [line.split(" | ")[2] for line in summary_table(path).splitlines()[2:]]
-    assert shown == ["tactic p 0.9", "snapkv budget 1,024", "fast: quest budget 512"]
+    assert shown == [
+        "tactic p 0.9",
+        "snapkv budget 1,024",
+        "fast: quest budget 512",
+        "lowbit_top_p p 0.9, 2 bits",
+        "oracle top-p p 0.9",
+    ]
 
 
 def test_changes_are_told_with_the_parameters_that_changed(tmp_path: Path) -> None:

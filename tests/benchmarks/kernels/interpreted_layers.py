@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -25,6 +26,12 @@ CONTESTANTS = [
     Contestant("snapkv", {"budget": 48, "observation_window": 16}),
     Contestant("delta", {"budget": 48, "recency": 16}),
 ]
+# What they always attend to alone is longer.
+CODED = [
+    Contestant("lowbit_top_p", {"p": 0.5, "sinks": 0}),
+    Contestant("lowbit_top_k", {"budget": 112, "sinks": 0}),
+]
+CODED_LENGTH = 200
 
 
 def time_once(calls: Sequence[Callable[[], None]], replays: int) -> Timing:
@@ -40,7 +47,10 @@ def main() -> None:
     contexts = Contexts(HEADS, LENGTH, 1, 3, CPU, torch.float32)
     timer = Timer(contexts, cache_bytes=1, replays=2, time=time_once)
     stages = [stage.name for stage in stages_of(CONTESTANTS[2], "none", timer, shape_named("tiny"), [1])]
-    sys.stdout.write(json.dumps({"errors": errors, "stages": stages}) + "\n")
+    errors |= check(HEADS, CODED, CODED_LENGTH, CPU, torch.float32)
+    timer = Timer(Contexts(HEADS, CODED_LENGTH, 1, 3, CPU, torch.float32), 1, 2, time=time_once)
+    coded = [asdict(stage) for stage in stages_of(CODED[0], "none", timer, shape_named("tiny"), [1])]
+    sys.stdout.write(json.dumps({"errors": errors, "stages": stages, "coded": coded}) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,27 +16,32 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernels.captured_keys import CapturedKeys
 from benchmarks.kernels.cases import Case, parse_cases, relative_error, wrong_errors
-from benchmarks.kernels.decode_requests import measured_length
+from benchmarks.kernels.decode_requests import Contexts, Heads, measured_length, there_and_back
 from benchmarks.kernels.layer import (
     TERMINATIONS,
     Contestant,
     Stage,
+    Timer,
     averaged,
     contestants_of,
     full_reads_of,
+    kernels_of,
     layers_for,
+    on_real_keys,
     roles_of,
     row_of,
     serve_union,
     table,
     with_sinks,
 )
-from benchmarks.kernels.timing import Timing
+from benchmarks.kernels.timing import Timing, times_by_place
 from benchmarks.model_shapes import shape_named
 from winnow_kernels.batch import Count
 
 LLAMA = shape_named("Llama-3.1-8B")
+LOWBIT = [*["lowbit_top_p"] * 2, *["lowbit_top_k"] * 2]
 
 
 def test_cases() -> None:
@@ -49,13 +56,14 @@ def test_contexts_end_within_a_span() -> None:
 def test_policies_are_such_as_requests_ask_for() -> None:
     contestants = contestants_of([3, 12], LLAMA.delta_layers)
     names = [contestant.name for contestant in contestants]
-    assert names == ["dense", "streaming_llm", "quest", "snapkv", "delta", "quoka", "tactic", "tactic"]
+    assert names == ["dense", "streaming_llm", "quest", "snapkv", "delta", "quoka", *["tactic"] * 2, *LOWBIT]
     for contestant in contestants:
         for termination in contestant.terminations:
             policy = contestant.policy(termination)
             assert policy.decode.policy == contestant.name
             assert (policy.early_termination is not None) == (termination == "never settled")
-    assert [contestant.union for contestant in contestants[-2:]] == [0.03, 0.12]
+    assert [contestant.union for contestant in contestants[-6:]] == [0.03, 0.12, 0.03, 0.12, None, None]
+    assert [contestant.decode["budget_ratio"] for contestant in contestants[-2:]] == [0.03, 0.12]
     assert "delta" not in [contestant.name for contestant in contestants_of([3], [])]
 
 
@@ -111,6 +119,98 @@ def test_the_share_that_is_read_is_searched_for() -> None:
     assert found["p"] == pytest.approx(0.1**0.25, rel=0.02)
 
 
+def test_steps_are_timed_beside_their_neighbours() -> None:
+    assert there_and_back(4) == [0, 1, 2, 3, 2, 1]
+    assert there_and_back(1) == [0]
+    made: list[tuple[int, int]] = []
+    timed: list[int] = []
+
+    def time(calls: Sequence[Callable[[], None]], replays: int) -> Timing:
+        timed.append(len(calls))
+        for call in calls:
+            call()
+        return Timing(1.0, 0.0)
+
+    contexts: Any = None
+    timer = Timer(contexts, cache_bytes=100, replays=2, time=time)
+    timer(lambda layer, step: made.append((layer, step)), range(3), 30, there_and_back(3))
+    # Ten calls would leave the cache; they are twelve, for whole rounds of three layers in four steps.
+    assert timed == [12]
+    assert made == [(layer, step) for step in (0, 1, 2, 1) for layer in range(3)]
+    timer(lambda _layer, _step: None, range(3), 30)
+    assert timed == [12, 10]
+
+
+def test_queries_drift_and_keep_their_length() -> None:
+    contexts = Contexts(Heads(query=4, kv=2, dim=64), 64, 2, 3, torch.device("cpu"), torch.float32)
+    steps = [contexts.queries_of(1, step).double() for step in range(contexts.steps)]
+    assert torch.equal(steps[0].float(), contexts.queries)
+    for before, after in pairwise(steps):
+        assert float((after.norm(dim=-1) / before.norm(dim=-1) - 1).abs().max()) < 0.25
+        assert torch.cosine_similarity(before, after, dim=-1).mean() == pytest.approx(0.9, abs=0.05)
+
+
+def test_a_models_keys() -> None:
+    keys, queries = torch.randn(2, 48, 3, 64), torch.randn(2, 6, 9, 64)
+    captured = CapturedKeys("m", keys, queries)
+    contexts = Contexts(Heads(9, 3, 64), 112, 4, 5, torch.device("cpu"), torch.float32, captured=captured)
+    slots = contexts.table[1:, :112].long()
+    expected = torch.cat((keys[1, :16], keys[1], keys[1]))
+    # Layers are the captured ones in turn.
+    for row in range(4):
+        assert torch.equal(contexts.caches[3].keys[slots[row]], expected)
+    assert contexts.steps == 3
+    assert torch.equal(contexts.queries_of(4, 2), queries[0, 2:6])
+    with pytest.raises(ValueError, match="at least the 48 tokens"):
+        captured.tiled(47)
+    with pytest.raises(ValueError, match="6 rows need at least 7"):
+        captured.queries_of_rows(6)
+
+
+def test_a_models_keys_in_a_file(tmp_path: Path) -> None:
+    captured = CapturedKeys("m", torch.randn(2, 48, 3, 64).bfloat16(), torch.randn(2, 6, 9, 64).bfloat16())
+    captured.write(tmp_path / "captured.pt")
+    found = CapturedKeys.read(tmp_path / "captured.pt")
+    assert found.model == "m"
+    assert torch.equal(found.keys, captured.keys)
+    assert torch.equal(found.queries, captured.queries)
+    torch.save({"keys": captured.keys}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="holds no captured keys"):
+        CapturedKeys.read(tmp_path / "other.pt")
+
+
+def test_kernels_are_told_apart_by_their_place() -> None:
+    launches = [("score", 5.0), ("cut", 1.0), ("score", 2.0), ("score", 7.0), ("cut", 1.0), ("score", 2.0)]
+    found = times_by_place(launches, 2)
+    assert list(found) == ["score", "cut", "score, 2"]
+    assert [timing.microseconds for timing in found.values()] == [6.0, 1.0, 2.0]
+    with pytest.raises(RuntimeError, match="sees no kernels"):
+        times_by_place([], 2)
+    with pytest.raises(RuntimeError, match="not launched the same kernels"):
+        times_by_place(launches[:-1], 2)
+
+
+def test_kernels_that_cannot_be_told_apart_are_left_out_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def kernels(calls: Sequence[Callable[[], None]]) -> dict[str, Timing]:
+        return times_by_place([("score", float(number)) for number, _ in enumerate(calls) if seen], len(calls))
+
+    contexts = SimpleNamespace(layers=2)
+    requests: Any = SimpleNamespace(contexts=contexts, walk=[0, 1], attend=print)
+    timer = Timer(requests.contexts, cache_bytes=100, replays=2, kernels=kernels)
+    seen = True
+    [stage] = kernels_of(requests, timer, {"p": 0.9})
+    assert (stage.name, stage.timing.microseconds, stage.more) == ("kernel score", 1.5, {"p": 0.9})
+    seen = False
+    assert list(kernels_of(requests, timer, {})) == []
+    assert "the profiler sees no kernels" in capsys.readouterr().out
+
+
+def test_policies_on_real_keys() -> None:
+    contestants = on_real_keys([0.9], [512])
+    asked = [contestant.policy("none").decode.model_dump(exclude_unset=True) for contestant in contestants]
+    assert asked == [{"policy": "lowbit_top_p", "p": 0.9}, {"policy": "lowbit_top_k", "budget": 512}]
+
+
 def test_rows() -> None:
     contexts: Any = SimpleNamespace(layer_bytes=1000)
     stage = Stage("layer", Timing(25.0, 0.01), 50.0, {"p": 0.8, "read_percent": 4.99})
@@ -151,6 +251,10 @@ def test_requests_are_as_the_references() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found["errors"]) == 12
+    assert len(found["errors"]) == 16
     assert wrong_errors(found["errors"]) == {}
     assert found["stages"] == ["step", "layer", "attend", "select"]
+    assert [stage["name"] for stage in found["coded"]] == ["step", "layer", "attend", "select", "build"]
+    # The newest 64 tokens and the rest of their page are always read.
+    assert 100 * 72 / 200 <= found["coded"][1]["more"]["read_percent"] < 75
+    assert found["coded"][1]["more"].keys() == {"read_percent", "marked_again_percent", "counted_again_percent"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks.serving.serve import (
     read_share,
     rows_of,
     table,
+    with_attending,
     with_borrowed_baselines,
 )
 from sglang_winnow.delta_profiles import delta_profile
@@ -160,6 +162,47 @@ def test_a_cell_is_asked_densely_then_with_each_policy(fresh: bool) -> None:
     assert server.flushes == (4 if fresh else 2)
     assert len(list(measure(server, "fa3", plan, shape_named("tiny"), failures))) == 2
     assert failures == []
+
+
+def test_the_share_that_is_attended_to_is_searched_for() -> None:
+    class Attending(Server):
+        def ask(self, prompts: list[list[int]], tokens: int, policies: list[Any], interval: int = 1) -> list[Stream]:
+            return [
+                replace(stream, decode={"attended_ratio": 0.5 * policy["decode"].get("p", 0.9) ** 2} if policy else {})
+                for stream, policy in zip(super().ask(prompts, tokens, policies, interval), policies, strict=True)
+            ]
+
+    [contestant] = with_attending([parse_contestant("lowbit_top_p")], ["lowbit_top_p=0.06"])
+    plan = Plan("tiny", [Cell(64, 2)], [contestant], 16, 1, False, seed=0)
+    server: Any = Attending()
+    _, found = measure(server, "winnow", plan, shape_named("tiny"), [])
+    assert found.timing.attended_ratio == pytest.approx(0.06, rel=0.02)
+    assert found.contestant.policy == {
+        "decode": {"policy": "lowbit_top_p", "p": pytest.approx((0.06 / 0.5) ** 0.5, rel=0.02)}
+    }
+    # What is asked to find it lies in the radix cache, and is one prompt.
+    dense = next(prompt for prompt, tokens, _ in server.asked if tokens == 16)
+    last_try, _ = server.asked[-2:]
+    assert (last_try[0], len(last_try[2])) == (dense, 1)
+    silent: Any = Server()
+    with pytest.raises(RuntimeError, match="does not say"):
+        list(measure(silent, "winnow", plan, shape_named("tiny"), []))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("quest=0.1", "quest has no p"),
+        ("tactic=0.1", "must be one of quest, lowbit_top_p"),
+        ("lowbit_top_p=6", "between 0 and 1; it is 6"),
+        ("lowbit_top_p=x", "between 0 and 1; it is x"),
+        ("lowbit_top_p", "must be NAME=VALUE"),
+    ],
+)
+def test_what_is_no_share_to_attend_to_is_refused(asked: str, message: str) -> None:
+    contestants = [parse_contestant("quest"), parse_contestant("lowbit_top_p")]
+    with pytest.raises(typer.BadParameter, match=message):
+        with_attending(contestants, [asked])
 
 
 def test_a_batch_that_did_not_decode_together_is_told_and_the_others_go_on() -> None:

@@ -39,6 +39,8 @@ COVERING: dict[str, dict[str, Any]] = {
     "delta": {"budget": 4096, "full_layers": 0, "delta_layers": [0]},
     "tactic": {"p": 1.0, "full_layers": 0},
     "quoka": {"budget": 4096},
+    "lowbit_top_p": {"p": 1.0},
+    "lowbit_top_k": {"budget": 4096},
 }
 
 

@@ -23,6 +23,7 @@ TACTIC = '{"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0}}'
 STOPPED = '{"decode": {"policy": "streaming_llm", "window": 192}, "early_termination": {"patience": 1}}'
 BOTH = '{"decode": {"policy": "quest", "budget": 64, "full_layers": 0}, "prefill": {"policy": "quoka", "budget": 64}}'
 PREFILL = '{"prefill": {"policy": "quoka", "budget": 64}}'
+LOWBIT = '{"decode": {"policy": "lowbit_top_p", "p": 0.5}}'
 DELTA = '{"decode": {"policy": "delta", "budget": 64, "recency": 16, "full_layers": 0}}'
 
 
@@ -130,6 +131,31 @@ def test_delta_says_where_its_layers_are_from(record: FidelityRecord) -> None:
     assert row["parameters"]["delta_layers"] == told["layers"]
 
 
+def test_rows_that_are_known_are_not_measured_again(
+    record: FidelityRecord, folder: Path, text: Path, tmp_path: Path
+) -> None:
+    known, output = tmp_path / "known.json", tmp_path / "new.json"
+    FidelityRecord(record.runs, [row for row in record.rows if row["policy"] != "oracle_pages"]).write(known)
+    result = _invoke(
+        "--model", folder, "--text-folder", text, "--context", "384", "--prompts", "3", "--tokens", "5", "--device",
+        "cpu", "--policy", QUEST, "--policy", LOWBIT, "--bits", "2,4", "--known", known, "--output", output,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = FidelityRecord.read(output)
+    assert [(row["policy"], row["parameters"].get("bits")) for row in found.rows] == [
+        ("dense", None),
+        ("lowbit_top_p", 2),
+        ("lowbit_top_p", 4),
+        ("oracle_pages", None),
+    ]
+    assert "lowbit_top_p p 0.5, 4 bits" in result.stdout
+    coarse, fine = found.rows[1:3]
+    assert coarse["kv_read_ratio"] < fine["kv_read_ratio"]
+    assert abs(fine["share_error"]) < abs(coarse["share_error"])
+    # The prompts are the same: where there is one of each, dense attention is as before.
+    assert found.rows[0]["intervals"] == _row(record, policy="dense", phase="decode", context=384)["intervals"]
+
+
 def test_prefill_rows_and_what_is_decoded_after_them(record: FidelityRecord) -> None:
     again = _row(record, phase="prefill", policy="dense", context=384)
     assert again["kl"] == pytest.approx(0, abs=1e-6)
@@ -171,6 +197,7 @@ def test_tasks_of_the_evaluation(folder: Path, tmp_path: Path) -> None:
         (["--context", "7k"], "the text has 0 pieces of 7233 tokens; 3 are asked for"),
         (["--policy", '{"decode": {"policy": "tactic", "p": 2}}'], "decode.p"),
         (["--policy", "swift"], "none of the presets"),
+        (["--bits", "2,5"], "'5' is none of 2, 3, 4"),
         (["--policy", DELTA, "--delta-layers", "7"], "'7' is not the number of a layer, from 0 to 1"),
         (["--policy", DELTA, "--delta-layers", "a"], "'a' is not the number of a layer"),
         (["--tasks", "nothing"], "nothing"),

@@ -27,7 +27,7 @@ def _kl(model: OfflineModel, dense: Outcome, found: Outcome, following: Tensor) 
     return float(Distances.between(model, dense.hidden, found.hidden, following[:, 1:]).kl.mean())
 
 
-def _assert_same(found: Outcome, expected: Outcome) -> None:
+def assert_same(found: Outcome, expected: Outcome) -> None:
     torch.testing.assert_close(found.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.true_share, expected.true_share, atol=1e-4, rtol=1e-4)
     assert found.counts.keys() == expected.counts.keys()
@@ -38,13 +38,33 @@ def _assert_same(found: Outcome, expected: Outcome) -> None:
         torch.testing.assert_close(found.reported_share, expected.reported_share, atol=1e-4, rtol=1e-4)
 
 
+def assert_alike(found: Outcome, expected: Outcome) -> None:
+    """The same, but where rounding has moved a level of a query, and with it a token across a threshold."""
+    for name in ("attended", "read_bytes"):
+        is_same = found.counts[name] == expected.counts[name]
+        assert float(is_same.double().mean()) > 0.85, name
+        torch.testing.assert_close(found.counts[name], expected.counts[name], rtol=0.02, atol=0)
+    for own, other in (
+        (found.hidden, expected.hidden),
+        (found.true_share, expected.true_share),
+        (found.reported_share, expected.reported_share),
+    ):
+        assert own is not None
+        assert other is not None
+        assert float((own - other).abs().mean()) < 1e-3
+
+
+def _assert_forced_alike(name: str, found: Outcome, expected: Outcome) -> None:
+    (assert_alike if name.startswith("lowbit_") else assert_same)(found, expected)
+
+
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("name", ["dense", *SPARSE])
 def test_all_at_once_is_as_step_by_step(name: str, forcing: Forcing, *, stops: bool) -> None:
     rest: dict[str, Any] = {"early_termination": STOPS} if stops else {}
     policy = decode_policy(name, SPARSE.get(name, {}), **rest)
     with torch.inference_mode():
-        _assert_same(forcing.policy(policy), forcing.policy(policy, block=1))
+        _assert_forced_alike(name, forcing.policy(policy), forcing.policy(policy, block=1))
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -52,9 +72,9 @@ def test_all_at_once_is_as_in_blocks_and_prompt_by_prompt(name: str, forcing: Fo
     policy = decode_policy(name, SPARSE[name])
     with torch.inference_mode():
         at_once = forcing.policy(policy)
-        _assert_same(at_once, forcing.policy(policy, block=7))
+        _assert_forced_alike(name, at_once, forcing.policy(policy, block=7))
         alone = [forcing.policy(policy, prompts=range(prompt, prompt + 1)) for prompt in range(2)]
-        _assert_same(at_once, Outcome.joined(alone, 0))
+        _assert_forced_alike(name, at_once, Outcome.joined(alone, 0))
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -63,7 +83,7 @@ def test_nothing_leaks_from_one_policy_to_the_next(name: str, forcing: Forcing) 
     with torch.inference_mode():
         before = forcing.policy(policy)
         forcing.policy(decode_policy("streaming_llm", {"sinks": 0, "window": 16}))
-        _assert_same(before, forcing.policy(policy))
+        assert_same(before, forcing.policy(policy))
 
 
 def test_clusters_that_a_step_begins_with_are_as_step_by_step(model: OfflineModel) -> None:
@@ -76,7 +96,7 @@ def test_clusters_that_a_step_begins_with_are_as_step_by_step(model: OfflineMode
     with torch.inference_mode():
         forcing = Forcing(PrefilledBatch(model, [prompt], tokens.shape[1], span=span), tokens, 2**26)
         at_once = forcing.policy(policy)
-        _assert_same(at_once, forcing.policy(policy, block=1))
+        assert_same(at_once, forcing.policy(policy, block=1))
     attended, context = (at_once.counts[name][0].tolist() for name in ("attended", "context"))
     assert attended[:newly] == context[:newly]
     assert attended[newly] < context[newly]
@@ -216,7 +236,7 @@ def test_how_much_memory_there_is_changes_nothing(batch: PrefilledBatch, followi
     policy = decode_policy("tactic", SPARSE["tactic"])
     with torch.inference_mode():
         little, much = (Forcing(batch, following[:, :-1], memory).policy(policy) for memory in (1, 2**30))
-    _assert_same(little, much)
+    assert_same(little, much)
 
 
 def test_a_prompt_prefilled_in_chunks_keeps_the_same_queries(model: OfflineModel, prompts: list[list[int]]) -> None:

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.evaluation.fidelity.conftest import TOKENS
+from tests.evaluation.fidelity.conftest import MEMORY, TOKENS
+from winnow_evaluation.fidelity.exact import Following, Scores
 from winnow_evaluation.fidelity.forcing import Forcing
 from winnow_evaluation.fidelity.oracles import Oracle, TopP, TopPages, TopTokens
+from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 
 SINKS = 3
 
@@ -94,6 +96,26 @@ def test_a_budget_is_what_a_kv_head_reads(oracle: Oracle, forcing: Forcing) -> N
     assert (attended <= 4 * 64).all()
     assert (attended > 4 * 48).all()
     assert (outcome.counts["read_bytes"] == attended * 2 * 64 * 4).all()
+
+
+@pytest.mark.parametrize("oracle", [TopP(share=0.05, newest=20), TopTokens(budget=60, newest=20)])
+def test_the_newest_tokens_are_kept_back_to_where_a_page_begins(oracle: Oracle, batch: PrefilledBatch) -> None:
+    following = Following(batch, range(2), 0, TOKENS, MEMORY)
+    generator = torch.Generator().manual_seed(4)
+    queries = torch.randn(2, TOKENS, 4, batch.model.head_dim, generator=generator)
+    with torch.inference_mode():
+        read = oracle.read(Scores.of(following, 0, queries, slice(0, 2)))
+    for prompt, lengths in enumerate(following.lengths.tolist()):
+        for token, length in enumerate(lengths):
+            first = (length - 20) // 16 * 16
+            own = read[prompt, :, token]
+            assert own[:, first:length].all()
+            assert own[:, :16].all()
+            assert not own[:, length:].any()
+            # Others are not read for being new.
+            assert not own[:, :first].all()
+    if isinstance(oracle, TopTokens):
+        assert (read.sum(-1) == 60).all()
 
 
 def test_an_oracle_that_reads_everything_is_dense(forcing: Forcing) -> None:

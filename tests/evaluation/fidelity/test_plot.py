@@ -10,7 +10,10 @@ import pytest
 
 from tests.evaluation.fidelity.test_record import row
 from tests.plots import assert_readable
-from winnow_evaluation.fidelity.plot import draw, lines_of
+from winnow_evaluation.fidelity.plot import _looks, draw, lines_of
+from winnow_kernels.policies.registry import DECODE_POLICIES
+
+NEWEST = {"newest": 64}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -34,6 +37,25 @@ def test_a_line_is_a_policy_over_its_parameter() -> None:
         "tactic": [0.9],
         "oracle: best tokens that hold p": [0.1, 0.18],
     }
+
+
+def test_bits_and_what_oracles_keep_are_lines_of_their_own() -> None:
+    parameters = [{"p": 0.9, "bits": 2}, {"p": 0.95, "bits": 2}, {"p": 0.9, "bits": 3}]
+    found = [row(policy="lowbit_top_p", parameters=each, kv_read_ratio=each["p"]) for each in parameters]
+    found += [row(policy="oracle_top_p", parameters={"p": 0.9} | more, kv_read_ratio=0.1) for more in ({}, NEWEST)]
+    assert {label: len(line) for label, line in lines_of(found).items()} == {
+        "lowbit_top_p, 2 bits": 2,
+        "lowbit_top_p, 3 bits": 1,
+        "oracle: best tokens that hold p": 1,
+        "oracle: best tokens that hold p, newest 64 kept": 1,
+    }
+
+
+def test_no_two_policies_look_alike(tmp_path: Path) -> None:
+    found = [row(policy=name, parameters={"budget": 1}, kv_read_ratio=0.1, kl=0.1) for name in DECODE_POLICIES]
+    draw(found, tmp_path / "plot.svg")
+    looks = _looks([name for name in DECODE_POLICIES if name != "dense"])
+    assert len({*looks.values()}) == len(DECODE_POLICIES) - 1
 
 
 def test_policies_that_differ_otherwise_are_lines_of_their_own() -> None:

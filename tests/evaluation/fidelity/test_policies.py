@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from winnow_evaluation.fidelity.policies import (
@@ -19,19 +21,46 @@ from winnow_service.policies.presets import PRESETS
 
 
 def test_the_sweep_has_every_policy_and_no_row_twice() -> None:
-    policies = sweep(32_768)
-    assert {policy.decode.policy for policy in policies} == {*DECODE_POLICIES}
-    assert len({policy.canonical() for policy in policies}) == len(policies)
-    assert {getattr(policy.decode, "budget", None) for policy in policies} >= {256, 512, 1024, 2048}
-    measured = [Measured(policy) for policy in policies]
+    measured = sweep(32_768, (2, 3))
+    assert {one.policy.decode.policy for one in measured} == {*DECODE_POLICIES}
+    assert len({(one.policy.canonical(), one.bits) for one in measured}) == len(measured)
+    assert {getattr(one.policy.decode, "budget", None) for one in measured} >= {256, 512, 1024, 2048, 4096}
     assert len({(one.name, repr(one.parameters())) for one in measured}) == len(measured)
     assert sum(one.is_prefill for one in measured) == 4
 
 
+def test_low_bit_policies_are_measured_with_each_number_of_bits() -> None:
+    coded = [one for one in sweep(8192, (2, 4)) if one.is_coded]
+    asked = {(one.name, one.parameters().get("p"), one.parameters().get("budget"), one.bits) for one in coded}
+    assert asked == {("lowbit_top_p", p, None, bits) for p in (0.5, 0.75, 0.9, 0.95, 0.99) for bits in (2, 4)} | {
+        ("lowbit_top_k", None, budget, bits) for budget in (128, 256, 512, 1024, 2048, 4096) for bits in (2, 4)
+    }
+    assert all(one.parameters()["bits"] == one.bits for one in coded)
+    assert coded[1].label == "lowbit_top_p p 0.5, 4 bits"
+    given: list[dict[str, Any]] = [
+        {"decode": {"policy": "lowbit_top_k", "budget": 512}},
+        {"decode": {"policy": "quest"}},
+    ]
+    assert [(one.name, one.bits) for one in asked_for(given, (3, 4))] == [
+        ("lowbit_top_k", 3),
+        ("lowbit_top_k", 4),
+        ("quest", 2),
+    ]
+    assert "bits" not in Measured(sweep(8192)[0].policy).parameters()
+
+
+def test_oracles_stand_beside_policies_that_keep_the_newest_tokens_and_beside_those_that_do_not() -> None:
+    found = [(oracle.name, oracle.parameters()) for oracle in oracles(8192)]
+    assert ("oracle_top_p", {"p": 0.9, "sinks": 16}) in found
+    assert ("oracle_top_p", {"p": 0.9, "sinks": 16, "newest": 64}) in found
+    assert ("oracle_top_k", {"budget": 128, "sinks": 16, "newest": 64}) in found
+    assert not any("newest" in parameters for name, parameters in found if name == "oracle_pages")
+
+
 def test_budgets_that_cover_the_context_are_left_out() -> None:
-    budgets = {policy.decode.budget for policy in sweep(512) if policy.decode.policy == "quest"}
+    budgets = {one.policy.decode.budget for one in sweep(512) if one.policy.decode.policy == "quest"}
     assert budgets == {256}
-    assert {oracle.parameters().get("budget", 0) for oracle in oracles(512)} == {0, 256}
+    assert {oracle.parameters().get("budget", 0) for oracle in oracles(512)} == {0, 128, 256}
 
 
 def test_presets_that_are_not_dense_are_measured_by_their_names() -> None:

@@ -1,22 +1,26 @@
-"""Page bounds, key norms and clusters, built and extended by Triton: what torch builds, and nothing else."""
+"""Page bounds, key norms, key codes and clusters, built and extended by Triton: what torch builds, and nothing else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.kernels.caches import random_cache
 from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex
+from winnow_kernels.indexes.key_codes import KeyCodes, is_hadamard, rotation
 from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 
 SLOTS, LAYERS = 512, 2
-KINDS = [PageBounds, KeyNorms]
+Pages = PageBounds | KeyNorms | KeyCodes
+KINDS = [PageBounds, KeyNorms, KeyCodes]
+# Numbers of an index that may differ: torch and Triton add up in different orders, and what is at the edge of two codes
+# may get either. A mean's code moves the 16 tokens of its block.
+SLIPS = 32
 
 
 def caches_on(
@@ -26,34 +30,41 @@ def caches_on(
     return [LayerCache(cache.keys.to(device), cache.values.to(device)) for cache in caches]
 
 
-def entries_of(index: PageBounds | KeyNorms) -> Tensor:
-    return index.bounds if isinstance(index, PageBounds) else index.reciprocals
-
-
-def assert_same(one: PageBounds | KeyNorms, other: PageBounds | KeyNorms) -> None:
-    # Torch adds a norm's squares in another order.
-    torch.testing.assert_close(entries_of(one), entries_of(other), atol=0, rtol=0 if type(one) is PageBounds else 1e-6)
+def assert_same(one: Pages, other: Pages) -> None:
     assert torch.equal(one.built, other.built)
+    if isinstance(one, PageBounds) and isinstance(other, PageBounds):
+        assert torch.equal(one.bounds, other.bounds)
+    elif isinstance(one, KeyNorms) and isinstance(other, KeyNorms):
+        torch.testing.assert_close(one.reciprocals, other.reciprocals, atol=0, rtol=1e-6)
+    elif isinstance(one, KeyCodes) and isinstance(other, KeyCodes):
+        assert_same_codes(one, other)
+    else:
+        raise TypeError(f"{type(one)} and {type(other)}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def assert_same_codes(one: KeyCodes, other: KeyCodes) -> None:
+    assert (one.codes != other.codes).sum() <= SLIPS
+    assert (one.means != other.means).sum() <= SLIPS
+    half = torch.finfo(torch.float16).eps
+    assert (~torch.isclose(one.factors, other.factors, rtol=half, atol=0)).sum() <= SLIPS
+    assert (~torch.isclose(one.mean_factors, other.mean_factors, rtol=1e-6, atol=0)).sum() <= SLIPS
+
+
+SHAPES = [
+    (torch.float32, 2, 64, 16),
+    (torch.bfloat16, 8, 128, 16),
+    (torch.float16, 3, 96, 32),
+    (torch.bfloat16, 5, 256, 64),
+    (torch.float32, 1, 8, 8),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "head_dim", "page_size"),
-    [
-        (torch.float32, 2, 64, 16),
-        (torch.bfloat16, 8, 128, 16),
-        (torch.float16, 3, 96, 32),
-        (torch.bfloat16, 5, 256, 64),
-        (torch.float32, 1, 8, 8),
-    ],
+    ("kind", "dtype", "kv_heads", "head_dim", "page_size"),
+    [(kind, *shape) for kind in KINDS for shape in SHAPES if kind.unfit(*shape[2:]) is None],
 )
 def test_equals_torch(
-    device: torch.device,
-    kind: type[PageBounds | KeyNorms],
-    dtype: torch.dtype,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
+    device: torch.device, kind: type[Pages], dtype: torch.dtype, kv_heads: int, head_dim: int, page_size: int
 ) -> None:
     caches = caches_on(device, kv_heads, head_dim, dtype)
     generations = PageGenerations(SLOTS, page_size, device)
@@ -67,8 +78,34 @@ def test_equals_torch(
         assert_same(in_triton, in_torch)
 
 
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 64), (128, 32), (256, 16)])
+def test_codes_of_more_bits_equal_torchs(device: torch.device, head_dim: int, page_size: int, bits: int) -> None:
+    caches = caches_on(device, 2, head_dim)
+    generations = PageGenerations(SLOTS, page_size, device)
+    in_triton, in_torch = (KeyCodes(caches, generations, triton, bits) for triton in (True, False))
+    listed = torch.tensor([7, 3, 0], device=device)
+    assert in_triton.ensure(listed) == in_torch.ensure(listed) == 3
+    assert_same(in_triton, in_torch)
+    blocks = in_torch.blocks_of(listed)
+    assert (in_torch.factors[:, blocks] > 0).all()
+    assert (in_torch.mean_factors[:, blocks] > 0).all()
+
+
+def test_codes_of_zeros_are_zeros(device: torch.device) -> None:
+    keys = torch.zeros(SLOTS, 2, 64, device=device)
+    generations = PageGenerations(SLOTS, 16, device)
+    in_triton, in_torch = (KeyCodes([LayerCache(keys, keys)], generations, triton) for triton in (True, False))
+    listed = torch.tensor([4], device=device)
+    for index in (in_triton, in_torch):
+        index.ensure(listed)
+        assert not index.factors.any()
+        assert not index.mean_factors.any()
+    assert torch.equal(in_triton.codes, in_torch.codes)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_extends_rows_whose_newest_token_begins_a_page(device: torch.device, kind: type[PageBounds | KeyNorms]) -> None:
+def test_extends_rows_whose_newest_token_begins_a_page(device: torch.device, kind: type[Pages]) -> None:
     caches = caches_on(device)
     generations = PageGenerations(SLOTS, 16, device)
     generations.counts += torch.arange(len(generations.counts), device=device)
@@ -87,7 +124,7 @@ def test_extends_rows_whose_newest_token_begins_a_page(device: torch.device, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keeps_up_with_decoding(device: torch.device, kind: type[PageBounds | KeyNorms]) -> None:
+def test_keeps_up_with_decoding(device: torch.device, kind: type[Pages]) -> None:
     caches = caches_on(device)
     generations = PageGenerations(SLOTS, 16, device)
     index, reference = kind(caches, generations, in_triton=True), kind(caches, generations, in_triton=False)
@@ -140,15 +177,20 @@ def _launch(head_dim: int, kv_heads: int, page_size: int) -> None:
     batch = DecodeBatch.empty(2, 256, page_size, keys.device)
     for kind in KINDS:
         index = kind([LayerCache(keys, keys)] * 2, PageGenerations(len(keys), page_size, keys.device), in_triton=True)
+        if isinstance(index, KeyCodes):
+            # As on a GPU; the FMA units that multiply float32 have fewer registers than they would want.
+            if not is_hadamard(head_dim):
+                continue
+            index.turn = rotation(head_dim).to(keys.dtype)
         index.entries.build(torch.empty(16, dtype=torch.int64))
         index.extend(batch, batch.lengths)
 
 
 def test_kernels_fit_a_multiprocessor() -> None:
-    for shape in ((128, 8, 16), (96, 8, 64)):
+    for shape, kinds in (((128, 8, 16), 3), ((96, 8, 64), 2), ((256, 8, 16), 3)):
         compiled = compile_launches(_launch, *shape)
-        assert len(compiled) == 4
+        assert len(compiled) == 2 * kinds
         for kernel in compiled:
-            assert kernel.local_bytes == 0
+            assert kernel.local_bytes == 0, kernel
             assert kernel.shared_bytes <= SHARED_LIMIT
             assert "ld.global.v4.b32" in kernel.ptx  # keys come 16 bytes at a time

@@ -57,6 +57,8 @@ def test_rows_get_their_own_kinds_parameters_once_they_are_long_enough(device: t
     own.kinds[2], own.own("by share", "cap")[2] = 2, 5
     assert torch.equal(rows.values.cpu(), expected)
     assert rows.shares.tolist() == [0, 0, 0.9, 0, 0, 0]
+    assert rows.acting("by page").tolist() == [True, False, False, False, False, False]
+    assert rows.acting("by share").tolist() == [False, False, True, False, False, False]
     never = [0, 0, math.inf]
     assert rows.thresholds.tolist() == [[0.25, 0.5, 4], *[never] * 5]
 

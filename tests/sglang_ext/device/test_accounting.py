@@ -15,7 +15,7 @@ from winnow_kernels.policies.declarations import LAYOUT
 
 def launch() -> None:
     cpu = torch.device("cpu")
-    step = StepBuffers(LAYOUT, 4, 256, 16, 2, 1, 64, cpu).largest
+    step = StepBuffers(LAYOUT, 4, 256, 16, 2, 1, 1, 64, cpu).largest
     table, statistics = ParameterTable(LAYOUT, 4, cpu), Statistics(4, cpu)
     for everything in (None, LayerCache(*torch.empty(2, 64, 1, 16))):
         count_step(step, table, statistics, everything)

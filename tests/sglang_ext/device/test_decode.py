@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.kernels.caches import random_cache
 from tests.policy_rows import small_policies
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.gpu_selector import Selector
 from winnow_kernels.decode.gpu_selector import Server as SelectorServer
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.decode.ranks import ALONE, Ranks
@@ -129,11 +130,18 @@ class Server:
         self.indexes.generations.written(written)
 
 
-def device_decode(server: Server) -> DeviceDecode:
+def every_selector(server: SelectorServer) -> Mapping[str, Selector]:
+    return selectors_of(KINDS, server)
+
+
+def device_decode(
+    server: Server, selectors_for: Callable[[SelectorServer], Mapping[str, Selector]] = every_selector
+) -> DeviceDecode:
     device = server.device
     heads = server.share.query_heads
     query_heads = heads.stop - heads.start
-    buffers = StepBuffers(LAYOUT, REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, server.caches[0].kv_heads, LONGEST, device)
+    kv_heads = server.caches[0].kv_heads
+    buffers = StepBuffers(LAYOUT, REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, query_heads, kv_heads, LONGEST, device)
     attend_buffers = AttendBuffers.empty(REQUEST_SLOTS, query_heads, server.caches[0])
     own = SelectorServer(
         server.caches,
@@ -145,7 +153,7 @@ def device_decode(server: Server) -> DeviceDecode:
         buffers.largest,
         server.share.ranks,
     )
-    selectors = selectors_of(KINDS, own)
+    selectors = selectors_for(own)
     return DeviceDecode(server.caches, SCALE, server.table, buffers, attend_buffers, selectors, server.statistics)
 
 
@@ -178,9 +186,11 @@ def by_torch(server: Server, step: int) -> list[Tensor]:
     return outputs
 
 
-def on_device(server: Server, decode: DeviceDecode, step: int, padding: int) -> list[Tensor]:
+def on_device(
+    server: Server, decode: DeviceDecode, step: int, padding: int, variants: Mapping[str, Variant] = VARIANTS
+) -> list[Tensor]:
     needed = decode.needed(server.states, server.lengths)
-    variant = VARIANTS[variant_for(needed, VARIANTS)]
+    variant = variants[variant_for(needed, variants)]
     rows = len(server.states)
     request_slots = torch.nn.functional.pad(server.request_slots, (0, padding))
     lengths = torch.nn.functional.pad(torch.tensor(server.lengths, device=server.device), (0, padding), value=1)

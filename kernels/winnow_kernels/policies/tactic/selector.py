@@ -7,9 +7,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, ReportedShares
+from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.gpu_selector import Entry, Selector, rows_within
+from winnow_kernels.decode.gpu_selector import Entry, Selector, count_shares, rows_within
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.ranks import Ranks
 from winnow_kernels.decode.request import Request
@@ -25,6 +25,8 @@ KIND = "tactic"
 class TacticSelector(Selector):
     """Clusters of keys, as many as hold each query head's share of the attention mass."""
 
+    reports_shares = True
+
     def __init__(
         self, clusters: ClusterIndex, scale: float, query_heads: int, requests: int, step: Step, ranks: Ranks
     ) -> None:
@@ -38,7 +40,7 @@ class TacticSelector(Selector):
         self._entries = torch.zeros(requests, spans, dtype=torch.int32, device=device)
         self._clustered = torch.zeros(requests, dtype=torch.int32, device=device)
         self._batch = TacticBatch.empty(step.rows, spans, device)
-        self._statistics = TacticStatistics.empty(step.rows, query_heads, device)
+        self._capped = torch.zeros(step.rows, dtype=torch.int32, device=device)
         one = TacticWorkspace.empty(1, query_heads, kv_heads, spans, clusters.span, device)
         self._rows = rows_within(one.bytes, step.rows)
         self._workspace = TacticWorkspace.empty(self._rows, query_heads, kv_heads, spans, clusters.span, device)
@@ -69,19 +71,15 @@ class TacticSelector(Selector):
         self._ordered = ordered
         torch.index_select(self._entries, 0, step.request_slots, out=self._batch.entries[: step.rows])
         torch.index_select(self._clustered, 0, step.request_slots, out=self._batch.clustered[: step.rows])
-        self._statistics.capped[: step.rows].zero_()
-        # Of who attends to everything in a layer nothing is believed, and a share of 1 is reported.
-        reported = self.shares(step)
-        reported.beliefs.fill_(NO_MASS)
-        reported.shares.zero_()
+        self._capped[: step.rows].zero_()
         # A layer that attends to everything is to the kernels one of another kind.
         full_layers = step.parameters.own(KIND, "full_layers")
         is_full = self._layers < full_layers
-        torch.mul(step.parameters.shares, ~is_full, out=self._shares_of(step))
+        acts = step.parameters.acting(KIND)
+        torch.mul(step.parameters.shares, acts & ~is_full, out=self._shares_of(step))
         step.counts.masked_fill_(is_full[:, :, None], WHOLE_TO_THE_END)
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
-        reported = self.shares(step)
         for rows, part in step.parts(self._rows):
             selection.select(
                 queries[rows],
@@ -98,32 +96,21 @@ class TacticSelector(Selector):
                 ),
                 part.selection(layer),
                 self._workspace,
-                TacticStatistics(
-                    ReportedShares(reported.beliefs[rows], reported.shares[rows]),
-                    self._statistics.capped[: step.rows][rows],
-                ),
+                TacticStatistics(part.reported, self._capped[: step.rows][rows]),
                 self._scale,
                 in_order=self._ordered,
                 capped=self._ordered,
             )
 
     def finish(self, step: Step, statistics: Statistics) -> None:
-        acts = (step.parameters.shares > 0).double()
-        table, slots = statistics.rows, step.request_slots
-        share = self.shares(step).shares.mean(1) * acts
-        table[:, Field.ESTIMATED_SHARE].index_add_(0, slots, share)
-        table[:, Field.ESTIMATES].index_add_(0, slots, acts * step.counts.shape[0])
-        capped = self._statistics.capped[: step.rows]
+        acts = step.parameters.acting(KIND)
+        count_shares(step, acts, statistics)
+        capped = self._capped[: step.rows]
         if self._ordered:
             # A step is capped if a head of any rank is.
             self._ranks.maximize(capped)
-        capped = (capped > 0).double() * acts
-        table[:, Field.CAPPED_STEPS].index_add_(0, slots, capped)
-
-    def shares(self, step: Step) -> ReportedShares:
-        """Return what attention is to tell the step's rows."""
-        reported = self._statistics.reported
-        return ReportedShares(reported.beliefs[: step.rows], reported.shares[: step.rows])
+        capped_steps = ((capped > 0) & acts).double()
+        statistics.rows[:, Field.CAPPED_STEPS].index_add_(0, step.request_slots, capped_steps)
 
     def _shares_of(self, step: Step) -> Tensor:
         layers = len(self._layers)

@@ -1,0 +1,139 @@
+"""Building the codes of keys (``indexes.key_codes``): one launch for all layers.
+
+A program rounds the keys of one page and head in one layer. What must be done is reading the keys, half of the cache,
+and multiplying each with the rotation: 2 × head dim² operations, on matrix units.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from winnow_kernels.indexes.gpu_builds import Entries
+from winnow_kernels.indexes.gpu_key_pools import KeyPools, Pools, layer_keys
+from winnow_kernels.kernel_arguments import Constant, Number, Pointer
+
+_SMALLEST: Final = tl.constexpr(torch.finfo(torch.float32).tiny)
+_MAX_FACTOR: Final = tl.constexpr(torch.finfo(torch.float16).max)
+_BLOCK: Final = tl.constexpr(16)
+
+
+class Codes(NamedTuple):
+    """The tensors of ``KeyCodes``, of all layers or of one, and how they are packed."""
+
+    codes: Pointer
+    factors: Pointer
+    means: Pointer
+    mean_factors: Pointer
+    layer_blocks: Number
+    bits: Constant
+    head_dim: Constant
+    kv_heads: Constant
+
+
+class Coding(NamedTuple):
+    """The tensors of ``KeyCodes`` in all layers, what keys are rotated by, and what numbers are rounded to.
+
+    A mean's and a residual's step is what it says, times their length.
+    """
+
+    codes: Pointer
+    factors: Pointer
+    means: Pointer
+    mean_factors: Pointer
+    layer_blocks: Number
+    rotation: Pointer
+    mean_step: Number
+    residual_step: Number
+    bits: Constant
+    page_size: Constant
+    dim_block: Constant
+
+
+def entries_of(pools: KeyPools, codes: Codes, rotation: Tensor, steps: tuple[float, float], page_size: int) -> Entries:
+    """Return the codes of all layers' pages, as Triton builds them.
+
+    Args:
+        pools: every layer's keys.
+        codes: of all layers.
+        rotation: [head dim, head dim]; rows of ±1 in the keys' dtype, or of the length √head dim in float32.
+        steps: what a mean and a residual are rounded to, for vectors of length 1.
+        page_size: tokens in a page.
+    """
+    sizes = (codes.bits, tl.constexpr(page_size), tl.constexpr(max(16, triton.next_power_of_2(pools.head_dim))))
+    return Entries(pools, Coding(*codes[:5], rotation, *steps, *sizes), _write_codes, pools.kv_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(
+    vectors: tl.tensor, step: tl.tensor, bits: tl.constexpr, is_channel: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the codes of vectors, [n, channels], and their factors, [n] (``key_codes.rounded``)."""
+    square = tl.sum(vectors * vectors, 1)
+    steps = tl.maximum(tl.sqrt_rn(square) * step, _SMALLEST)
+    half: tl.constexpr = 2 ** (bits - 1)
+    codes = tl.minimum(tl.maximum(tl.floor(tl.div_rn(vectors, steps[:, None])), -half), half - 1)
+    product = tl.sum(tl.where(is_channel, vectors * (codes * 2 + 1), 0.0), 1)
+    return codes.to(tl.int32) + half, tl.div_rn(square, tl.maximum(product, _SMALLEST))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_packed(
+    pointer: tl.tensor, codes: tl.tensor, bits: tl.constexpr, of_byte: tl.constexpr, is_stored: tl.tensor
+) -> None:
+    """Store codes, [n, channels], of 1, 2 or 4 bits, at pointers [n, channels ÷ of_byte]."""
+    grouped = tl.reshape(codes, [codes.shape[0], codes.shape[1] // of_byte, of_byte])
+    shifts = tl.arange(0, of_byte) * bits
+    tl.store(pointer, tl.sum(grouped << shifts[None, None, :], 2).to(tl.uint8), mask=is_stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
+    layer, head = tl.program_id(1), tl.program_id(2)
+    page_size: tl.constexpr = codes.page_size
+    dim_block: tl.constexpr = codes.dim_block
+    dim = tl.arange(0, dim_block)
+    head_dim: tl.constexpr = pools.head_dim
+    is_dim = dim < head_dim
+    turn = tl.load(
+        codes.rotation + dim[None, :] * head_dim + dim[:, None], mask=is_dim[:, None] & is_dim[None, :], other=0.0
+    )
+    keys_ptr = layer_keys(pools.addresses, pools.first, layer) + head * pools.head_stride
+    blocks: tl.constexpr = page_size // _BLOCK
+    slot = page.to(tl.int64) * page_size + tl.arange(0, page_size)
+    vectors = tl.load(keys_ptr + slot[:, None] * pools.slot_stride + dim[None, :], mask=is_dim[None, :], other=0.0)
+    turned = tl.dot(vectors.to(turn.dtype), turn, input_precision="ieee")
+    by_block = tl.reshape(turned, [blocks, _BLOCK, dim_block])
+    first_block = layer.to(tl.int64) * codes.layer_blocks + page.to(tl.int64) * blocks
+    block = (first_block + tl.arange(0, blocks)) * pools.kv_heads + head
+    means = tl.sum(by_block, 1) * (1.0 / _BLOCK)
+    mean_codes, mean_factors = _rounded(means, codes.mean_step, 4, is_dim[None, :])
+    tl.store(codes.mean_factors + block, mean_factors)
+    half_dim = tl.arange(0, dim_block // 2)
+    of_mean: tl.constexpr = head_dim // 2
+    _store_packed(
+        codes.means + block[:, None] * of_mean + half_dim[None, :], mean_codes, 4, 2, (half_dim < of_mean)[None, :]
+    )
+    rounded_means = (mean_codes * 2 - 15).to(tl.float32) * mean_factors[:, None]
+    rounded_means = tl.where(is_dim[None, :], rounded_means, 0.0)
+    residuals = tl.reshape(by_block - rounded_means[:, None, :], [page_size, dim_block])
+    bits: tl.constexpr = codes.bits
+    key_codes, factors = _rounded(residuals, codes.residual_step, bits, is_dim[None, :])
+    in_page = tl.arange(0, page_size)
+    token = ((first_block + in_page // _BLOCK) * pools.kv_heads + head) * _BLOCK + in_page % _BLOCK
+    tl.store(codes.factors + token, tl.minimum(factors, _MAX_FACTOR).to(tl.float16))
+    own_ptr = codes.codes + token[:, None] * (head_dim * bits // 8)
+    if bits == 4:
+        _store_packed(own_ptr + half_dim[None, :], key_codes, 4, 2, (half_dim < head_dim // 2)[None, :])
+    else:
+        quarter = tl.arange(0, dim_block // 4)
+        is_quarter = (quarter < head_dim // 4)[None, :]
+        _store_packed(own_ptr + quarter[None, :], key_codes >> (bits - 2), 2, 4, is_quarter)
+        if bits == 3:
+            eighth = tl.arange(0, dim_block // 8)
+            low_ptr = own_ptr + head_dim // 4 + eighth[None, :]
+            _store_packed(low_ptr, key_codes & 1, 1, 8, (eighth < head_dim // 8)[None, :])

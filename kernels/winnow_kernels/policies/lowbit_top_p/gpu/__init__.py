@@ -1,0 +1,1 @@
+"""The kernels of ``lowbit_top_p``."""

@@ -1,0 +1,229 @@
+"""Launching the selection of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import triton
+from torch import Tensor
+
+from winnow_kernels.batch import DecodeBatch, DeviceSelection
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.decode.coded_tokens import WINDOW
+from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
+from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
+from winnow_kernels.policies.lowbit_top_p.gpu.counts import count_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.cuts import cut_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.keys import key_cut_kernel, key_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.order import cap_kernel, order_count_kernel, order_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.slots import list_kernel, slot_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.state import SAMPLED, UNIT, Anchors, Policies, Scratch, Shape
+from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
+from winnow_kernels.selection.gpu_partition import programs_on
+
+_LOG2_E: Final = 1.4426950408889634
+# Programs that share a pair's sample.
+_SAMPLING: Final = 4
+# Programs on each multiprocessor that list tokens.
+_LISTING: Final = 24
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How scoring runs, which changes its speed.
+
+    Attributes:
+        tile: tokens that a program scores at a time.
+        warps: of a program.
+        stages: tiles that are under way at a time.
+        programs: on each multiprocessor.
+        registers: of a thread, at most; None for as many as the compiler takes.
+        in_words: whether bytes are taken four at a time, which the interpreter cannot.
+    """
+
+    tile: int = 256
+    warps: int = 1
+    stages: int = 5
+    programs: int = 8
+    registers: int | None = None
+    in_words: bool = True
+
+    @classmethod
+    def of(cls, head_dim: int, bits: int, group: int, *, in_words: bool) -> Launch:
+        """Return what fits the registers of a single warp, which waits for no other."""
+        padded = triton.next_power_of_2(group)
+        of_token = triton.next_power_of_2(head_dim) * bits * max(8, padded) // 8
+        tile = 256 if of_token <= 256 else 128 if of_token <= 512 else 64
+        return cls(tile=min(tile, 1024 // padded), in_words=in_words)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What is selected in, in one layer and step.
+
+    Attributes:
+        number: of the layer.
+        queries: [rows, query heads, head dim]; rows and heads may be strided.
+        cache: of the layer.
+        index: codes of all layers' keys; those of complete pages stand.
+        batch: the rows.
+        policies: what they ask for.
+        scale: what scores are multiplied by before the softmax.
+    """
+
+    number: int
+    queries: Tensor
+    cache: LayerCache
+    index: KeyCodes
+    batch: DecodeBatch
+    policies: Policies
+    scale: float
+
+
+def select(
+    layer: Layer,
+    scratch: Scratch,
+    anchors: Anchors,
+    selection: DeviceSelection,
+    beliefs: Tensor,
+    capped: Tensor,
+    *,
+    in_order: bool,
+    by_key: bool,
+    launch: Launch | None = None,
+    only: tuple[str, ...] = (),
+) -> None:
+    """Write slots, counts and beliefs of the rows that act.
+
+    Args:
+        layer: what is selected in.
+        scratch: of as many rows, at least.
+        anchors: of the layer.
+        selection: what is written to.
+        beliefs: float32 [rows, query heads, 2]; ``ReportedShares.beliefs``.
+        capped: int32 [rows]; gets a 1 where a selection is cut short.
+        in_order: whether the order of a selection may matter.
+        by_key: whether rows have fixed budgets (``lowbit_top_k``), or shares.
+        launch: how scoring runs.
+        only: the kernels to launch, for benchmarks; all if there are none.
+    """
+    query_heads = layer.queries.shape[1]
+    launch = launch or Launch.of(
+        layer.cache.head_dim, layer.index.bits, query_heads // layer.cache.kv_heads, in_words=layer.queries.is_cuda
+    )
+    steps = launches(layer, scratch, anchors, selection, beliefs, capped, in_order, by_key, launch)
+    for name, run in steps.items():
+        if not only or name in only:
+            run()
+
+
+def launches(
+    layer: Layer,
+    scratch: Scratch,
+    anchors: Anchors,
+    selection: DeviceSelection,
+    beliefs: Tensor,
+    capped: Tensor,
+    in_order: bool,
+    by_key: bool,
+    launch: Launch,
+) -> dict[str, Any]:
+    """Return what ``select`` launches, in order, by name."""
+    batch, cache, index, queries, policies = layer.batch, layer.cache, layer.index, layer.queries, layer.policies
+    kv_heads = cache.kv_heads
+    shape = Shape.of(kv_heads, queries.shape[1] // kv_heads)
+    rows, codes, selected = Rows.of(batch), index.arguments(layer.number), Selected.of(selection)
+    pairs = batch.rows * kv_heads
+    by_pair = {"window": WINDOW, "pair_block": triton.next_power_of_2(pairs)}
+    device = queries.device
+    of_batch = (rows, policies, shape, scratch)
+    by_unit = (programs_on(device, 4),)
+    # Single warps wait for nobody.
+    of_pair = min(triton.cdiv(batch.longest, UNIT), triton.cdiv(programs_on(device, _LISTING), pairs))
+    by_list = (of_pair, batch.rows, kv_heads)
+
+    def score(*, again: bool) -> None:
+        score_kernel[(programs_on(device, launch.programs),)](
+            rows,
+            policies,
+            codes,
+            shape,
+            scratch,
+            pairs,
+            **by_pair,
+            tile=launch.tile,
+            stages=launch.stages,
+            in_words=launch.in_words,
+            again=again,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+
+    def total(*, again: bool) -> None:
+        samples = 1 if by_key else min(_SAMPLING, triton.cdiv(batch.longest, SAMPLED))
+        grid = (samples, batch.rows, kv_heads)
+        total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
+
+    def count(*, again: bool) -> None:
+        if by_key:
+            key_kernel[by_list](*of_batch, anchors, window=WINDOW, again=again, num_warps=1)
+        else:
+            count_kernel[by_list](*of_batch, window=WINDOW, again=again, num_warps=1)
+
+    def cut(*, again: bool) -> None:
+        grid = (batch.rows, kv_heads)
+        if by_key:
+            key_cut_kernel[grid](*of_batch, anchors, window=WINDOW, again=again, num_warps=4)
+        else:
+            # The sums of all marks of all heads, in float64.
+            warps = 8 if shape.padded_group.value > 8 else 4
+            cut_kernel[grid](*of_batch, window=WINDOW, again=again, num_warps=warps)
+
+    steps = {
+        "prepare": lambda: prepare_kernel[(batch.rows, kv_heads, 2)](
+            Vectors.of(queries),
+            Vectors.of(cache.keys),
+            index.turn,
+            rows,
+            policies,
+            codes,
+            shape,
+            scratch,
+            anchors,
+            layer.scale * _LOG2_E,
+            window=WINDOW,
+            dim_block=max(16, triton.next_power_of_2(cache.head_dim)),
+            num_warps=4,
+        ),
+        "score": lambda: score(again=False),
+        "total": lambda: total(again=False),
+        "score again": lambda: score(again=True),
+        "total again": lambda: total(again=True),
+        "count": lambda: count(again=False),
+        "cut": lambda: cut(again=False),
+        "count again": lambda: count(again=True),
+        "cut again": lambda: cut(again=True),
+        "list": lambda: list_kernel[by_list](*of_batch, window=WINDOW, by_key=by_key, num_warps=1),
+        "slots": lambda: slot_kernel[by_list](
+            *of_batch,
+            selected,
+            Counts.of(batch),
+            beliefs,
+            cache.vector_bytes,
+            bytes_of_key(cache.head_dim, index.bits),
+            window=WINDOW,
+            by_key=by_key,
+            in_order=in_order,
+            num_warps=1,
+        ),
+    }
+    if in_order:
+        steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4)
+        steps["order"] = lambda: order_kernel[by_unit](*of_batch, selected, pairs, **by_pair, num_warps=4)
+        steps["cap"] = lambda: cap_kernel[(batch.rows, kv_heads)](
+            *of_batch, selected, beliefs, capped, window=WINDOW, num_warps=4
+        )
+    return steps

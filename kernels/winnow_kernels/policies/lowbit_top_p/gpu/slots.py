@@ -1,0 +1,254 @@
+"""Writing down what is attended to: the kept tokens, then the others in the context's order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count
+from winnow_kernels.decode.coded_tokens import WHOLE_SHARE
+from winnow_kernels.kernel_arguments import Counts, Rows, Selected
+from winnow_kernels.policies.lowbit_top_p.gpu.keys import key_of
+from winnow_kernels.policies.lowbit_top_p.gpu.order import order_of
+from winnow_kernels.policies.lowbit_top_p.gpu.state import (
+    UNIT,
+    Policies,
+    Scratch,
+    Shape,
+    bounds_of,
+    is_in_order,
+    logarithm_of,
+    weight_of_kept,
+    weights_of,
+)
+
+_UNIT = tl.constexpr(UNIT)
+_UNITS = tl.constexpr(256)
+_LISTED = tl.constexpr(64)
+_KEPT = tl.constexpr(128)
+_WHOLE = tl.constexpr(WHOLE_TO_THE_END)
+_WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
+_NOTHING = tl.constexpr(NO_MASS)
+_READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def list_kernel(
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
+    window: tl.constexpr,
+    by_key: tl.constexpr,
+) -> None:
+    """Leave in each unit's list what is taken; with ``by_key``, by keys, and what ties with the lowest.
+
+    Grid: programs that share a pair's units × rows × KV heads.
+    """
+    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    pair = row * shape.kv_heads + kv_head
+    head = tl.arange(0, shape.padded_group)
+    _, scored, _ = bounds_of(rows, policies, row, window)
+    cuts = tl.load(scratch.cuts + pair * shape.padded_group + head)
+    key_cut = tl.load(scratch.key_cuts + pair)
+    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), tl.num_programs(0)):
+        counts_ptr = scratch.counts + pair * scratch.units + unit
+        of_unit = pair * scratch.tokens + unit * _UNIT
+        list_ptr = scratch.local + of_unit
+        candidates = tl.load(counts_ptr)
+        count, ties = candidates * 0, candidates * 0
+        for begin in range(0, candidates, _LISTED):
+            each = begin + tl.arange(0, _LISTED)
+            is_listed = each < candidates
+            place = tl.load(list_ptr + each, mask=is_listed, other=0).to(tl.int32)
+            entry = place
+            if by_key:
+                keys = tl.load(scratch.keys + of_unit + each, mask=is_listed, other=-1).to(tl.int32)
+                is_tie = is_listed & (keys == key_cut)
+                is_taken = is_listed & (keys >= key_cut)
+                ties += tl.sum(is_tie.to(tl.int32), 0)
+                entry = tl.where(is_tie, -1 - place, place)
+            else:
+                marks_ptr = scratch.marks + (of_unit + place)[:, None] * shape.padded_group
+                marks = tl.load(marks_ptr + head[None, :], mask=is_listed[:, None], other=0).to(tl.int32)
+                is_taken = is_listed & (tl.max((marks >= cuts[None, :]).to(tl.int32), 1) > 0)
+            one = is_taken.to(tl.int32)
+            # Nothing is written where other threads have yet to read.
+            tl.debug_barrier()
+            tl.store(list_ptr + count + tl.cumsum(one, 0) - 1, entry.to(tl.int16), mask=is_taken)
+            count += tl.sum(one, 0)
+        tl.store(counts_ptr, count)
+        if by_key:
+            tl.store(scratch.ties + pair * scratch.units + unit, ties)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def slot_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
+    selected: Selected,
+    read: Counts,
+    beliefs_ptr: tl.tensor,
+    key_bytes: tl.tensor,
+    code_bytes: tl.tensor,
+    window: tl.constexpr,
+    by_key: tl.constexpr,
+    in_order: tl.constexpr,
+) -> None:
+    """Write what is listed as slots, and as positions where it is to be put in order.
+
+    Whoever is the last of a pair writes what is kept, the count, and what is believed of the masses. Grid: programs
+    that share a pair's units × rows × KV heads.
+    """
+    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    pair = row * shape.kv_heads + kv_head
+    head = tl.arange(0, shape.padded_group)
+    of_heads = pair * shape.padded_group + head
+    length, scored, sinks = bounds_of(rows, policies, row, window)
+    kept = length - scored + sinks
+    spare = 0
+    if by_key:
+        spare = tl.load(scratch.key_ties + pair)
+    table_ptr = rows.page_table + row * rows.table_stride
+    marks_ptr = scratch.marks + pair * scratch.tokens * shape.padded_group + head[None, :]
+    floors = tl.load(scratch.floors + of_heads)
+    units = tl.cdiv(scored, _UNIT)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        of_unit = pair * scratch.units + unit
+        listed, ties = tl.load(scratch.counts + of_unit), 0
+        before = listed_before(scratch.counts, pair, unit, scratch)
+        if by_key:
+            ties = listed_before(scratch.ties, pair, unit, scratch)
+            before = before - ties + tl.minimum(ties, spare)
+        list_ptr = scratch.local + pair * scratch.tokens + unit * _UNIT
+        taken = tl.zeros([shape.padded_group], tl.float32)
+        for begin in range(0, listed, _LISTED):
+            each = begin + tl.arange(0, _LISTED)
+            is_taken = each < listed
+            entry = tl.load(list_ptr + each, mask=is_taken, other=0).to(tl.int32)
+            place = each
+            if by_key:
+                is_tie = is_taken & (entry < 0)
+                entry = tl.where(is_tie, -1 - entry, entry)
+                is_taken &= ties + tl.cumsum(is_tie.to(tl.int32), 0) <= tl.where(is_tie, spare, 0x7FFFFFFF)
+                place = tl.cumsum(is_taken.to(tl.int32), 0) - 1
+                ties += tl.sum(is_tie.to(tl.int32), 0)
+            position = unit * _UNIT + entry
+            page = tl.load(table_ptr + position // rows.page_size, mask=is_taken, other=0)
+            is_written = is_taken & (kept + before + place < selected.width)
+            slot = page * rows.page_size + position % rows.page_size
+            tl.store(selected.slots + pair * selected.width + kept + before + place, slot, mask=is_written)
+            marks = tl.load(marks_ptr + position[:, None] * shape.padded_group, mask=is_taken[:, None], other=0)
+            marks = marks.to(tl.int32)
+            taken += tl.sum(tl.where(marks > floors[None, :], weights_of(marks), 0.0), 0)
+            if in_order:
+                is_listed = is_taken & is_in_order(policies, row)
+                at = pair * scratch.tokens + before + place
+                tl.store(scratch.listed + at, position, mask=is_listed)
+                totals = tl.load(scratch.totals + of_heads)
+                orders = order_of(key_of(marks, floors, totals, shape))
+                tl.store(scratch.orders + at, orders.to(tl.uint8), mask=is_listed)
+            if by_key:
+                before += tl.sum(is_taken.to(tl.int32), 0)
+        tl.store(scratch.taken + of_unit * shape.padded_group + head, taken)
+    # What all threads have written must be there before anyone sees that this program is done.
+    tl.debug_barrier()
+    if tl.program_id(0) < units:
+        done = tl.atomic_add(scratch.written + pair, 1, sem="acq_rel")
+        if done == tl.minimum(units, tl.num_programs(0)) - 1:
+            tl.store(scratch.written + pair, 0)
+            tl.debug_barrier()
+            _finish(
+                row,
+                kv_head,
+                spare,
+                rows,
+                policies,
+                shape,
+                scratch,
+                selected,
+                read,
+                beliefs_ptr,
+                key_bytes,
+                code_bytes,
+                window,
+                by_key,
+                in_order,
+            )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(
+    row: tl.tensor,
+    kv_head: tl.tensor,
+    spare: tl.tensor,
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
+    selected: Selected,
+    read: Counts,
+    beliefs_ptr: tl.tensor,
+    key_bytes: tl.tensor,
+    code_bytes: tl.tensor,
+    window: tl.constexpr,
+    by_key: tl.constexpr,
+    in_order: tl.constexpr,
+) -> None:
+    pair = row * shape.kv_heads + kv_head
+    head = tl.arange(0, shape.padded_group)
+    of_heads = pair * shape.padded_group + head
+    length, scored, sinks = bounds_of(rows, policies, row, window)
+    kept = length - scored + sinks
+    units = tl.cdiv(scored, _UNIT)
+    table_ptr = rows.page_table + row * rows.table_stride
+    bases = tl.load(scratch.bases + of_heads)
+    others = listed_before(scratch.counts, pair, units, scratch)
+    if by_key:
+        all_ties = listed_before(scratch.ties, pair, units, scratch)
+        others += tl.minimum(all_ties, spare) - all_ties
+    newest = length - scored
+    for kept_begin in range(0, kept, _KEPT):
+        own = kept_begin + tl.arange(0, _KEPT)
+        at = tl.where(own < newest, length - 1 - own, own - newest)
+        is_kept = (own < kept) & (own < selected.width)
+        kept_page = tl.load(table_ptr + at // rows.page_size, mask=is_kept, other=0)
+        kept_slot = kept_page * rows.page_size + at % rows.page_size
+        tl.store(selected.slots + pair * selected.width + own, kept_slot, mask=is_kept)
+    tokens = kept + others
+    # A cap that would be read whole by itself is none.
+    cap = tl.load(policies.most + row)
+    limit = tl.maximum(cap, kept)
+    limit = tl.where((cap == 0) | (limit > length * _WHOLE_SHARE), tokens, tl.minimum(tokens, limit))
+    is_whole = (limit > length * _WHOLE_SHARE) | (limit > selected.width)
+    if in_order:
+        tl.store(scratch.others + pair, tl.where(is_whole, 0, others))
+    tl.store(selected.counts + pair, tl.where(is_whole, _WHOLE, tokens))
+    read_bytes = kept.to(tl.int64) * key_bytes + (scored * code_bytes).to(tl.int64)
+    tl.atomic_add(read.pointer + row * read.row_stride + _READ_BYTES, read_bytes, sem="relaxed")
+    all_taken = weight_of_kept(tl.load(scratch.kept + of_heads), bases)
+    for begin in range(0, units, _UNITS):
+        each = begin + tl.arange(0, _UNITS)
+        taken_ptr = scratch.taken + (pair * scratch.units + each)[:, None] * shape.padded_group
+        is_unit = (each < units)[:, None]
+        of_units = tl.load(taken_ptr + head[None, :], mask=is_unit, other=0.0, cache_modifier=".cg")
+        all_taken += tl.sum(of_units, 0)
+    rest = tl.maximum(tl.load(scratch.totals + of_heads) - all_taken, 0.0)
+    tl.store(scratch.rests + of_heads, rest)
+    believed = beliefs_ptr + ((row * shape.kv_heads + kv_head) * shape.group + head) * 2
+    is_head = head < shape.group
+    tl.store(believed, tl.where(is_whole, _NOTHING, logarithm_of(all_taken, bases)), mask=is_head)
+    of_rest = tl.where(rest > 0, logarithm_of(rest, bases), _NOTHING)
+    tl.store(believed + 1, tl.where(is_whole, _NOTHING, of_rest), mask=is_head)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def listed_before(counts_ptr: tl.tensor, pair: tl.tensor, units: tl.tensor, scratch: Scratch) -> tl.tensor:
+    """Return how many tokens a pair's first ``units`` have, by the counts of all units: int32."""
+    total = units * 0
+    for begin in range(0, units, _UNITS):
+        unit = begin + tl.arange(0, _UNITS)
+        total += tl.sum(tl.load(counts_ptr + pair * scratch.units + unit, mask=unit < units, other=0), 0)
+    return total

@@ -1,0 +1,311 @@
+"""What the kernels of a selection hand on to each other.
+
+A pair is a row and a KV head, number row × KV heads + KV head. Scores are whole steps, eighths of a doubling.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from winnow_kernels.decode.coded_tokens import WHOLE_SHARE
+from winnow_kernels.decode.predicted_attention import FLOOR, LOWEST_KEY, ORDER_KEYS, STEPS
+from winnow_kernels.indexes.key_codes import BLOCK
+from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows
+
+SPAN: Final = 1024
+"""Tokens whose masses one program adds up."""
+SAMPLED: Final = 4096
+"""Tokens of whose first ones the marks are counted to see where to begin with all."""
+UNIT: Final = 512
+"""Tokens that one program lists, and whose slots it writes."""
+MARKS: Final = 256
+"""What a token's step is written down as: so much above its head's base, from 0. The last is no token's."""
+KEYS: Final = triton.next_power_of_2(1 - LOWEST_KEY)
+"""Keys, from 0, and some more."""
+ORDERS: Final = triton.next_power_of_2(1 - LOWEST_KEY // ORDER_KEYS)
+"""Steps of an order, and some more."""
+CHUNK: Final = 128
+"""Listed tokens that one program puts in order."""
+UNIT_MARK: Final = -FLOOR * STEPS
+"""The mark in whose weight masses are added up."""
+
+_UNKNOWN: Final = -(2**30)
+_STEPS = tl.constexpr(STEPS)
+_UNIT_MARK = tl.constexpr(UNIT_MARK)
+_BLOCK = tl.constexpr(BLOCK)
+_WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
+
+
+class Policies(NamedTuple):
+    """What the rows ask for.
+
+    acts: int32 [rows], not 0 in rows of this kind; shares: float64 [rows], of ``lowbit_top_p``; sinks, least, most:
+    int32 [rows], least and most tokens, 0 for no bound; budgets: int32 [rows], of ``lowbit_top_k``; by_score: int32
+    [rows], not 0 where the order of a selection matters.
+    """
+
+    acts: Pointer
+    shares: Pointer
+    sinks: Pointer
+    least: Pointer
+    most: Pointer
+    budgets: Pointer
+    by_score: Pointer
+
+
+class Shape(NamedTuple):
+    """A layer's heads as codes are scored: several tokens share a row of the matrix units where a group is small."""
+
+    kv_heads: Constant
+    group: Constant
+    padded_group: Constant
+    columns: Constant
+
+    @classmethod
+    def of(cls, kv_heads: int, group: int) -> Shape:
+        """Return it for ``group`` query heads of each of ``kv_heads``."""
+        padded = triton.next_power_of_2(group)
+        return cls(*(tl.constexpr(size) for size in (kv_heads, group, padded, max(8, padded))))
+
+
+class Anchors(NamedTuple):
+    """Where a request's last step found what this one seeks. They make a selection fast, and never change it.
+
+    slots: int64 [rows], the rows' request slots; tops: int32 [slots, query heads], the highest step; keys: int32
+    [slots, KV heads], the lowest key that was taken.
+    """
+
+    slots: Pointer
+    tops: Pointer
+    keys: Pointer
+
+    @classmethod
+    def empty(cls, slots: int, query_heads: int, kv_heads: int, rows: Tensor) -> Anchors:
+        """Return those of ``slots`` requests of which nothing is known yet; ``rows`` become ``slots``."""
+
+        def unknown(heads: int) -> Tensor:
+            return torch.full((slots, heads), _UNKNOWN, dtype=torch.int32, device=rows.device)
+
+        return cls(rows, unknown(query_heads), unknown(kv_heads))
+
+
+class Scratch(NamedTuple):
+    """What one layer's selection writes down; the same memory in all layers.
+
+    Of query heads, [pairs, padded group]: levels, int8 [..., head dim], of the rounded queries; sums, int32, of these;
+    worths, float32, of a level, in steps; kept, float32, logarithm of the kept tokens' mass, in steps; tops, int32, the
+    highest step; bases, int32, the step with the mark 0, a multiple of 8; floors, int32, the mark up to which nothing
+    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, not 0 where bases
+    were wrong, then where starts were; cuts, int32, the lowest mark that is taken; totals, float32, of all
+    mass; rests, float32, of what is not selected.
+
+    Of tokens: marks, uint8 [pairs, tokens, padded group], steps above the base; local, int16 [pairs, tokens], which
+    tokens of a unit may be taken, then which are, in order, as −1 − token where a budget may end before it; keys,
+    int16, same shape, of those that a budget may take.
+
+    Of spans: masses, float32 [pairs, spans, columns], of all scored tokens. Of units, [pairs, units]: counts and ties,
+    int32, how many are listed and how many of these are ties; taken, float32 [..., padded group], their mass.
+
+    Of pairs: key_cuts, int32, the lowest key that is taken; key_ties, int32, how many tokens with that key are;
+    key_open, int32, not 0 where too few were counted.
+
+    All 0 between kernels: samples and histograms, int32 [pairs, padded group, MARKS], of marks; key_histograms, int32
+    [pairs, KEYS]; sampled and written, int32 [pairs], programs that are done.
+
+    To put a selection in order: others, int32 [pairs], how many tokens are listed; listed, int32 [pairs, tokens], their
+    positions; orders, uint8, same shape, their steps; order_counts and order_before, int32 [pairs, chunks, ORDERS], how
+    many of a chunk are in each step, and how many precede these; lost, float32 [pairs, chunks, padded group], the mass
+    that a cap cuts off.
+
+    any_open: int32 [2], whether there are open heads or pairs, to mark and to count.
+    """
+
+    levels: Pointer
+    sums: Pointer
+    worths: Pointer
+    kept: Pointer
+    tops: Pointer
+    bases: Pointer
+    floors: Pointer
+    starts: Pointer
+    open: Pointer
+    cuts: Pointer
+    totals: Pointer
+    rests: Pointer
+    marks: Pointer
+    keys: Pointer
+    local: Pointer
+    masses: Pointer
+    counts: Pointer
+    ties: Pointer
+    taken: Pointer
+    key_cuts: Pointer
+    key_ties: Pointer
+    key_open: Pointer
+    samples: Pointer
+    histograms: Pointer
+    key_histograms: Pointer
+    sampled: Pointer
+    written: Pointer
+    others: Pointer
+    listed: Pointer
+    orders: Pointer
+    order_counts: Pointer
+    order_before: Pointer
+    lost: Pointer
+    any_open: Pointer
+    tokens: Number
+    spans: Number
+    units: Number
+    chunks: Number
+
+    @classmethod
+    def empty(
+        cls,
+        rows: int,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        tokens: int,
+        device: torch.device,
+        *,
+        with_keys: bool,
+    ) -> Scratch:
+        """Return that of layers of ``rows`` rows with up to ``tokens`` tokens each.
+
+        Args:
+            rows: of a batch.
+            kv_heads: of a layer.
+            group: query heads of each.
+            head_dim: of a key.
+            tokens: of a context.
+            device: where.
+            with_keys: whether there are fixed budgets.
+        """
+        shape = Shape.of(kv_heads, group)
+        pairs, padded = rows * kv_heads, shape.padded_group.value
+        spans = -(-tokens // SPAN)
+        tokens = spans * SPAN
+        units = tokens // UNIT
+        chunks = tokens // CHUNK
+        key_tokens, keys = (tokens, KEYS) if with_keys else (1, 1)
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(pairs, *sizes, dtype=dtype, device=device)
+
+        return cls(
+            levels=zeros(padded, head_dim, dtype=torch.int8),
+            sums=zeros(padded),
+            worths=zeros(padded, dtype=torch.float32),
+            kept=zeros(padded, dtype=torch.float32),
+            tops=zeros(padded),
+            bases=zeros(padded),
+            floors=zeros(padded),
+            starts=zeros(padded),
+            open=zeros(padded),
+            cuts=zeros(padded),
+            totals=zeros(padded, dtype=torch.float32),
+            rests=zeros(padded, dtype=torch.float32),
+            marks=zeros(tokens, padded, dtype=torch.uint8),
+            keys=zeros(key_tokens, dtype=torch.int16),
+            local=zeros(tokens, dtype=torch.int16),
+            masses=zeros(spans, shape.columns.value, dtype=torch.float32),
+            counts=zeros(units),
+            ties=zeros(units),
+            taken=zeros(units, padded, dtype=torch.float32),
+            key_cuts=zeros(),
+            key_ties=zeros(),
+            key_open=zeros(),
+            samples=zeros(padded, MARKS),
+            histograms=zeros(padded, MARKS),
+            key_histograms=zeros(keys),
+            sampled=zeros(),
+            written=zeros(),
+            others=zeros(),
+            listed=zeros(tokens),
+            orders=zeros(tokens, dtype=torch.uint8),
+            order_counts=zeros(chunks, ORDERS),
+            order_before=zeros(chunks, ORDERS),
+            lost=zeros(chunks, padded, dtype=torch.float32),
+            any_open=torch.zeros(2, dtype=torch.int32, device=device),
+            tokens=tokens,
+            spans=spans,
+            units=units,
+            chunks=chunks,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(tensor.nbytes for tensor in self if isinstance(tensor, Tensor))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bounds_of(
+    rows: Rows, policies: Policies, row: tl.tensor, window: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return a row's length, how many of its first tokens are scored, and how many of these are sinks.
+
+    Nothing is scored in rows of other kinds, and where what is kept is so much that everything is attended to.
+    """
+    length = tl.load(rows.lengths + row)
+    scored = tl.maximum(length - window, 0) // rows.page_size * rows.page_size
+    sinks = tl.minimum(tl.cdiv(tl.load(policies.sinks + row), _BLOCK) * _BLOCK, scored)
+    is_whole = (length - scored + sinks).to(tl.float32) > length.to(tl.float32) * _WHOLE_SHARE
+    is_idle = tl.load(policies.acts + row) == 0
+    return length, tl.where(is_whole | is_idle, 0, scored), sinks
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def parts_of(
+    rows: Rows,
+    policies: Policies,
+    all_pairs: tl.tensor,
+    pairs: tl.tensor,
+    shape: Shape,
+    window: tl.constexpr,
+    size: tl.constexpr,
+) -> tl.tensor:
+    """Return how many parts of ``size`` tokens each pair has: int32 [pairs]."""
+    row = tl.where(all_pairs < pairs, all_pairs // shape.kv_heads, 0)
+    _, scored, _ = bounds_of(rows, policies, row, window)
+    return tl.where(all_pairs < pairs, tl.cdiv(scored, size), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def floor_of(unit: tl.tensor) -> tl.tensor:
+    """Return the base that is right where the heavier of what is kept and the heaviest token has the step ``unit``."""
+    # Masses in units that differ by a power of two are the same to the last bit.
+    return (unit - _UNIT_MARK - 1) & -_STEPS
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weights_of(marks: tl.tensor) -> tl.tensor:
+    """Return what tokens with these marks weigh, in units of what is ``UNIT_MARK`` steps above the base: float32."""
+    return tl.exp2((marks - _UNIT_MARK).to(tl.float32) * (1.0 / _STEPS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weight_of_kept(kept: tl.tensor, bases: tl.tensor) -> tl.tensor:
+    """Return what the kept tokens weigh, in the same units: float32."""
+    whole = tl.floor(kept)
+    # Apart, what is behind the point is the same to the last bit whatever the base.
+    scale = tl.exp2((whole - (bases + _UNIT_MARK).to(tl.float32)) * (1.0 / _STEPS))
+    return tl.exp2((kept - whole) * (1.0 / _STEPS)) * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def logarithm_of(mass: tl.tensor, bases: tl.tensor) -> tl.tensor:
+    """Return the logarithm, base 2, of a mass in these units."""
+    return (bases + _UNIT_MARK).to(tl.float32) * (1.0 / _STEPS) + tl.log2(tl.maximum(mass, 1e-30))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def is_in_order(policies: Policies, row: tl.tensor) -> tl.tensor:
+    """Return whether the order of a row's selections matters."""
+    return (tl.load(policies.by_score + row) != 0) | (tl.load(policies.most + row) > 0)

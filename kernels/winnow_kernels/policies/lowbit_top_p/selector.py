@@ -1,0 +1,148 @@
+"""The low-bit policies in the decode steps of a server on a GPU."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.gpu_selector import (
+    Entry,
+    Selector,
+    Server,
+    complete_pages,
+    count_extended,
+    count_shares,
+    rows_within,
+    stage_of_pages,
+)
+from winnow_kernels.decode.gpu_step import Step
+from winnow_kernels.decode.request import Request
+from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.indexes.key_codes import KeyCodes
+from winnow_kernels.policies.lowbit_top_p.gpu.selection import Layer, select
+from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
+
+KIND = "lowbit_top_p"
+
+
+class CodedSelector(Selector):
+    """Tokens by the codes of their keys.
+
+    Attributes:
+        kind: of policy.
+        by_key: whether requests have budgets, or shares of the mass.
+        nothing: int32 [rows], zeros, for what a kind does not ask for.
+    """
+
+    reports_shares = True
+    kind: ClassVar[str]
+    by_key: ClassVar[bool]
+
+    def __init__(self, server: Server) -> None:
+        self._codes = server.indexes[KeyCodes]
+        self._scale = server.scale
+        step, cache = server.step, server.caches[0]
+        kv_heads = cache.kv_heads
+        self._kv_heads, self._group = kv_heads, server.query_heads // kv_heads
+        shape = (kv_heads, self._group, cache.head_dim, step.batch.longest)
+        device = step.slots.device
+        nowhere = torch.device("meta")
+        self._rows = rows_within(Scratch.empty(1, *shape, nowhere, with_keys=self.by_key).bytes, step.rows)
+        self._scratch = Scratch.empty(self._rows, *shape, device, with_keys=self.by_key)
+        self._acts = torch.zeros(step.rows, dtype=torch.int32, device=device)
+        self._anchors = [
+            Anchors.empty(server.requests, server.query_heads, kv_heads, step.request_slots) for _ in server.caches
+        ]
+        self.nothing = torch.zeros(step.rows, dtype=torch.int32, device=device)
+        self._ordered = True
+
+    @abstractmethod
+    def asked(self, part: Step, acts: Tensor) -> Policies:
+        """Return what a part's rows ask for; ``acts`` is not 0 in those of this kind."""
+
+    def capped(self, step: Step) -> Tensor:
+        """Return where it is noted that a cap has cut a selection: int32 [rows]."""
+        return self.nothing[: step.rows]
+
+    def stage(self, request: Request, length: int) -> int:
+        return stage_of_pages(request, length)
+
+    def enter(self, request: Request, slot: int, context: Context) -> Entry:
+        del request, slot
+        return complete_pages(self._codes, context)
+
+    def begin(self, step: Step, *, ordered: bool) -> None:
+        self._ordered = ordered
+        acts = self._acts[: step.rows]
+        acts.copy_(step.parameters.acting(self.kind))
+        self._codes.extend(step.batch, acts)
+
+    def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
+        anchors = self._anchors[layer]
+        acts, capped = self._acts[: step.rows], self.capped(step)
+        for rows, part in step.parts(self._rows):
+            policies = self.asked(part, acts[rows])
+            select(
+                Layer(layer, queries[rows], cache, self._codes, part.batch, policies, self._scale),
+                self._scratch,
+                anchors._replace(slots=part.request_slots),
+                part.selection(layer),
+                part.reported.beliefs,
+                capped[rows],
+                in_order=self._ordered,
+                by_key=self.by_key,
+            )
+
+    def finish(self, step: Step, statistics: Statistics) -> None:
+        acts = self._acts[: step.rows]
+        count_extended(step, acts, statistics)
+        count_shares(step, acts > 0, statistics)
+
+    def missed(self, rows: int) -> tuple[bool, float]:
+        """Return how far off anchors were where ``select`` last ran, in a batch of ``rows`` rows that all act.
+
+        Returns:
+            Whether tokens had to be marked again; and for what share of the query heads, or of the KV heads where there
+            are budgets, they had to be counted again.
+        """
+        scratch, group = self._scratch, self._group
+        pairs = rows * self._kv_heads
+        is_open = scratch.key_open[:pairs] if self.by_key else scratch.open[:pairs, :group]
+        return bool(scratch.any_open[0]), float((is_open != 0).double().mean())
+
+
+class LowBitTopPSelector(CodedSelector):
+    """As many tokens as hold each query head's share of the attention mass."""
+
+    kind = KIND
+    by_key = False
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self._ranks = server.ranks
+        self._capped = torch.zeros_like(self.nothing)
+
+    def asked(self, part: Step, acts: Tensor) -> Policies:
+        own = part.parameters
+        least, most = own.own(KIND, "least"), own.own(KIND, "most")
+        return Policies(acts, own.shares, own.sinks, least, most, self.nothing[: part.rows], own.by_score)
+
+    def capped(self, step: Step) -> Tensor:
+        return self._capped[: step.rows]
+
+    def begin(self, step: Step, *, ordered: bool) -> None:
+        super().begin(step, ordered=ordered)
+        self.capped(step).zero_()
+
+    def finish(self, step: Step, statistics: Statistics) -> None:
+        super().finish(step, statistics)
+        capped = self.capped(step)
+        if self._ordered:
+            # A step is capped if a head of any rank is.
+            self._ranks.maximize(capped)
+        capped_steps = ((capped > 0) & step.parameters.acting(KIND)).double()
+        statistics.rows[:, Field.CAPPED_STEPS].index_add_(0, step.request_slots, capped_steps)

@@ -1,0 +1,54 @@
+"""Which rows stand on the frontier of fidelity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.fidelity.frontier import better, described, rows_of
+from tests.evaluation.fidelity.test_record import record, row
+from winnow_kernels.policies.attention_policy import parse_policy
+
+FLOOR = row(policy="dense", parameters={"prompts_at_once": 1}, kl=0.002, kv_read_ratio=1.0)
+OWN = row(policy="lowbit_top_p", parameters={"p": 0.9}, kl=0.01, kv_read_ratio=0.2)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_better"),
+    [
+        ({"kl": 0.007, "kv_read_ratio": 0.1}, True),
+        # Within the floor; more is read; as much is read.
+        ({"kl": 0.009, "kv_read_ratio": 0.1}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.3}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.2}, False),
+        # Elsewhere, after another prefill, of the same policy, or of none that can be had.
+        ({"kl": 0.001, "kv_read_ratio": 0.1, "context": 4096}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.1, "model": "n"}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.1, "phase": "prefill"}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.1, "parameters": {"prefill": {"policy": "quoka"}}}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.1, "policy": "lowbit_top_p", "parameters": {"p": 0.5}}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.1, "policy": "oracle_top_p"}, False),
+    ],
+)
+def test_what_is_better(other: dict[str, Any], is_better: bool) -> None:
+    found = list(better(record("gpu", FLOOR, OWN, row(**other)), OWN))
+    assert [one["kl"] for one in found] == ([other["kl"]] if is_better else [])
+
+
+def test_without_a_floor_there_is_no_frontier() -> None:
+    with pytest.raises(ValueError, match="m, 2,048 tokens: dense attention was not measured once more"):
+        list(better(record("gpu", OWN), OWN))
+
+
+def test_the_rows_of_a_policy_are_those_of_its_presets_too_with_the_default_bits() -> None:
+    policy = parse_policy({"decode": {"policy": "lowbit_top_p", "p": 0.9}})
+    parameters = {"sinks": 16, "p": 0.9, "min_tokens": 0, "bits": 2}
+    rows = [row(policy="lowbit_top_p", parameters=parameters | {"bits": bits}) for bits in (2, 3)]
+    rows += [row(policy="lowbit_top_p", parameters=parameters | {"p": 0.5})]
+    rows += [row(policy="lowbit_top_p", parameters=parameters, preset="balanced", context=4096)]
+    assert [(one["context"], one["parameters"]["bits"]) for one in rows_of(record("gpu", *rows), policy)] == [
+        (2048, 2),
+        (4096, 2),
+    ]
+    assert described(OWN) == "m, 2,048 tokens: lowbit_top_p {'p': 0.9}: KL 0.0100, 20.0 % read"

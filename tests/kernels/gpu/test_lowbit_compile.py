@@ -1,0 +1,59 @@
+"""The kernels of the low-bit policies compile for Hopper at real shapes and keep to registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.gpu.compiling import SHARED_LIMIT, Compiled, compile_launches
+from tests.kernels.gpu.lowbit_launch import launch
+
+# What may be put aside once a pair, when its totals are settled.
+SETTLED_BYTES = 256
+
+
+def compiled(head_dim: int, group: int, bits: int, page_size: int, by_key: bool) -> list[Compiled]:
+    kernels = compile_launches(launch, head_dim, group, bits, page_size, by_key)
+    assert any(kernel.kernel.endswith(":score_kernel") for kernel in kernels)
+    for kernel in kernels:
+        assert kernel.shared_bytes <= SHARED_LIMIT, kernel
+        if kernel.kernel.endswith(":score_kernel"):
+            # Codes are multiplied as bytes, on their way while others are.
+            assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in kernel.ptx
+            assert "cp.async" in kernel.ptx
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "by_key"),
+    [
+        (128, 4, False),
+        (128, 8, True),
+        (64, 1, False),
+        pytest.param(128, 4, True, marks=pytest.mark.full),
+        pytest.param(128, 8, False, marks=pytest.mark.full),
+        pytest.param(64, 4, False, marks=pytest.mark.full),
+        pytest.param(64, 8, False, marks=pytest.mark.full),
+        pytest.param(128, 16, False, marks=pytest.mark.full),
+    ],
+)
+def test_hopper_keeps_to_registers(head_dim: int, group: int, by_key: bool) -> None:
+    for kernel in compiled(head_dim, group, 2, 16, by_key):
+        assert kernel.local_bytes <= (SETTLED_BYTES if kernel.kernel.endswith(":score_kernel") else 0), kernel
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("head_dim", "group", "bits", "page_size", "by_key"),
+    [
+        (128, 1, 2, 16, False),
+        (128, 4, 3, 32, False),
+        (128, 4, 4, 16, True),
+        (256, 4, 2, 16, False),
+        (256, 8, 4, 64, False),
+        (80, 3, 3, 16, True),
+        (96, 5, 2, 64, False),
+    ],
+)
+def test_other_shapes_fit(head_dim: int, group: int, bits: int, page_size: int, by_key: bool) -> None:
+    for kernel in compiled(head_dim, group, bits, page_size, by_key):
+        assert kernel.local_bytes <= SETTLED_BYTES, kernel
