@@ -20,7 +20,7 @@ from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows
 SPAN: Final = 1024
 """Tokens whose masses one program adds up."""
 SAMPLED: Final = 4096
-"""Tokens of whose first ones the marks are counted to see where to begin with all."""
+"""Tokens from which one program takes a sample at a time."""
 UNIT: Final = 512
 """Tokens that one program lists, and whose slots it writes."""
 MARKS: Final = 256

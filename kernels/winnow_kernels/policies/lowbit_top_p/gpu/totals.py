@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.decode.predicted_attention import STEPS
+from winnow_kernels.indexes.key_codes import BLOCK
 from winnow_kernels.kernel_arguments import Rows
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     MARKS,
@@ -29,10 +30,12 @@ _SPANS = tl.constexpr(64)
 _STEPS = tl.constexpr(float(STEPS))
 _UNIT_MARK = tl.constexpr(UNIT_MARK)
 _SAMPLED = tl.constexpr(SAMPLED)
-_SAMPLE = tl.constexpr(256)
+# Neighbours are alike, so a sample is of many blocks.
+_APART = tl.constexpr(256)
+_BLOCK = tl.constexpr(BLOCK)
 _WHOLE_ABOVE = tl.constexpr(WHOLE_ABOVE)
 # Steps that a sample may be wrong by.
-_SPARE = tl.constexpr(6)
+_SPARE = tl.constexpr(8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -66,7 +69,8 @@ def total_kernel(
         if by_key:
             _settle(row, kv_head, is_due, rows, policies, shape, scratch, anchors, window, by_key, again)
         else:
-            token = tl.arange(0, _SAMPLE)
+            sample = tl.arange(0, _SAMPLED // _APART * _BLOCK)
+            token = sample // _BLOCK * _APART + sample % _BLOCK
             samples_ptr = scratch.samples + of_heads * _MARKS
             for begin in range(tl.program_id(0) * _SAMPLED, scored, tl.num_programs(0) * _SAMPLED):
                 marks_ptr = scratch.marks + (pair * scratch.tokens + begin + token)[:, None] * shape.padded_group
@@ -119,7 +123,7 @@ def _settle(
     tl.store(scratch.floors + of_heads, tl.ceil(steps).to(tl.int32) - 1)
     if not by_key:
         least = tl.minimum(tl.load(policies.least + row) - (length - scored + sinks), scored - sinks)
-        sampled = scored // _SAMPLED * _SAMPLE + tl.minimum(scored % _SAMPLED, _SAMPLE) - tl.minimum(sinks, _SAMPLE)
+        sampled = _sampled(scored) - _sampled(sinks)
         of_all = (scored - sinks).to(tl.float32) / tl.maximum(sampled, 1).to(tl.float32)
         share = tl.load(policies.shares + row)
         start = _start(of_heads, (1.0 - share).to(tl.float32) * total, least, of_all, scratch)
@@ -139,6 +143,12 @@ def _settle(
         tl.store(scratch.bases + of_heads, floor_of(unit), mask=is_open)
         if tl.max(is_open.to(tl.int32), 0) > 0:
             tl.store(scratch.any_open, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sampled(tokens: tl.tensor) -> tl.tensor:
+    """Return how many of the first ``tokens`` are in the sample."""
+    return tokens // _APART * _BLOCK + tl.minimum(tokens % _APART, _BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
