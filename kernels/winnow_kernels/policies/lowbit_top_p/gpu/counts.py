@@ -37,19 +37,46 @@ def count_kernel(
             return
     _, scored, sinks = bounds_of(rows, policies, row, window)
     starts = tl.load(scratch.starts + of_heads, mask=head < shape.group, other=_MARKS)
+    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), tl.num_programs(0)):
+        count_unit(scratch, pair, unit, sinks, scored, starts, is_counted, shape)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def count_unit(
+    scratch: Scratch,
+    pair: tl.tensor,
+    unit: tl.tensor,
+    sinks: tl.tensor,
+    scored: tl.tensor,
+    starts: tl.tensor,
+    is_counted: tl.tensor,
+    shape: Shape,
+) -> None:
+    """List a unit's tokens and count their marks.
+
+    Args:
+        scratch: with the marks; gets the list and the counts.
+        pair: of the unit.
+        unit: its number.
+        sinks: first tokens, which are not listed.
+        scored: tokens, behind which there are none.
+        starts: int32 [padded group]; the mark from which on a head's tokens are listed.
+        is_counted: bool [padded group]; the heads whose marks are counted.
+        shape: of the layer.
+    """
+    head = tl.arange(0, shape.padded_group)
     # What has the mark 0 is listed at most.
     least = tl.where(is_counted, tl.maximum(starts, 1), _MARKS)
-    histogram_ptr = scratch.histograms + of_heads * _MARKS
-    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), tl.num_programs(0)):
-        listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
-        tl.store(scratch.counts + pair * scratch.units + unit, listed)
-        # Other threads' entries are read from here on.
-        tl.debug_barrier()
-        of_unit = pair * scratch.tokens + unit * _UNIT
-        for begin in range(0, listed, _LISTED):
-            each = begin + tl.arange(0, _LISTED)
-            place = tl.load(scratch.local + of_unit + each, mask=each < listed, other=0).to(tl.int64)
-            marks_ptr = scratch.marks + (of_unit + place)[:, None] * shape.padded_group
-            marks = tl.load(marks_ptr + head[None, :], mask=(each < listed)[:, None], other=0).to(tl.int32)
-            is_high = marks >= least[None, :]
-            tl.atomic_add(histogram_ptr[None, :] + marks, 1, mask=is_high, sem="relaxed")
+    listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
+    tl.store(scratch.counts + pair * scratch.units + unit, listed)
+    # Other threads' entries are read from here on.
+    tl.debug_barrier()
+    histogram_ptr = scratch.histograms + (pair * shape.padded_group + head) * _MARKS
+    of_unit = pair * scratch.tokens + unit * _UNIT
+    for begin in range(0, listed, _LISTED):
+        each = begin + tl.arange(0, _LISTED)
+        place = tl.load(scratch.local + of_unit + each, mask=each < listed, other=0).to(tl.int64)
+        marks_ptr = scratch.marks + (of_unit + place)[:, None] * shape.padded_group
+        marks = tl.load(marks_ptr + head[None, :], mask=(each < listed)[:, None], other=0).to(tl.int32)
+        is_high = marks >= least[None, :]
+        tl.atomic_add(histogram_ptr[None, :] + marks, 1, mask=is_high, sem="relaxed")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import triton
 from torch import Tensor
@@ -94,7 +95,6 @@ def select(
     in_order: bool,
     by_key: bool,
     launch: Launch | None = None,
-    only: tuple[str, ...] = (),
 ) -> None:
     """Write slots, counts and beliefs of the rows that act.
 
@@ -108,16 +108,13 @@ def select(
         in_order: whether the order of a selection may matter.
         by_key: whether rows have fixed budgets (``lowbit_top_k``), or shares.
         launch: how scoring runs.
-        only: the kernels to launch, for benchmarks; all if there are none.
     """
     query_heads = layer.queries.shape[1]
     launch = launch or Launch.of(
         layer.cache.head_dim, layer.index.bits, query_heads // layer.cache.kv_heads, in_words=layer.queries.is_cuda
     )
-    steps = launches(layer, scratch, anchors, selection, beliefs, capped, in_order, by_key, launch)
-    for name, run in steps.items():
-        if not only or name in only:
-            run()
+    for run in launches(layer, scratch, anchors, selection, beliefs, capped, in_order, by_key, launch).values():
+        run()
 
 
 def launches(
@@ -130,7 +127,7 @@ def launches(
     in_order: bool,
     by_key: bool,
     launch: Launch,
-) -> dict[str, Any]:
+) -> dict[str, Callable[[], object]]:
     """Return what ``select`` launches, in order, by name."""
     batch, cache, index, queries, policies = layer.batch, layer.cache, layer.index, layer.queries, layer.policies
     kv_heads = cache.kv_heads

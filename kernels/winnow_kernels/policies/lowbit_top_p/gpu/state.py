@@ -21,6 +21,8 @@ SPAN: Final = 1024
 """Tokens whose masses one program adds up."""
 SAMPLED: Final = 4096
 """Tokens from which one program takes a sample at a time."""
+SPARE: Final = 8
+"""Steps that a sample may be wrong by."""
 UNIT: Final = 512
 """Tokens that one program lists, and whose slots it writes."""
 MARKS: Final = 256

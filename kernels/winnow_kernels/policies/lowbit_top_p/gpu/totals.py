@@ -12,6 +12,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     MARKS,
     SAMPLED,
     SPAN,
+    SPARE,
     UNIT_MARK,
     Anchors,
     Policies,
@@ -34,8 +35,7 @@ _SAMPLED = tl.constexpr(SAMPLED)
 _APART = tl.constexpr(256)
 _BLOCK = tl.constexpr(BLOCK)
 _WHOLE_ABOVE = tl.constexpr(WHOLE_ABOVE)
-# Steps that a sample may be wrong by.
-_SPARE = tl.constexpr(8)
+_SPARE = tl.constexpr(SPARE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -141,6 +141,11 @@ def _settle(
         is_open = is_due & ((unit - _UNIT_MARK <= bases) | (tops - bases >= _MARKS - 1))
         tl.store(scratch.open + of_heads, is_open.to(tl.int32))
         tl.store(scratch.bases + of_heads, floor_of(unit), mask=is_open)
+        if not by_key:
+            # Their sample is taken again.
+            samples_ptr = scratch.samples + of_heads[:, None] * _MARKS + tl.arange(0, _MARKS)[None, :]
+            nothing = tl.zeros([shape.padded_group, _MARKS], tl.int32)
+            tl.store(samples_ptr, nothing, mask=is_open[:, None])
         if tl.max(is_open.to(tl.int32), 0) > 0:
             tl.store(scratch.any_open, 1)
 
@@ -160,12 +165,11 @@ def _start(of_heads: tl.tensor, spare: tl.tensor, least: tl.tensor, of_all: tl.t
         spare: float32 [padded group]; mass that may be left out.
         least: tokens to take at least.
         of_all: tokens for each of the sample.
-        scratch: with the sample, which is forgotten.
+        scratch: with the sample.
     """
     marks = tl.arange(0, _MARKS)
     samples_ptr = scratch.samples + of_heads[:, None] * _MARKS + marks[None, :]
     counts = tl.load(samples_ptr, cache_modifier=".cg")
-    tl.store(samples_ptr, counts * 0)
     tokens = counts.to(tl.float32) * of_all
     # From below: there are many tokens that make the mass which is left out, and few that make what is taken.
     masses = tl.cumsum(tokens * weights_of(marks)[None, :], 1)
