@@ -245,7 +245,7 @@ class Requests:
         self._indexes[KeyCodes].entries.build(self._pages)
 
     def missed(self, layers: Sequence[int]) -> tuple[float, float]:
-        """Return how far off anchors are in consecutive steps.
+        """Return how often selections begin at the wrong place in consecutive steps.
 
         Returns:
             The share of layers and steps in which tokens are marked again; and that of the heads for which they are

@@ -20,10 +20,10 @@ default. ``tactic`` runs with the ``p`` with which its KV heads read the given s
 for, and so is that of ``lowbit_top_p``; ``lowbit_top_k`` has the share for its budget. All contexts have the keys of
 ``benchmarks.kernels.tactic_keys``, and are half a span shorter than their name says (``measured_length``).
 
-What low-bit codes are searched for begins where the last step found it. So their queries drift from step to step, and
-rows tell how often that place was wrong: ``marked_again_percent`` of layers and steps, ``counted_again_percent`` of
-heads. They have further stages: ``build``, what it takes to write a layer's codes, of all contexts; and one for each
-kernel of a layer, ``kernel NAME``, from the profiler.
+What low-bit codes are searched for begins where the last step, or a sample, tells to begin. So their queries drift from
+step to step, and rows tell how often that place was wrong: ``marked_again_percent`` of layers and steps,
+``counted_again_percent`` of heads. They have further stages: ``build``, what it takes to write a layer's codes, of all
+contexts; and one for each kernel of a layer, ``kernel NAME``, from the profiler.
 
     python -m benchmarks.kernels.layer on-captured captured.pt --cases 131072x8 --shares 0.9
 
@@ -431,7 +431,7 @@ def stages_of(
     if contestant.union is not None:
         found = serve_union(requests, contestant, termination)
     if requests.selects_by_codes:
-        found |= anchors_of(requests, everywhere)
+        found |= misses_of(requests, everywhere)
     step = timer(lambda _layer, _step: requests.once_a_step(), everywhere, 0)
     share = step.microseconds / shape.layers
     yield Stage("step", step, more=found)
@@ -472,8 +472,8 @@ def kernels_of(requests: Requests, timer: Timer, more: Mapping[str, Any]) -> Ite
         yield Stage(f"{KERNEL}{name}", timing, None, more)
 
 
-def anchors_of(requests: Requests, layers: Sequence[int]) -> dict[str, float]:
-    """Return what KV heads read, and how often what the last step found was no help, all in percent."""
+def misses_of(requests: Requests, layers: Sequence[int]) -> dict[str, float]:
+    """Return what KV heads read, and how often a selection began at the wrong place, all in percent."""
     counts = requests.counts(layers)
     marked, counted = requests.missed(layers)
     return {

@@ -133,6 +133,12 @@ def count_shares(step: Step, acts: Tensor, statistics: Statistics) -> None:
     table[:, Field.ESTIMATES].index_add_(0, slots, acts.to(of_rows.dtype) * step.counts.shape[0])
 
 
+def count_capped(step: Step, capped: Tensor, acts: Tensor, statistics: Statistics) -> None:
+    """Count the step in rows where ``acts`` is true and a cap has cut: where ``capped``, int32 [rows], is not 0."""
+    steps = ((capped > 0) & acts).double()
+    statistics.rows[:, Field.CAPPED_STEPS].index_add_(0, step.request_slots, steps)
+
+
 def complete_pages(index: PageIndex, context: Context) -> Entry:
     """Build the entries of a request's complete pages."""
     generations = index.generations

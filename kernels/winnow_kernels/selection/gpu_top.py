@@ -22,6 +22,7 @@ from torch import Tensor
 from winnow_kernels.batch import WHOLE, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.kernel_arguments import Counts, Number, Pointer, Rows, Selected
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
+from winnow_kernels.selection.gpu_slots import slots_at
 from winnow_kernels.selection.gpu_threshold import LOWEST, ordered
 
 BINS: Final = 2048
@@ -281,14 +282,8 @@ def _sort_kernel(
                 (other_key[None, :] == key[:, None]) & (other_place[None, :] < place[:, None])
             )
             preceding += tl.sum((precedes & (other_number < wanted)[None, :]).to(tl.int32), axis=1)
-        page = tl.load(
-            rows.page_table + row * rows.table_stride + place // rows.page_size, mask=number < wanted, other=0
-        )
-        tl.store(
-            selected.slots + own_offset + preceding,
-            page * rows.page_size + place % rows.page_size,
-            mask=number < wanted,
-        )
+        slot = slots_at(rows.page_table + row * rows.table_stride, place, number < wanted, rows.page_size)
+        tl.store(selected.slots + own_offset + preceding, slot, mask=number < wanted)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -390,8 +385,8 @@ def _write(
     if is_sorted:
         tl.store(buffers.unsorted + target, place, mask=is_selected)
     else:
-        page = tl.load(own_table_ptr + place // rows.page_size, mask=is_selected, other=0)
-        tl.store(selected.slots + target, page * rows.page_size + place % rows.page_size, mask=is_selected)
+        slot = slots_at(own_table_ptr, place, is_selected, rows.page_size)
+        tl.store(selected.slots + target, slot, mask=is_selected)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

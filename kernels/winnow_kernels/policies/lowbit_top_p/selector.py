@@ -14,6 +14,7 @@ from winnow_kernels.decode.gpu_selector import (
     Selector,
     Server,
     complete_pages,
+    count_capped,
     count_extended,
     count_shares,
     rows_within,
@@ -21,7 +22,7 @@ from winnow_kernels.decode.gpu_selector import (
 )
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.request import Request
-from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.policies.lowbit_top_p.gpu.selection import Layer, select
 from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
@@ -103,7 +104,7 @@ class CodedSelector(Selector):
         count_shares(step, acts > 0, statistics)
 
     def missed(self, rows: int) -> tuple[bool, float]:
-        """Return how far off anchors were where ``select`` last ran, in a batch of ``rows`` rows that all act.
+        """Return where ``select``, when it last ran, began to look in vain; in a batch of ``rows`` rows that all act.
 
         Returns:
             Whether tokens had to be marked again; and for what share of the query heads, or of the KV heads where there
@@ -144,5 +145,4 @@ class LowBitTopPSelector(CodedSelector):
         if self._ordered:
             # A step is capped if a head of any rank is.
             self._ranks.maximize(capped)
-        capped_steps = ((capped > 0) & step.parameters.acting(KIND)).double()
-        statistics.rows[:, Field.CAPPED_STEPS].index_add_(0, step.request_slots, capped_steps)
+        count_capped(step, capped, step.parameters.acting(KIND), statistics)

@@ -18,6 +18,7 @@ from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.batch import WHOLE, DecodeBatch, DeviceSelection
 from winnow_kernels.kernel_arguments import Rows, Selected
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
+from winnow_kernels.selection.gpu_slots import slots_at
 
 _BLOCK: Final = 1024
 _TILE = tl.constexpr(TILE)
@@ -118,8 +119,5 @@ def _select_kernel(
         stored = tl.load(parameters.positions + tl.load(parameters.offsets + own) + before, mask=of_prompt, other=0)
         newest_first = length - 1 - (index - before)
         position = tl.where(of_prompt, stored, newest_first)
-        page = tl.load(
-            rows.page_table + row * rows.table_stride + position // rows.page_size, mask=is_selected, other=0
-        )
-        target_ptr = selected.slots + pair.to(tl.int64) * selected.width + index
-        tl.store(target_ptr, page * rows.page_size + position % rows.page_size, mask=is_selected)
+        slot = slots_at(rows.page_table + row * rows.table_stride, position, is_selected, rows.page_size)
+        tl.store(selected.slots + pair.to(tl.int64) * selected.width + index, slot, mask=is_selected)

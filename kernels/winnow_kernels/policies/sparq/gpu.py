@@ -17,6 +17,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Heads, Rows, Vectors
 from winnow_kernels.policies.sparq.reference import largest_channels
 from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
+from winnow_kernels.selection.gpu_slots import slots_at
 from winnow_kernels.selection.gpu_top import BINS, TopBuffers, TopRows, bin_of, select_top, token_counts
 
 _BINS = tl.constexpr(BINS)
@@ -97,8 +98,7 @@ def _score_kernel(
         scored = (tl.load(rows.lengths + row) - 1) // rows.page_size * rows.page_size
         place = (each - first) * block + tl.arange(0, block)
         is_scored = (place >= tl.load(parameters.sinks + row)) & (place < scored)
-        page = tl.load(rows.page_table + row * rows.table_stride + place // rows.page_size, mask=is_scored, other=0)
-        slot = (page * rows.page_size + place % rows.page_size).to(tl.int64)
+        slot = slots_at(rows.page_table + row * rows.table_stride, place, is_scored, rows.page_size).to(tl.int64)
         key = tl.load(
             keys.pointer + head * keys.head_stride + (slot * keys.row_stride)[:, None] + channel[None, :],
             mask=is_scored[:, None] & is_channel[None, :],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from winnow_kernels.batch import WHOLE, DecodeBatch, DeviceSelection
 from winnow_kernels.kernel_arguments import Rows, Selected
+from winnow_kernels.selection.gpu_slots import slots_at
 
 _BLOCK: Final = 1024
 _WHOLE = tl.constexpr(WHOLE)
@@ -62,7 +63,6 @@ def _select_kernel(
     index = begin + tl.arange(0, block)
     position = tl.where(index < sinks, index, length - 1 - (index - sinks))
     is_selected = index < count
-    page = tl.load(rows.page_table + row * rows.table_stride + position // rows.page_size, mask=is_selected)
-    slot = page * rows.page_size + position % rows.page_size
+    slot = slots_at(rows.page_table + row * rows.table_stride, position, is_selected, rows.page_size)
     for head in range(kv_heads):
         tl.store(selected.slots + (row * kv_heads + head) * selected.width + index, slot, mask=is_selected)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.gpu_selector import Entry, Selector, count_shares, rows_within
+from winnow_kernels.decode.gpu_selector import Entry, Selector, count_capped, count_shares, rows_within
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.ranks import Ranks
 from winnow_kernels.decode.request import Request
-from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.clusters import ClusterIndex, clustered_until
 from winnow_kernels.policies.tactic.gpu import selection
 from winnow_kernels.policies.tactic.gpu.state import TacticBatch, TacticStatistics, TacticWorkspace
@@ -109,8 +109,7 @@ class TacticSelector(Selector):
         if self._ordered:
             # A step is capped if a head of any rank is.
             self._ranks.maximize(capped)
-        capped_steps = ((capped > 0) & acts).double()
-        statistics.rows[:, Field.CAPPED_STEPS].index_add_(0, step.request_slots, capped_steps)
+        count_capped(step, capped, acts, statistics)
 
     def _shares_of(self, step: Step) -> Tensor:
         layers = len(self._layers)

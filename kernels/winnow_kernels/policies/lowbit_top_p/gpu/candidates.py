@@ -51,6 +51,14 @@ def list_candidates(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def marks_at(scratch: Scratch, tokens: tl.tensor, is_token: tl.tensor, shape: Shape) -> tl.tensor:
+    """Return the marks of ``tokens``, numbered through all pairs: int32 [tokens, padded group]; 0 for none."""
+    head = tl.arange(0, shape.padded_group)
+    marks_ptr = scratch.marks + tokens.to(tl.int64)[:, None] * shape.padded_group + head[None, :]
+    return tl.load(marks_ptr, mask=is_token[:, None], other=0).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _reach(marks_ptr: tl.tensor, starts: tl.tensor, shape: Shape) -> tl.tensor:
     """Return of which tokens of a unit a mark reaches its head's start: bool [tokens]. Four are compared at a time."""
     padded: tl.constexpr = shape.padded_group

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.kernel_arguments import Rows
-from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.state import MARKS, UNIT, Policies, Scratch, Shape, bounds_of
 
 _MARKS = tl.constexpr(MARKS)
@@ -75,8 +75,7 @@ def count_unit(
     of_unit = pair * scratch.tokens + unit * _UNIT
     for begin in range(0, listed, _LISTED):
         each = begin + tl.arange(0, _LISTED)
-        place = tl.load(scratch.local + of_unit + each, mask=each < listed, other=0).to(tl.int64)
-        marks_ptr = scratch.marks + (of_unit + place)[:, None] * shape.padded_group
-        marks = tl.load(marks_ptr + head[None, :], mask=(each < listed)[:, None], other=0).to(tl.int32)
+        place = tl.load(scratch.local + of_unit + each, mask=each < listed, other=0)
+        marks = marks_at(scratch, of_unit + place, each < listed, shape)
         is_high = marks >= least[None, :]
         tl.atomic_add(histogram_ptr[None, :] + marks, 1, mask=is_high, sem="relaxed")

@@ -114,28 +114,28 @@ def _cut(
         cuts, is_few = cuts * 0, is_due
     tl.store(scratch.cuts + of_heads, tl.where(head < shape.group, cuts, _MARKS), mask=is_due | (head >= shape.group))
     if not again:
-        # Of what is not counted, which part must be taken.
-        part = (missing - of_counted) / tl.maximum(total - of_kept - of_counted, 1e-30)
-        lower = _lower_start(of_heads, part, scratch)
-        lower = tl.where(counted < least, 0, lower)
-        if share > _WHOLE_ABOVE:
-            lower = lower * 0
-        tl.store(scratch.starts + of_heads, lower, mask=is_few)
+        samples_ptr = scratch.samples + of_heads[:, None] * _MARKS + marks[None, :]
+        samples = tl.load(samples_ptr)
+        tl.store(samples_ptr, samples * 0)
+        if tl.max(is_few.to(tl.int32), 0) > 0:
+            # Of what is not counted, which part must be taken.
+            part = (missing - of_counted) / tl.maximum(total - of_kept - of_counted, 1e-30)
+            lower = _lower_start(samples, part, tl.load(scratch.starts + of_heads))
+            lower = tl.where(counted < least, 0, lower)
+            if share > _WHOLE_ABOVE:
+                lower = lower * 0
+            tl.store(scratch.starts + of_heads, lower, mask=is_few)
     return is_few
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lower_start(of_heads: tl.tensor, part: tl.tensor, scratch: Scratch) -> tl.tensor:
-    """Return the mark from which on there is a ``part`` of the mass below the start, by the sample, and forget that.
+def _lower_start(samples: tl.tensor, part: tl.tensor, starts: tl.tensor) -> tl.tensor:
+    """Return the marks from which on there is a ``part`` of the mass below the starts, by the sample.
 
-    What made the start too high, few heavy tokens that the sample missed, is counted by now.
+    What made the starts too high, few heavy tokens that the sample missed, is counted by now.
     """
     marks = tl.arange(0, _MARKS)
-    samples_ptr = scratch.samples + of_heads[:, None] * _MARKS + marks[None, :]
-    counts = tl.load(samples_ptr)
-    tl.store(samples_ptr, counts * 0)
-    masses = counts * weights_of(marks)[None, :]
-    starts = tl.load(scratch.starts + of_heads)
+    masses = samples * weights_of(marks)[None, :]
     below = tl.sum(tl.where(marks[None, :] < starts[:, None], masses, 0.0), 1)
     left = below * (1.0 - tl.minimum(tl.maximum(part, 0.0), 1.0)).to(tl.float32)
     lower = tl.sum((tl.cumsum(masses, 1) <= left[:, None]).to(tl.int32), 1)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from winnow_kernels.decode.predicted_attention import KEY_STEPS, LOWEST_KEY, STEPS
 from winnow_kernels.kernel_arguments import Rows
-from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     KEYS,
     MARKS,
@@ -21,7 +21,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     Scratch,
     Shape,
     bounds_of,
-    weights_of,
+    counted_weights,
 )
 
 _KEYS = tl.constexpr(KEYS)
@@ -47,8 +47,7 @@ def key_of(marks: tl.tensor, floors: tl.tensor, totals: tl.tensor, shape: Shape)
         shape: of the layer.
     """
     head = tl.arange(0, shape.padded_group)
-    is_counted = (head < shape.group)[None, :] & (marks > floors[None, :])
-    shares = tl.where(is_counted, weights_of(marks) / totals[None, :], 0.0)
+    shares = tl.where((head < shape.group)[None, :], counted_weights(marks, floors) / totals[None, :], 0.0)
     mean = tl.sum(shares, 1) * (1.0 / shape.group)
     key = tl.floor(tl.log2(tl.maximum(mean, _SMALLEST)) * _KEY_STEPS).to(tl.int32)
     return tl.minimum(tl.maximum(key, _LOWEST), 0) - _LOWEST
@@ -94,8 +93,7 @@ def key_kernel(
     starts = tl.where(lowest > 0, tl.maximum(starts, 1), 0)
     starts = tl.where(head < shape.group, starts, _MARKS)
     histogram_ptr = scratch.key_histograms + pair * _KEYS
-    units = tl.cdiv(scored, _UNIT)
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), tl.num_programs(0)):
         listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
         tl.store(scratch.counts + pair * scratch.units + unit, listed)
         # Other threads' entries are read from here on.
@@ -104,9 +102,8 @@ def key_kernel(
         for begin in range(0, listed, _LISTED):
             each = begin + tl.arange(0, _LISTED)
             is_listed = each < listed
-            place = tl.load(scratch.local + of_unit + each, mask=is_listed, other=0).to(tl.int64)
-            marks_ptr = scratch.marks + (of_unit + place)[:, None] * shape.padded_group
-            marks = tl.load(marks_ptr + head[None, :], mask=is_listed[:, None], other=0).to(tl.int32)
+            place = tl.load(scratch.local + of_unit + each, mask=is_listed, other=0)
+            marks = marks_at(scratch, of_unit + place, is_listed, shape)
             keys = key_of(marks, floors, totals, shape)
             tl.store(scratch.keys + of_unit + each, keys.to(tl.int16), mask=is_listed)
             tl.atomic_add(histogram_ptr + keys, 1, mask=is_listed & (keys >= lowest), sem="relaxed")

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from winnow_kernels.decode.predicted_attention import ORDER_KEYS
 from winnow_kernels.kernel_arguments import Rows, Selected
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     CHUNK,
     ORDERS,
@@ -14,11 +15,12 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     Scratch,
     Shape,
     bounds_of,
+    counted_weights,
     is_in_order,
     logarithm_of,
-    weights_of,
 )
 from winnow_kernels.selection.gpu_partition import own_share, owner_of
+from winnow_kernels.selection.gpu_slots import slots_at
 
 _CHUNK = tl.constexpr(CHUNK)
 _CHUNKS = tl.constexpr(8)
@@ -122,14 +124,12 @@ def order_kernel(
         cap = tl.load(policies.most + row)
         is_cut = is_listed & (cap > 0) & (rank >= cap)
         position = tl.load(scratch.listed + of_tokens, mask=is_listed, other=0)
-        page = tl.load(rows.page_table + row * rows.table_stride + position // rows.page_size, mask=is_listed, other=0)
-        slot = page * rows.page_size + position % rows.page_size
+        slot = slots_at(rows.page_table + row * rows.table_stride, position, is_listed, rows.page_size)
         is_written = is_listed & (rank < selected.width)
         tl.store(selected.slots + of_pair * selected.width + rank, slot, mask=is_written)
-        marks_ptr = scratch.marks + (of_pair * scratch.tokens + position)[:, None] * shape.padded_group
-        marks = tl.load(marks_ptr + head[None, :], mask=is_cut[:, None], other=0).to(tl.int32)
+        marks = marks_at(scratch, of_pair * scratch.tokens + position, is_cut, shape)
         floors = tl.load(scratch.floors + of_pair * shape.padded_group + head)
-        lost = tl.sum(tl.where(marks > floors[None, :], weights_of(marks), 0.0), 0)
+        lost = tl.sum(counted_weights(marks, floors), 0)
         tl.store(scratch.lost + (of_pair * scratch.chunks + chunk) * shape.padded_group + head, lost)
 
 

@@ -9,7 +9,16 @@ from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.gpu_key_codes import Codes
 from winnow_kernels.indexes.key_codes import QUERY_LEVELS
 from winnow_kernels.kernel_arguments import Rows, Vectors
-from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch, Shape, bounds_of, floor_of
+from winnow_kernels.policies.lowbit_top_p.gpu.state import (
+    Anchors,
+    Policies,
+    Scratch,
+    Shape,
+    bounds_of,
+    floor_of,
+    kept_positions,
+)
+from winnow_kernels.selection.gpu_slots import slots_at
 
 _KEPT = tl.constexpr(64)
 _CHANNELS = tl.constexpr(64)
@@ -56,14 +65,13 @@ def prepare_kernel(
             )
             highest = tl.full([_HEADS], -float("inf"), tl.float32)
             mass = tl.zeros([_HEADS], tl.float32)
-            newest = length - scored
-            for begin in range(0, newest + sinks, _KEPT):
+            tokens = length - scored + sinks
+            table_ptr = rows.page_table + row * rows.table_stride
+            for begin in range(0, tokens, _KEPT):
                 place = begin + tl.arange(0, _KEPT)
-                is_kept = place < newest + sinks
-                position = tl.where(place < newest, length - 1 - place, place - newest)
-                table_ptr = rows.page_table + row * rows.table_stride
-                page = tl.load(table_ptr + position // rows.page_size, mask=is_kept, other=0)
-                slot = page.to(tl.int64) * rows.page_size + position % rows.page_size
+                is_kept = place < tokens
+                position = kept_positions(place, length, scored)
+                slot = slots_at(table_ptr, position, is_kept, rows.page_size).to(tl.int64)
                 key_ptr = keys.pointer + slot[None, :] * keys.row_stride + kv_head * keys.head_stride + dim[:, None]
                 key = tl.load(key_ptr, mask=is_kept[None, :] & is_dim[:, None], other=0.0).to(query.dtype)
                 scores = tl.dot(query, key, input_precision="ieee") * scale_log2

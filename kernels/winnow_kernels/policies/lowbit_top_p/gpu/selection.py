@@ -41,7 +41,6 @@ class Launch:
         warps: of a program.
         stages: tiles that are under way at a time.
         programs: on each multiprocessor.
-        registers: of a thread, at most; None for as many as the compiler takes.
         in_words: whether bytes are taken four at a time, which the interpreter cannot.
     """
 
@@ -49,7 +48,6 @@ class Launch:
     warps: int = 1
     stages: int = 5
     programs: int = 8
-    registers: int | None = None
     in_words: bool = True
 
     @classmethod
@@ -156,7 +154,6 @@ def launches(
             in_words=launch.in_words,
             again=again,
             num_warps=launch.warps,
-            maxnreg=launch.registers,
         )
 
     def total(*, again: bool) -> None:

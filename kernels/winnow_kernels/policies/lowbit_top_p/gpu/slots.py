@@ -8,6 +8,7 @@ import triton.language as tl
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count
 from winnow_kernels.decode.coded_tokens import WHOLE_SHARE
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.keys import key_of
 from winnow_kernels.policies.lowbit_top_p.gpu.order import order_of
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
@@ -16,11 +17,13 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     Scratch,
     Shape,
     bounds_of,
+    counted_weights,
     is_in_order,
+    kept_positions,
     logarithm_of,
     weight_of_kept,
-    weights_of,
 )
+from winnow_kernels.selection.gpu_slots import slots_at
 
 _UNIT = tl.constexpr(UNIT)
 _UNITS = tl.constexpr(256)
@@ -69,8 +72,7 @@ def list_kernel(
                 ties += tl.sum(is_tie.to(tl.int32), 0)
                 entry = tl.where(is_tie, -1 - place, place)
             else:
-                marks_ptr = scratch.marks + (of_unit + place)[:, None] * shape.padded_group
-                marks = tl.load(marks_ptr + head[None, :], mask=is_listed[:, None], other=0).to(tl.int32)
+                marks = marks_at(scratch, of_unit + place, is_listed, shape)
                 is_taken = is_listed & (tl.max((marks >= cuts[None, :]).to(tl.int32), 1) > 0)
             one = is_taken.to(tl.int32)
             # Nothing is written where other threads have yet to read.
@@ -112,7 +114,7 @@ def slot_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in
     if by_key:
         spare = tl.load(scratch.key_ties + pair)
     table_ptr = rows.page_table + row * rows.table_stride
-    marks_ptr = scratch.marks + pair * scratch.tokens * shape.padded_group + head[None, :]
+    of_tokens = pair * scratch.tokens
     floors = tl.load(scratch.floors + of_heads)
     units = tl.cdiv(scored, _UNIT)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -122,7 +124,7 @@ def slot_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in
         if by_key:
             ties = listed_before(scratch.ties, pair, unit, scratch)
             before = before - ties + tl.minimum(ties, spare)
-        list_ptr = scratch.local + pair * scratch.tokens + unit * _UNIT
+        list_ptr = scratch.local + of_tokens + unit * _UNIT
         taken = tl.zeros([shape.padded_group], tl.float32)
         for begin in range(0, listed, _LISTED):
             each = begin + tl.arange(0, _LISTED)
@@ -136,16 +138,14 @@ def slot_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in
                 place = tl.cumsum(is_taken.to(tl.int32), 0) - 1
                 ties += tl.sum(is_tie.to(tl.int32), 0)
             position = unit * _UNIT + entry
-            page = tl.load(table_ptr + position // rows.page_size, mask=is_taken, other=0)
+            slot = slots_at(table_ptr, position, is_taken, rows.page_size)
             is_written = is_taken & (kept + before + place < selected.width)
-            slot = page * rows.page_size + position % rows.page_size
             tl.store(selected.slots + pair * selected.width + kept + before + place, slot, mask=is_written)
-            marks = tl.load(marks_ptr + position[:, None] * shape.padded_group, mask=is_taken[:, None], other=0)
-            marks = marks.to(tl.int32)
-            taken += tl.sum(tl.where(marks > floors[None, :], weights_of(marks), 0.0), 0)
+            marks = marks_at(scratch, of_tokens + position, is_taken, shape)
+            taken += tl.sum(counted_weights(marks, floors), 0)
             if in_order:
                 is_listed = is_taken & is_in_order(policies, row)
-                at = pair * scratch.tokens + before + place
+                at = of_tokens + before + place
                 tl.store(scratch.listed + at, position, mask=is_listed)
                 totals = tl.load(scratch.totals + of_heads)
                 orders = order_of(key_of(marks, floors, totals, shape))
@@ -209,14 +209,11 @@ def _finish(
     if by_key:
         all_ties = listed_before(scratch.ties, pair, units, scratch)
         others += tl.minimum(all_ties, spare) - all_ties
-    newest = length - scored
-    for kept_begin in range(0, kept, _KEPT):
-        own = kept_begin + tl.arange(0, _KEPT)
-        at = tl.where(own < newest, length - 1 - own, own - newest)
+    for begin in range(0, kept, _KEPT):
+        own = begin + tl.arange(0, _KEPT)
         is_kept = (own < kept) & (own < selected.width)
-        kept_page = tl.load(table_ptr + at // rows.page_size, mask=is_kept, other=0)
-        kept_slot = kept_page * rows.page_size + at % rows.page_size
-        tl.store(selected.slots + pair * selected.width + own, kept_slot, mask=is_kept)
+        slot = slots_at(table_ptr, kept_positions(own, length, scored), is_kept, rows.page_size)
+        tl.store(selected.slots + pair * selected.width + own, slot, mask=is_kept)
     tokens = kept + others
     # A cap that would be read whole by itself is none.
     cap = tl.load(policies.most + row)

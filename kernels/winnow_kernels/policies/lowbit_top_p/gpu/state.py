@@ -264,6 +264,13 @@ def bounds_of(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def kept_positions(places: tl.tensor, length: tl.tensor, scored: tl.tensor) -> tl.tensor:
+    """Return the positions of what is always attended to, by its places: the newest tokens, then the sinks."""
+    newest = length - scored
+    return tl.where(places < newest, length - 1 - places, places - newest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def parts_of(
     rows: Rows,
     policies: Policies,
@@ -290,6 +297,12 @@ def floor_of(unit: tl.tensor) -> tl.tensor:
 def weights_of(marks: tl.tensor) -> tl.tensor:
     """Return what tokens with these marks weigh, in units of what is ``UNIT_MARK`` steps above the base: float32."""
     return tl.exp2((marks - _UNIT_MARK).to(tl.float32) * (1.0 / _STEPS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def counted_weights(marks: tl.tensor, floors: tl.tensor) -> tl.tensor:
+    """Return what tokens weigh, float32 [tokens, padded group], and 0 up to their heads' floors."""
+    return tl.where(marks > floors[None, :], weights_of(marks), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

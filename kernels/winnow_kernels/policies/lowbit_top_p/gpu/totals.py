@@ -8,6 +8,7 @@ import triton.language as tl
 from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.key_codes import BLOCK
 from winnow_kernels.kernel_arguments import Rows
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     MARKS,
     SAMPLED,
@@ -73,9 +74,7 @@ def total_kernel(
             token = sample // _BLOCK * _APART + sample % _BLOCK
             samples_ptr = scratch.samples + of_heads * _MARKS
             for begin in range(tl.program_id(0) * _SAMPLED, scored, tl.num_programs(0) * _SAMPLED):
-                marks_ptr = scratch.marks + (pair * scratch.tokens + begin + token)[:, None] * shape.padded_group
-                is_scored = (begin + token < scored)[:, None]
-                marks = tl.load(marks_ptr + head[None, :], mask=is_scored, other=0).to(tl.int32)
+                marks = marks_at(scratch, pair * scratch.tokens + begin + token, begin + token < scored, shape)
                 tl.atomic_add(samples_ptr[None, :] + marks, 1, mask=is_due[None, :] & (marks > 0), sem="relaxed")
             # What all threads have added must be there before anyone sees that this program is done.
             tl.debug_barrier()

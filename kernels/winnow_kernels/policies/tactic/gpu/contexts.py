@@ -12,6 +12,7 @@ from winnow_kernels.indexes.cluster_tables import Tables
 from winnow_kernels.kernel_arguments import Heads, Number, Rows, Vectors
 from winnow_kernels.policies.tactic.gpu.state import SLICE, Contexts
 from winnow_kernels.policies.tactic.reference import WHOLE_SHARE
+from winnow_kernels.selection.gpu_slots import slots_at
 from winnow_kernels.selection.gpu_threshold import HIGHEST, weight_of
 
 LARGEST_GROUP: Final = 16
@@ -185,13 +186,6 @@ def member_slots(
     offset = tl.load(offset_ptr, mask=is_member, other=0).to(tl.int32)
     position = clusters // contexts.tables.of_span * contexts.tables.span + offset
     return slots_at(table_ptr, position, is_member, contexts.rows.page_size)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def slots_at(table_ptr: tl.tensor, positions: tl.tensor, is_token: tl.tensor, page_size: tl.constexpr) -> tl.tensor:
-    """Return the slots at ``positions`` of a row; ``table_ptr`` is its page table."""
-    page = tl.load(table_ptr + positions // page_size, mask=is_token, other=0)
-    return page * page_size + positions % page_size
 
 
 @triton.jit  # type: ignore[untyped-decorator]

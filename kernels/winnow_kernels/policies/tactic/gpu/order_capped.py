@@ -16,7 +16,6 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     kept_positions,
     keys_at,
     row_at,
-    slots_at,
     table_of,
     through,
     united,
@@ -49,6 +48,7 @@ from winnow_kernels.policies.tactic.gpu.state import (
     Scored,
 )
 from winnow_kernels.policies.tactic.reference import SHARE_STEPS
+from winnow_kernels.selection.gpu_slots import slots_at
 from winnow_kernels.selection.gpu_threshold import LOWEST, counted, counted_threshold, ordered
 
 _SLICE = tl.constexpr(SLICE)

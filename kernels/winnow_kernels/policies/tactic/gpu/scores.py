@@ -18,11 +18,11 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     kept_positions,
     keys_at,
     row_at,
-    slots_at,
     table_of,
 )
 from winnow_kernels.policies.tactic.gpu.search import coarse
 from winnow_kernels.policies.tactic.gpu.state import KEPT_BLOCK, TAIL_SPLITS, Attention, Contexts, Kept, Scored
+from winnow_kernels.selection.gpu_slots import slots_at
 
 OF_PROGRAM: Final = 256
 """Centroids of a program."""

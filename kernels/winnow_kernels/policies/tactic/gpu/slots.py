@@ -19,7 +19,6 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     offsets_of,
     places_of,
     row_at,
-    slots_at,
     span_table,
     table_of,
     united,
@@ -38,6 +37,7 @@ from winnow_kernels.policies.tactic.gpu.state import (
     Scored,
     TacticStatistics,
 )
+from winnow_kernels.selection.gpu_slots import slots_at
 from winnow_kernels.selection.gpu_threshold import count_of, weight_of
 
 KEPT_SPLITS: Final = 8
