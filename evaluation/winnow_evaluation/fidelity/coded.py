@@ -27,6 +27,7 @@ from winnow_kernels.indexes.key_codes import KeyCodes, RoundedQueries, bytes_of_
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
+from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.selection.tokens import Selection
 
@@ -174,7 +175,7 @@ class CodedPass(ExactPass):
         predicted = self._predicted(layer, queries[row], row, scores)
         kept = predicted.kept.sum(-1)
         if isinstance(self._decode, LowBitTopP):
-            chosen = predicted.reaching(self._decode.p)
+            chosen = predicted.reaching(aimed_share(self._decode.p, self._codes.bits))
         else:
             budgets = [self._decode.tokens(length - 1) for length in self._lengths[row]]
             chosen = predicted.heaviest((torch.tensor(budgets, device=kept.device) - kept).clamp_min(0))
