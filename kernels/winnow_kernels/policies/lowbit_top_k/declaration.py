@@ -27,7 +27,6 @@ class LowBitTopKDeclaration(Declaration[LowBitTopK]):
     columns = Columns(("budget",), of_ratio="budget")
     index = KeyCodes
     buffer_bytes = SCRATCH_BYTES
-    pays_on_gpu = False
 
     def budget(self, parameters: LowBitTopK, prompt_length: int, length: int, page_size: int) -> int:
         return tokens_read(parameters.tokens(length - 1), parameters.sinks, length, page_size)
