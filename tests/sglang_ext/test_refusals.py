@@ -111,6 +111,7 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
     ],
 )
 def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICIES_SETTING, "tactic")
     refuse_what_is_not_served(runner())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refuse_what_is_not_served(runner())

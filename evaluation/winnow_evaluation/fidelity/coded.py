@@ -21,7 +21,7 @@ from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import Attended, attend
-from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, WINDOW, kept_sinks, scored_tokens
+from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, kept_sinks, scored_tokens
 from winnow_kernels.decode.predicted_attention import FLOOR, KEY_STEPS, LOWEST_KEY, ORDER_KEYS, STEPS
 from winnow_kernels.indexes.key_codes import KeyCodes, RoundedQueries, bytes_of_key
 from winnow_kernels.policies.attention_policy import AttentionPolicy
@@ -240,7 +240,7 @@ class _TerminatedPass(CodedPass):
             scores = Scores.of(self.following, layer, queries, part)
             predicted, chosen = self.chosen(layer, queries, part, scores)
             lengths = self.following.lengths[part.start]
-            order = self._in_order(predicted, chosen, lengths)
+            order = self._in_order(predicted, chosen, part.start)
             counts = chosen.sum(-1)
             positions = order.topk(int(counts.max()), dim=-1).indices.transpose(0, 1)
             slots = batch.slots[self.following.prompts[part.start]][positions]
@@ -256,16 +256,15 @@ class _TerminatedPass(CodedPass):
         self.count_context(batch.caches[layer])
         return output
 
-    @staticmethod
-    def _in_order(predicted: _Predicted, chosen: Tensor, lengths: Tensor) -> Tensor:
+    def _in_order(self, predicted: _Predicted, chosen: Tensor, row: int) -> Tensor:
         """Return the order of what is chosen: int64 [KV heads, tokens, context], the highest first, others -1."""
         places = torch.arange(chosen.shape[-1], device=chosen.device)
-        is_newest = places >= (lengths - WINDOW).clamp_min(0)[:, None] // PAGE_SIZE * PAGE_SIZE
+        is_newest = places >= torch.tensor(self._scored[row], device=places.device)[:, None]
         newest, sinks = places + 2 * _FIRST, _FIRST + _PLACES - places
         order = (
             predicted.ranks(ORDER_KEYS).long().where(~predicted.kept, sinks.expand_as(chosen)).where(~is_newest, newest)
         )
-        is_whole = chosen.sum(-1) == lengths
+        is_whole = chosen.sum(-1) == self.following.lengths[row]
         return order.where(~is_whole[..., None], newest).where(chosen, -1)
 
     def _attend(self, layer: int, queries: Tensor, selection: Selection, rows: slice) -> Attended:

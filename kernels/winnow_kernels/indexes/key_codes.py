@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, NamedTuple, Self
 
 import torch
 import triton
@@ -181,6 +181,23 @@ def _words_of_bytes(bits: int) -> Tensor:
     return numbers.to(torch.int8).view({1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]).flatten()
 
 
+class _Misfit(NamedTuple):
+    """A ``size`` that there are no codes for, of the ``field`` that must be a multiple of ``unit``."""
+
+    field: str
+    size: int
+    unit: int
+    told: str
+
+
+def _misfit(head_dim: int, page_size: int) -> _Misfit | None:
+    sizes = (
+        _Misfit("page_size", page_size, BLOCK, f"pages of {page_size} tokens"),
+        _Misfit("head_dim", head_dim, _CHANNELS, f"heads of {head_dim} numbers"),
+    )
+    return next((own for own in sizes if own.size % own.unit), None)
+
+
 class KeyCodes(PageIndex):
     """Codes of the keys of complete pages.
 
@@ -210,10 +227,8 @@ class KeyCodes(PageIndex):
         shape, device = self.shape, self.built.device
         if bits not in BITS:
             raise ValueError(f"bits: must be one of {BITS}; it is {bits}")
-        if shape.head_dim % _CHANNELS:
-            raise ValueError(f"head_dim: must be a multiple of {_CHANNELS}; it is {shape.head_dim}")
-        if generations.page_size % BLOCK:
-            raise ValueError(f"page_size: must be a multiple of {BLOCK}; it is {generations.page_size}")
+        if (misfit := _misfit(shape.head_dim, generations.page_size)) is not None:
+            raise ValueError(f"{misfit.field}: must be a multiple of {misfit.unit}; it is {misfit.size}")
         self.bits = bits
         blocks = (shape.layers, len(generations.counts) * generations.page_size // BLOCK, shape.kv_heads)
         self.codes = torch.zeros(*blocks, BLOCK, shape.head_dim * bits // 8, dtype=torch.uint8, device=device)
@@ -234,9 +249,8 @@ class KeyCodes(PageIndex):
     @classmethod
     def unfit(cls, head_dim: int, page_size: int) -> str | None:
         """Return what of a server the index cannot be made for; None if it can."""
-        if page_size % BLOCK:
-            return f"pages of {page_size} tokens"
-        return f"heads of {head_dim} numbers" if head_dim % _CHANNELS else None
+        misfit = _misfit(head_dim, page_size)
+        return None if misfit is None else misfit.told
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
         turn = rotation(self.shape.head_dim).to(pages.device)

@@ -71,7 +71,7 @@ def test_presets_that_are_not_dense_are_measured_by_their_names() -> None:
 
 def test_asked_for_by_name_or_as_json() -> None:
     found = list(asked_for(["balanced", {"decode": {"policy": "quest", "budget": 512}}]))
-    assert [(one.name, one.preset) for one in found] == [("tactic", "balanced"), ("quest", None)]
+    assert [(one.name, one.preset) for one in found] == [("lowbit_top_p", "balanced"), ("quest", None)]
     with pytest.raises(PolicyError, match="swift is none of the presets"):
         list(asked_for(["swift"]))
 

@@ -28,7 +28,6 @@ class LowBitTopPDeclaration(Declaration[LowBitTopP]):
     columns = Columns(("least", "most"))
     index = KeyCodes
     buffer_bytes = SCRATCH_BYTES
-    pays_on_gpu = False
 
     def budget(self, parameters: LowBitTopP, prompt_length: int, length: int, page_size: int) -> int | None:
         if parameters.max_tokens is None:
