@@ -29,7 +29,7 @@ from winnow_kernels.attend.dense import take
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.gpu_key_codes import Codes, entries_of
-from winnow_kernels.indexes.pages import PageGenerations, PageIndex
+from winnow_kernels.indexes.pages import DevicePageIndex, PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.indexes.settings import DEFAULT, KEY_BITS, IndexSettings
 
@@ -188,7 +188,7 @@ def _words_of_bytes(bits: int) -> Tensor:
     return numbers.to(torch.int8).view({1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]).flatten()
 
 
-class KeyCodes(PageIndex):
+class KeyCodes(DevicePageIndex):
     """Codes of the keys of complete pages.
 
     Attributes:
@@ -208,7 +208,7 @@ class KeyCodes(PageIndex):
         in_triton: bool | None = None,
         bits: int = DEFAULT_BITS,
     ) -> None:
-        """Allocate codes of ``bits`` bits a channel; other arguments as in ``PageIndex``.
+        """Allocate codes of ``bits`` bits a channel; other arguments as in ``DevicePageIndex``.
 
         Raises:
             ValueError: there are no codes of so many bits, or for such heads or pages.
