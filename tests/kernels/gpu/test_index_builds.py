@@ -1,4 +1,4 @@
-"""Page bounds, key norms, key codes and clusters, built and extended by Triton: what torch builds, and nothing else."""
+"""Page bounds, key codes and clusters, built and extended by Triton: what torch builds, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.key_codes import KeyCodes, is_hadamard, rotation
-from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 
 SLOTS, LAYERS = 512, 2
-Pages = PageBounds | KeyNorms | KeyCodes
-KINDS = [PageBounds, KeyNorms, KeyCodes]
+Pages = PageBounds | KeyCodes
+KINDS = [PageBounds, KeyCodes]
 # Numbers of an index that may differ: torch and Triton add up in different orders, and what is at the edge of two codes
 # may get either. A mean's code moves the 16 tokens of its block.
 SLIPS = 32
@@ -34,8 +33,6 @@ def assert_same(one: Pages, other: Pages) -> None:
     assert torch.equal(one.built, other.built)
     if isinstance(one, PageBounds) and isinstance(other, PageBounds):
         assert torch.equal(one.bounds, other.bounds)
-    elif isinstance(one, KeyNorms) and isinstance(other, KeyNorms):
-        torch.testing.assert_close(one.reciprocals, other.reciprocals, atol=0, rtol=1e-6)
     elif isinstance(one, KeyCodes) and isinstance(other, KeyCodes):
         assert_same_codes(one, other)
     else:
