@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from winnow_evaluation.fidelity.record import SWEPT
+from winnow_evaluation.fidelity.table import prefill_label
 from winnow_evaluation.plotting import COLORS, label_axes, save_plot
 
 if TYPE_CHECKING:
@@ -138,5 +139,5 @@ def _line(row: Mapping[str, Any]) -> str:
     if "early_termination" in parameters:
         label += ", early termination"
     if "prefill" in parameters:
-        label += f", {parameters['prefill']['policy']} prefill"
+        label += f", {prefill_label(parameters['prefill'])}"
     return label

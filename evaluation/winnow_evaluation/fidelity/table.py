@@ -27,8 +27,15 @@ def row_label(row: Mapping[str, Any]) -> str:
     if "early_termination" in parameters:
         label += ", early termination"
     if "prefill" in parameters:
-        label += f", {parameters['prefill']['policy']} prefill"
+        label += f", {prefill_label(parameters['prefill'])}"
     return f"{row['preset']}: {label}" if row["preset"] else label
+
+
+def prefill_label(prefill: Mapping[str, Any]) -> str:
+    """Return what a row's sparse prefill is called, such as ``quoka prefill 25 %``."""
+    ratio, budget = (prefill.get(name) for name in ("budget_ratio", "budget"))
+    size = f"{100 * ratio:g} %" if ratio is not None else f"{budget:,}"
+    return f"{prefill['policy']} prefill {size}"
 
 
 def results_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:

@@ -51,6 +51,12 @@ def test_bits_and_what_oracles_keep_are_lines_of_their_own() -> None:
     }
 
 
+def test_what_is_decoded_after_different_prefills_is_lines_of_their_own() -> None:
+    prefills = [{"policy": "quoka", "budget_ratio": 0.25}, {"policy": "quoka", "budget": 1024}]
+    found = [row(parameters={"budget": 512, "prefill": prefill}, kv_read_ratio=0.1) for prefill in prefills]
+    assert [*lines_of(found)] == ["quest, quoka prefill 25 %", "quest, quoka prefill 1,024"]
+
+
 def test_no_two_policies_look_alike(tmp_path: Path) -> None:
     found = [row(policy=name, parameters={"budget": 1}, kv_read_ratio=0.1, kl=0.1) for name in DECODE_POLICIES]
     draw(found, tmp_path / "plot.svg")
