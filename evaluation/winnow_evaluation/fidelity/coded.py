@@ -1,4 +1,4 @@
-"""Low-bit keys, for many tokens at once: what ``lowbit_top_p`` and ``lowbit_top_k`` read, without a step each.
+"""Low-bit keys, for many tokens at once: what policies that choose by them read, without a step for each token.
 
 The policies' reference chooses for one token after another, as a server needs it. Here the tokens behind a prompt share
 its keys, so that one product predicts the scores of all of them. What is read is the same; a test compares the two.
@@ -6,7 +6,7 @@ its keys, so that one product predicts the scores of all of them. What is read i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -20,15 +20,17 @@ from winnow_evaluation.fidelity.passes import ExactPass
 from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
-from winnow_kernels.attend.reference import Attended, attend
+from winnow_kernels.attend.reference import Attended, attend, group
 from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, kept_sinks, scored_tokens
 from winnow_kernels.decode.predicted_attention import FLOOR, KEY_STEPS, LOWEST_KEY, ORDER_KEYS, STEPS
-from winnow_kernels.indexes.key_codes import KeyCodes, RoundedQueries, bytes_of_key
+from winnow_kernels.indexes.key_codes import BLOCK, KeyCodes, RoundedQueries, bytes_of_key
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
+from winnow_kernels.policies.quoka.parameters import QuokaDecode
+from winnow_kernels.policies.quoka.reference import COSINE_STEPS, cosine_steps
 from winnow_kernels.selection.tokens import Selection
 
 LOG2_E: Final = 1.4426950408889634
@@ -48,15 +50,19 @@ def reads_codes(policy: AttentionPolicy) -> bool:
 
 
 def is_at_once(policy: AttentionPolicy) -> bool:
-    """Return whether ``coded_pass`` computes a policy's decode: no bounds on what p takes."""
+    """Return whether ``coded_pass`` computes a policy's decode: no bounds on what p takes, no early end of QUOKA's."""
     decode = policy.decode
     if isinstance(decode, LowBitTopP):
         return not decode.takes_all and decode.max_tokens is None and decode.min_tokens == 0
+    if isinstance(decode, QuokaDecode):
+        return policy.early_termination is None
     return isinstance(decode, LowBitTopK)
 
 
-def coded_pass(following: Following, policy: AttentionPolicy, codes: KeyCodes) -> CodedPass:
+def coded_pass(following: Following, policy: AttentionPolicy, codes: KeyCodes) -> ExactPass:
     """Return the pass of a policy that is computed ``is_at_once``."""
+    if isinstance(policy.decode, QuokaDecode):
+        return _CosinePass(following, policy.decode, codes)
     if policy.early_termination is None:
         return CodedPass(following, policy, codes)
     return _TerminatedPass(following, policy, codes)
@@ -124,15 +130,95 @@ class _Predicted:
         Args:
             counts: int64 [tokens]; how many.
         """
-        order = self.ranks(1).where(self.others, -1)
-        counts = counts.minimum(self.others.sum(-1))
-        best = order.topk(max(1, int(counts.max())), dim=-1).values
-        last = best.gather(-1, (counts - 1).clamp_min(0).expand(len(order), -1)[..., None])
-        return (order >= last) & (counts > 0)[:, None] & self.others
+        return _first(self.ranks(1), self.others, counts)
 
 
-class CodedPass(ExactPass):
-    """Attend to what low-bit keys choose."""
+def _first(ranks: Tensor, others: Tensor, counts: Tensor) -> Tensor:
+    """Return the ``others`` that rank highest: bool [KV heads, tokens, context].
+
+    Args:
+        ranks: int32 [KV heads, tokens, context], from 0; no two of a token are equal.
+        others: bool [tokens, context].
+        counts: int64 [tokens]; how many.
+    """
+    order = ranks.where(others, -1)
+    counts = counts.minimum(others.sum(-1))
+    best = order.topk(max(1, int(counts.max())), dim=-1).values
+    last = best.gather(-1, (counts - 1).clamp_min(0).expand(len(order), -1)[..., None])
+    return (order >= last) & (counts > 0)[:, None] & others
+
+
+class _PassOverCodes(ExactPass):
+    """Attend to what codes choose, one prompt after another."""
+
+    def __init__(self, following: Following, codes: KeyCodes, scored: Sequence[Sequence[int]]) -> None:
+        """
+        Args:
+            following: the tokens.
+            codes: of the keys.
+            scored: of each prompt, how many tokens each of its tokens looks up: a multiple of the page.
+        """
+        super().__init__(following)
+        self._codes, self._scored = codes, scored
+        pages = [
+            following.batch.slots[prompt, : own[-1] : PAGE_SIZE] // PAGE_SIZE
+            for prompt, own in zip(following.prompts, self._scored, strict=True)
+        ]
+        codes.ensure(torch.cat(pages))
+        self._blocks = [codes.blocks_of(own) for own in pages]
+
+    def parts(self) -> Iterator[slice]:
+        yield from (slice(row, row + 1) for row in range(len(self.following.prompts)))
+
+    def kept(self, row: int, sinks: Sequence[int], visible: Tensor) -> Tensor:
+        """Return what a prompt's tokens read in any case: bool like ``visible``, [tokens, context].
+
+        Args:
+            row: the prompt.
+            sinks: how many first tokens each of its tokens keeps.
+            visible: what each can see.
+        """
+        places = torch.arange(visible.shape[-1], device=visible.device)
+        firsts, scored = (torch.tensor(own, device=visible.device)[:, None] for own in (sinks, self._scored[row]))
+        return ((places < firsts) | (places >= scored)) & visible
+
+    def rows_of(self, row: int) -> slice:
+        """Return which rows are a prompt's."""
+        return slice(row * self.following.tokens, (row + 1) * self.following.tokens)
+
+
+class _CosinePass(_PassOverCodes):
+    """Attend to the keys whose predicted cosines with the group's mean query are highest."""
+
+    def __init__(self, following: Following, decode: QuokaDecode, codes: KeyCodes) -> None:
+        self._lengths = following.lengths.tolist()
+        newest = [[(length - 1) // PAGE_SIZE * PAGE_SIZE for length in own] for own in self._lengths]
+        super().__init__(following, codes, newest)
+        self._decode = decode
+
+    def read(self, layer: int, queries: Tensor, part: slice, scores: Scores) -> Tensor:
+        row, visible = part.start, scores.visible[0, 0]
+        self._count(row)
+        kept = self.kept(row, [self._decode.sinks] * len(visible), visible)
+        grouped = group(queries[row], scores.scores.shape[1])
+        means = F.normalize(grouped, dim=-1).mean(2).transpose(0, 1)
+        steps = cosine_steps(self._codes, layer, means, self._blocks[row]).int() + COSINE_STEPS
+        context = visible.shape[-1]
+        places = torch.arange(context, dtype=torch.int32, device=visible.device)
+        ranks = F.pad(steps, (0, context - steps.shape[-1])) * _PLACES + (_PLACES - 1 - places)
+        budgets = [self._decode.tokens(length - 1) for length in self._lengths[row]]
+        counts = (torch.tensor(budgets, device=kept.device) - kept.sum(-1)).clamp_min(0)
+        return (_first(ranks, visible & ~kept, counts) | kept)[None]
+
+    def _count(self, row: int) -> None:
+        cache = self.following.batch.caches[0]
+        of_block = cache.kv_heads * round(BLOCK * bytes_of_key(cache.head_dim, self._codes.bits))
+        blocks = torch.tensor(self._scored[row], device=self.meter.read_bytes.device) // BLOCK
+        self.meter.read_bytes[self.rows_of(row)] += blocks * of_block
+
+
+class CodedPass(_PassOverCodes):
+    """Attend to what the scores of low-bit keys choose."""
 
     def __init__(self, following: Following, policy: AttentionPolicy, codes: KeyCodes) -> None:
         """
@@ -141,21 +227,12 @@ class CodedPass(ExactPass):
             policy: one that is computed ``is_at_once``.
             codes: of the keys.
         """
-        super().__init__(following)
-        assert isinstance(policy.decode, LowBitTopP | LowBitTopK)
-        self._decode, self._codes = policy.decode, codes
         self._lengths = following.lengths.tolist()
-        self._scored = [[scored_tokens(length, PAGE_SIZE) for length in own] for own in self._lengths]
-        pages = [
-            following.batch.slots[prompt, : own[-1] : PAGE_SIZE] // PAGE_SIZE
-            for prompt, own in zip(following.prompts, self._scored, strict=True)
-        ]
-        codes.ensure(torch.cat(pages))
-        self._blocks = [codes.blocks_of(own) for own in pages]
+        scored = [[scored_tokens(length, PAGE_SIZE) for length in own] for own in self._lengths]
+        super().__init__(following, codes, scored)
+        assert isinstance(policy.decode, LowBitTopP | LowBitTopK)
+        self._decode = policy.decode
         self._reported: list[Tensor] = []
-
-    def parts(self) -> Iterator[slice]:
-        yield from (slice(row, row + 1) for row in range(len(self.following.prompts)))
 
     def attend(self, layer: int, queries: Tensor) -> Tensor:
         self._reported = []
@@ -191,11 +268,8 @@ class CodedPass(ExactPass):
         scores = self._codes.scores(layer, rounded, self._blocks[row])
         scores = (scores * STEPS).round_().div_(STEPS).unflatten(1, grouped.shape[1:3])
         visible = exact.visible[0, 0]
-        places = torch.arange(visible.shape[-1], device=scores.device)
-        scored = torch.tensor(self._scored[row], device=scores.device)[:, None]
-        sinks = [kept_sinks(self._decode.sinks, own) for own in self._scored[row]]
-        kept = ((places < torch.tensor(sinks, device=scores.device)[:, None]) | (places >= scored)) & visible
-        scores = F.pad(scores, (0, len(places) - scores.shape[-1]))
+        kept = self.kept(row, [kept_sinks(self._decode.sinks, own) for own in self._scored[row]], visible)
+        scores = F.pad(scores, (0, visible.shape[-1] - scores.shape[-1]))
         scores = scores.where(~kept[:, None], exact.scores[0] * LOG2_E)
         return _Predicted(scores.masked_fill_(~visible[:, None], -torch.inf), kept, visible & ~kept)
 
@@ -221,8 +295,7 @@ class CodedPass(ExactPass):
         cache, lengths = self.following.batch.caches[0], self.following.lengths[row]
         codes = torch.tensor(self._scored[row], device=kept.device) * bytes_of_key(cache.head_dim, self._codes.bits)
         amounts = (cache.kv_heads * (kept * cache.vector_bytes + codes)).round().long()
-        rows = slice(row * self.following.tokens, (row + 1) * self.following.tokens)
-        self.meter.read_bytes[rows] += amounts.where(kept <= WHOLE_SHARE * lengths, 0)
+        self.meter.read_bytes[self.rows_of(row)] += amounts.where(kept <= WHOLE_SHARE * lengths, 0)
 
 
 class _TerminatedPass(CodedPass):

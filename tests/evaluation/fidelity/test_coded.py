@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.evaluation.fidelity.conftest import MEMORY, decode_policy
-from tests.evaluation.fidelity.test_forcing import assert_alike
+from tests.evaluation.fidelity.test_forcing import assert_alike, assert_same
 from winnow_evaluation.fidelity.coded import is_at_once, reads_codes
 from winnow_evaluation.fidelity.forcing import Forcing
 from winnow_evaluation.fidelity.prefilled import PAGE_SIZE, PrefilledBatch
@@ -41,6 +41,19 @@ def test_all_at_once_is_as_the_steps(name: str, parameters: dict[str, Any], bits
     assert (at_once.counts["attended"] <= at_once.counts["context"]).all()
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    "parameters", [{"budget": 48}, {"budget": 96, "sinks": 0}, {"budget_ratio": 0.4}, {"budget": 190}]
+)
+def test_cosines_all_at_once_are_as_the_steps(parameters: dict[str, Any], bits: int, forcing: Forcing) -> None:
+    policy = decode_policy("quoka", parameters)
+    assert is_at_once(policy)
+    with torch.inference_mode():
+        at_once = forcing.policy(policy, bits=bits)
+        assert_same(at_once, forcing.steps(policy))
+        assert_same(at_once, forcing.policy(policy, bits=bits, block=7))
+
+
 @pytest.mark.parametrize("stops", [{"scale": 1.0, "direction": 2.0, "patience": 1}, {"patience": 100}])
 @pytest.mark.parametrize(("name", "parameters"), POLICIES)
 def test_early_termination_all_at_once_is_as_the_steps(
@@ -63,7 +76,7 @@ def test_early_termination_all_at_once_is_as_the_steps(
         decode_policy("lowbit_top_p", {"min_tokens": 100}),
         decode_policy("lowbit_top_p", {"max_tokens": 100}),
         decode_policy("lowbit_top_p", {"p": 1.0}),
-        decode_policy("quoka", {"budget": 96}),
+        decode_policy("quoka", {"budget": 96}, early_termination={}),
         decode_policy("quest", {"budget": 96}),
     ],
 )

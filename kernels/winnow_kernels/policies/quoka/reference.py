@@ -220,30 +220,30 @@ class QuokaStep(TopTokensStep):
         means = F.normalize(group(queries, cache.kv_heads), dim=-1).mean(2, keepdim=True)
         scores = []
         for mean, blocks in zip(means, self._blocks, strict=True):
-            steps = cosine_steps(self._codes, layer, mean, blocks)
+            steps = cosine_steps(self._codes, layer, mean, blocks)[:, 0]
             # What is earlier is less than a step more: no two tokens are equal.
             scores.append(steps - torch.arange(steps.shape[1], dtype=torch.float64, device=steps.device) * 2.0**-32)
         return scores
 
 
 def cosine_steps(codes: KeyCodes, layer: int, queries: Tensor, blocks: slice | Tensor) -> Tensor:
-    """Return the predicted cosines of keys with a query, in steps of 1 ÷ ``COSINE_STEPS``, rounded down.
+    """Return the predicted cosines of keys with queries, in steps of 1 ÷ ``COSINE_STEPS``, rounded down.
 
     Each operation rounds as IEEE 754 says, and kernels round alike: so the same query has the same steps anywhere.
 
     Args:
         codes: of the keys.
         layer: the layer's number.
-        queries: float32 [KV heads, 1, head dim].
+        queries: float32 [KV heads, queries, head dim].
         blocks: int64 [n], or a span of n (``dense.span_of``).
 
     Returns:
-        float32 [KV heads, n × 16]; whole numbers from −``COSINE_STEPS`` on, and below ``COSINE_STEPS``.
+        float32 [KV heads, queries, n × 16]; whole numbers from −``COSINE_STEPS`` on, and below ``COSINE_STEPS``.
     """
     levels = RoundedQueries.of(queries, 1.0).levels
     lengths = (levels.float().square().sum(-1) * queries.shape[-1]).sqrt().clamp_min(1.0)
-    products = codes.scores(layer, RoundedQueries(levels, COSINE_STEPS / lengths), blocks)[:, 0]
-    steps = (products / codes.norms(layer, blocks).clamp_min(_TINY)).floor_()
+    products = codes.scores(layer, RoundedQueries(levels, COSINE_STEPS / lengths), blocks)
+    steps = (products / codes.norms(layer, blocks).clamp_min(_TINY)[:, None]).floor_()
     return steps.clamp_(-COSINE_STEPS, COSINE_STEPS - 1)
 
 
