@@ -14,7 +14,7 @@ from tests.kernels.gpu.selectors import cache_on, check_untouched
 from tests.kernels.parameters import lowbit_top_k_parameters, lowbit_top_p_parameters
 from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors
+from winnow_kernels.policies.lowbit_top_p.gpu.state import WAS_OPEN, Anchors
 
 # More than what one program scores, lists and puts in order; on a GPU more than any of a loop's rounds, too.
 LONG, FACTOR, EXAMPLES = (1100, 1, 10) if INTERPRETED else (70_000, 20, 60)
@@ -122,11 +122,11 @@ def test_a_key_that_beats_all_others(by_key: bool, device: torch.device) -> None
     case.index.generations.written(slot // 16 * 16)
     case.index.ensure(slot // 16)
     got = selected(case)
-    assert got.scratch.any_open[0] == 1
+    assert got.scratch.any_open == 1
     check(case, got)
     # Next time it is known.
     again = selected(case, got.anchors)
-    assert again.scratch.any_open[0] == 0
+    assert again.scratch.any_open == 0
     check(case, again)
 
 
@@ -164,7 +164,7 @@ def test_the_last_step_changes_nothing(asked: list[Asked | None], device: torch.
         other = selected(case, anchors_at(case, top, key))
         assert_equal(other, first)
         if case.by_key and key > 0:
-            assert other.scratch.any_open[1] == 1
+            assert WAS_OPEN in other.scratch.key_open
 
 
 def test_a_sample_that_misleads_changes_nothing(device: torch.device) -> None:
@@ -175,7 +175,7 @@ def test_a_sample_that_misleads_changes_nothing(device: torch.device) -> None:
     case.index.generations.written(slots)
     case.index.ensure(slots // 16)
     got = selected(case)
-    assert got.scratch.any_open[1] == 1
+    assert WAS_OPEN in got.scratch.open
     check(case, got)
 
 

@@ -18,6 +18,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     floor_of,
     kept_positions,
 )
+from winnow_kernels.selection.gpu_chain import wait_for_previous
 from winnow_kernels.selection.gpu_slots import slots_at
 
 _KEPT = tl.constexpr(64)
@@ -43,12 +44,14 @@ def prepare_kernel(
     scale_log2: tl.tensor,
     window: tl.constexpr,
     dim_block: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Grid: rows × KV heads × 2; one program rounds queries, the other scores what is kept."""
+    wait_for_previous(chained)
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length, scored, sinks = bounds_of(rows, policies, row, window)
     if (tl.program_id(0) == 0) & (kv_head == 0):
-        tl.store(scratch.any_open + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(scratch.any_open, 0)
     if scored > 0:
         of_pair = (row * shape.kv_heads + kv_head) * shape.padded_group
         query_ptr = queries.pointer + row * queries.row_stride + kv_head * shape.group * queries.head_stride

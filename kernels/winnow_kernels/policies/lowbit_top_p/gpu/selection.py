@@ -14,22 +14,22 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.coded_tokens import WINDOW
 from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
-from winnow_kernels.policies.lowbit_top_p.gpu.counts import count_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.cuts import cut_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.keys import key_cut_kernel, key_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.choice import choose_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.order import cap_kernel, order_count_kernel, order_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.slots import list_kernel, slot_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.state import SAMPLED, UNIT, Anchors, Policies, Scratch, Shape
 from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
+from winnow_kernels.selection.gpu_chain import chained
 from winnow_kernels.selection.gpu_partition import programs_on
 
 _LOG2_E: Final = 1.4426950408889634
 # Programs that share a pair's sample.
 _SAMPLING: Final = 4
-# Programs on each multiprocessor that list tokens.
-_LISTING: Final = 24
+# Programs on each multiprocessor that choose: as many as fit, of small groups of query heads and of large ones.
+_CHOOSING: Final = 16
+_CHOOSING_OF_MANY: Final = 8
+_MANY: Final = 4
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,10 @@ def launches(
     device = queries.device
     of_batch = (rows, policies, shape, scratch)
     by_unit = (programs_on(device, 4),)
-    # Single warps wait for nobody.
-    of_pair = min(triton.cdiv(batch.longest, UNIT), triton.cdiv(programs_on(device, _LISTING), pairs))
-    by_list = (of_pair, batch.rows, kv_heads)
+    # Single warps wait for nobody, but for those of their pair: so there are no more than run at once.
+    choosing = _CHOOSING_OF_MANY if shape.padded_group.value > _MANY else _CHOOSING
+    of_pair = min(triton.cdiv(batch.longest, UNIT), triton.cdiv(programs_on(device, choosing), pairs))
+    chain = chained(queries)
 
     def score(*, again: bool) -> None:
         score_kernel[(programs_on(device, launch.programs),)](
@@ -154,27 +155,13 @@ def launches(
             in_words=launch.in_words,
             again=again,
             num_warps=launch.warps,
+            **chain,
         )
 
     def total(*, again: bool) -> None:
         samples = 1 if by_key else min(_SAMPLING, triton.cdiv(batch.longest, SAMPLED))
         grid = (samples, batch.rows, kv_heads)
-        total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
-
-    def count(*, again: bool) -> None:
-        if by_key:
-            key_kernel[by_list](*of_batch, anchors, window=WINDOW, again=again, num_warps=1)
-        else:
-            count_kernel[by_list](*of_batch, window=WINDOW, again=again, num_warps=1)
-
-    def cut(*, again: bool) -> None:
-        grid = (batch.rows, kv_heads)
-        if by_key:
-            key_cut_kernel[grid](*of_batch, anchors, window=WINDOW, again=again, num_warps=4)
-        else:
-            # The sums of all marks of all heads, in float64.
-            warps = 8 if shape.padded_group.value > 8 else 4
-            cut_kernel[grid](*of_batch, window=WINDOW, again=again, num_warps=warps)
+        total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4, **chain)
 
     steps = {
         "prepare": lambda: prepare_kernel[(batch.rows, kv_heads, 2)](
@@ -191,18 +178,15 @@ def launches(
             window=WINDOW,
             dim_block=max(16, triton.next_power_of_2(cache.head_dim)),
             num_warps=4,
+            **chain,
         ),
         "score": lambda: score(again=False),
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
         "total again": lambda: total(again=True),
-        "count": lambda: count(again=False),
-        "cut": lambda: cut(again=False),
-        "count again": lambda: count(again=True),
-        "cut again": lambda: cut(again=True),
-        "list": lambda: list_kernel[by_list](*of_batch, window=WINDOW, by_key=by_key, num_warps=1),
-        "slots": lambda: slot_kernel[by_list](
+        "choose": lambda: choose_kernel[(of_pair if queries.is_cuda else 1, batch.rows, kv_heads)](
             *of_batch,
+            anchors,
             selected,
             Counts.of(batch),
             beliefs,
@@ -212,12 +196,13 @@ def launches(
             by_key=by_key,
             in_order=in_order,
             num_warps=1,
+            **chain,
         ),
     }
     if in_order:
-        steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4)
-        steps["order"] = lambda: order_kernel[by_unit](*of_batch, selected, pairs, **by_pair, num_warps=4)
+        steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4, **chain)
+        steps["order"] = lambda: order_kernel[by_unit](*of_batch, selected, pairs, **by_pair, num_warps=4, **chain)
         steps["cap"] = lambda: cap_kernel[(batch.rows, kv_heads)](
-            *of_batch, selected, beliefs, capped, window=WINDOW, num_warps=4
+            *of_batch, selected, beliefs, capped, window=WINDOW, num_warps=4, **chain
         )
     return steps

@@ -35,6 +35,10 @@ CHUNK: Final = 128
 """Listed tokens that one program puts in order."""
 UNIT_MARK: Final = -FLOOR * STEPS
 """The mark in whose weight masses are added up."""
+IS_OPEN: Final = 1
+"""What is not settled yet."""
+WAS_OPEN: Final = 2
+"""What was not settled the first time."""
 
 _UNKNOWN: Final = -(2**30)
 _STEPS = tl.constexpr(STEPS)
@@ -102,9 +106,9 @@ class Scratch(NamedTuple):
     Of query heads, [pairs, padded group]: levels, int8 [..., head dim], of the rounded queries; sums, int32, of these;
     worths, float32, of a level, in steps; kept, float32, logarithm of the kept tokens' mass, in steps; tops, int32, the
     highest step; bases, int32, the step with the mark 0, a multiple of 8; floors, int32, the mark up to which nothing
-    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, not 0 where bases
-    were wrong, then where starts were; cuts, int32, the lowest mark that is taken; totals, float32, of all
-    mass; rests, float32, of what is not selected.
+    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, where bases are
+    wrong, then where starts are (``IS_OPEN``) or were (``WAS_OPEN``); cuts, int32, the lowest mark that is taken;
+    totals, float32, of all mass; rests, float32, of what is not selected.
 
     Of tokens: marks, uint8 [pairs, tokens, padded group], steps above the base; local, int16 [pairs, tokens], which
     tokens of a unit may be taken, then which are, in order, as −1 − token where a budget may end before it; keys,
@@ -114,17 +118,17 @@ class Scratch(NamedTuple):
     int32, how many are listed and how many of these are ties; taken, float32 [..., padded group], their mass.
 
     Of pairs: key_cuts, int32, the lowest key that is taken; key_ties, int32, how many tokens with that key are;
-    key_open, int32, not 0 where too few were counted.
+    key_open, int32, where too few are counted, or were.
 
     All 0 between kernels: samples and histograms, int32 [pairs, padded group, MARKS], of marks; key_histograms, int32
-    [pairs, KEYS]; sampled and written, int32 [pairs], programs that are done.
+    [pairs, KEYS]; sampled, int32 [pairs], programs that are done; met, int32 [pairs], how often programs have met.
 
     To put a selection in order: others, int32 [pairs], how many tokens are listed; listed, int32 [pairs, tokens], their
     positions; orders, uint8, same shape, their steps; order_counts and order_before, int32 [pairs, chunks, ORDERS], how
     many of a chunk are in each step, and how many precede these; lost, float32 [pairs, chunks, padded group], the mass
     that a cap cuts off.
 
-    any_open: int32 [2], whether there are open heads or pairs, to mark and to count.
+    any_open: int32 [1], whether heads are open that are to be marked again.
     """
 
     levels: Pointer
@@ -153,7 +157,7 @@ class Scratch(NamedTuple):
     histograms: Pointer
     key_histograms: Pointer
     sampled: Pointer
-    written: Pointer
+    met: Pointer
     others: Pointer
     listed: Pointer
     orders: Pointer
@@ -227,14 +231,14 @@ class Scratch(NamedTuple):
             histograms=zeros(padded, MARKS),
             key_histograms=zeros(keys),
             sampled=zeros(),
-            written=zeros(),
+            met=zeros(),
             others=zeros(),
             listed=zeros(tokens),
             orders=zeros(tokens, dtype=torch.uint8),
             order_counts=zeros(chunks, ORDERS),
             order_before=zeros(chunks, ORDERS),
             lost=zeros(chunks, padded, dtype=torch.float32),
-            any_open=torch.zeros(2, dtype=torch.int32, device=device),
+            any_open=torch.zeros(1, dtype=torch.int32, device=device),
             tokens=tokens,
             spans=spans,
             units=units,

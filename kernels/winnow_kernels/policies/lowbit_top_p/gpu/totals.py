@@ -25,6 +25,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     weights_of,
 )
 from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE
+from winnow_kernels.selection.gpu_chain import wait_for_previous
 
 _MARKS = tl.constexpr(MARKS)
 _SPAN = tl.constexpr(SPAN)
@@ -49,12 +50,14 @@ def total_kernel(
     window: tl.constexpr,
     by_key: tl.constexpr,
     again: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Add up the masses of spans, and say by a sample from which marks on tokens are to be counted, unless ``by_key``.
 
     Query heads whose marks do not reach are left open, with other bases: they are marked, and this is done, ``again``.
     Grid: programs that share a pair's sample × rows × KV heads; the last one of a pair does all else.
     """
+    wait_for_previous(chained)
     if again:  # noqa: SIM102  # A condition of the launch and one of the batch.
         if tl.load(scratch.any_open) == 0:
             return
