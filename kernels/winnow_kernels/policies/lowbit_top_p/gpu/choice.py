@@ -11,17 +11,14 @@ from winnow_kernels.policies.lowbit_top_p.gpu.keys import count_keys, cut_keys
 from winnow_kernels.policies.lowbit_top_p.gpu.slots import keep_taken, write_kept, write_taken
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     IS_OPEN,
-    UNIT,
     Anchors,
     Policies,
     Scratch,
     Shape,
     bounds_of,
 )
-from winnow_kernels.selection.gpu_chain import wait_for_previous
 from winnow_kernels.selection.gpu_meeting import meet
 
-_UNIT = tl.constexpr(UNIT)
 _IS_OPEN = tl.constexpr(IS_OPEN)
 
 
@@ -40,7 +37,6 @@ def choose_kernel(
     window: tl.constexpr,
     by_key: tl.constexpr,
     in_order: tl.constexpr,
-    chained: tl.constexpr,
 ) -> None:
     """Write what is selected as slots, its counts, and what is believed of the masses.
 
@@ -48,11 +44,10 @@ def choose_kernel(
     further down. Whoever is the last of a pair writes what is kept. Grid: programs that share a pair's units × rows ×
     KV heads; a pair's must fit the device at once.
     """
-    wait_for_previous(chained)
     row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
     _, scored, sinks = bounds_of(rows, policies, row, window)
-    units = tl.cdiv(scored, _UNIT)
+    units = tl.cdiv(scored, shape.unit)
     sharing = tl.minimum(units, tl.num_programs(0))
     if tl.program_id(0) < sharing:
         slot = tl.load(anchors.slots + row)
@@ -62,7 +57,7 @@ def choose_kernel(
             if by_key:
                 count_keys(pair, slot, sharing, turn, sinks, scored, shape, scratch, anchors)
             else:
-                count_marks(pair, sharing, turn, sinks, scored, shape, scratch)
+                count_marks(pair, sharing, sinks, scored, shape, scratch)
             meet(met_ptr, arrivals)
             if by_key:
                 if tl.program_id(0) == 0:

@@ -6,12 +6,11 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.kernel_arguments import Rows
-from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import count_words, least_counted, list_candidates, words_of
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     IS_OPEN,
     MARKS,
     SPARE,
-    UNIT,
     WAS_OPEN,
     Policies,
     Scratch,
@@ -24,8 +23,6 @@ from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE
 
 _MARKS = tl.constexpr(MARKS)
 _SPARE = tl.constexpr(SPARE)
-_UNIT = tl.constexpr(UNIT)
-_LISTED = tl.constexpr(32)
 _IS_OPEN = tl.constexpr(IS_OPEN)
 _WAS_OPEN = tl.constexpr(WAS_OPEN)
 _WHOLE_ABOVE = tl.constexpr(WHOLE_ABOVE)
@@ -35,18 +32,16 @@ _WHOLE_ABOVE = tl.constexpr(WHOLE_ABOVE)
 def count_marks(
     pair: tl.tensor,
     sharing: tl.tensor,
-    turn: tl.tensor,
     sinks: tl.tensor,
     scored: tl.tensor,
     shape: Shape,
     scratch: Scratch,
 ) -> None:
-    """List the tokens of this program's units that have a mark from its head's start on, and count these marks.
+    """List the tokens of this program's units that have a mark from its head's start on, and count heads' marks.
 
     Args:
         pair: of the units.
         sharing: programs that share them.
-        turn: 0 at first; from 1 on, only the marks of open heads are counted, with lower starts.
         sinks: first tokens, which are not listed.
         scored: tokens, behind which there are none.
         shape: of the layer.
@@ -54,24 +49,21 @@ def count_marks(
     """
     head = tl.arange(0, shape.padded_group)
     of_heads = pair * shape.padded_group + head
-    is_head = head < shape.group
-    starts = tl.load(scratch.starts + of_heads, mask=is_head, other=_MARKS, cache_modifier=".cg")
-    is_open = tl.load(scratch.open + of_heads, mask=is_head, other=0, cache_modifier=".cg") == _IS_OPEN
-    # What has the mark 0 is listed at most.
-    least = tl.where(is_head & ((turn == 0) | is_open), tl.maximum(starts, 1), _MARKS)
-    histogram_ptr = scratch.histograms + of_heads * _MARKS
-    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), sharing):
-        listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
-        tl.store(scratch.counts + pair * scratch.units + unit, listed)
-        # Other threads' entries are read from here on.
-        tl.debug_barrier()
-        of_unit = pair * scratch.tokens + unit * _UNIT
-        for begin in range(0, listed, _LISTED):
-            each = begin + tl.arange(0, _LISTED)
-            place = tl.load(scratch.local + of_unit + each, mask=each < listed, other=0)
-            marks = marks_at(scratch, of_unit + place, each < listed, shape)
-            is_high = marks >= least[None, :]
-            tl.atomic_add(histogram_ptr[None, :] + marks, 1, mask=is_high, sem="relaxed")
+    starts = tl.load(scratch.starts + of_heads, mask=head < shape.group, other=_MARKS, cache_modifier=".cg")
+    least = least_counted(scratch, pair, shape)
+    units = tl.cdiv(scored, shape.unit)
+    for unit in range(tl.program_id(0), units, sharing):
+        words = words_of(scratch, pair, unit, True, shape)
+        list_candidates(scratch, pair, unit, words, sinks, scored, starts, shape)
+        count_words(
+            scratch.histograms + pair * shape.padded_group * _MARKS,
+            unit,
+            words,
+            least,
+            sinks,
+            scored,
+            shape,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -138,7 +130,7 @@ def _cut(
     is_taken = ((masses_to - masses < missing) | (counts_to - counts < least)) & (counts > 0)
     cut = tl.min(tl.where(is_taken, marks, _MARKS), 0)
     counted, of_counted = tl.sum(counts, 0), tl.sum(masses, 0)
-    start = tl.load(scratch.starts + of_head)
+    start = tl.load(scratch.starts + of_head, cache_modifier=".cg")
     is_short = (of_counted < missing) | (counted < least)
     # There is nothing below 0.
     is_open = is_short & (start > 0)
@@ -146,14 +138,17 @@ def _cut(
     tl.store(scratch.cuts + of_head, cut)
     tl.store(scratch.open + of_head, tl.where(is_open, _IS_OPEN, tl.where(turn > 0, _WAS_OPEN, 0)))
     samples_ptr = scratch.samples + of_head * _MARKS + marks
+    counted_from = start * 0 + _MARKS
     if is_open:
         if turn == 0:
             # Of what is not counted, which part must be taken.
             part = (missing - of_counted) / tl.maximum(total - of_kept - of_counted, 1e-30)
-            lower = _lower_start(tl.load(samples_ptr, cache_modifier=".cg"), part, start)
-            tl.store(scratch.starts + of_head, tl.where(counted < least, 0, lower))
+            start = tl.where(counted < least, 0, _lower_start(tl.load(samples_ptr), part, start))
         else:
-            tl.store(scratch.starts + of_head, 0)
+            start = start * 0
+        tl.store(scratch.starts + of_head, start)
+        counted_from = tl.maximum(start, 1)
+    tl.store(scratch.counted_from + of_head, counted_from)
     tl.store(samples_ptr, tl.zeros([_MARKS], tl.int32))
 
 

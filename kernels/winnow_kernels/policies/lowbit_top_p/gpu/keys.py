@@ -10,12 +10,11 @@ import triton.language as tl
 
 from winnow_kernels.decode.predicted_attention import KEY_STEPS, LOWEST_KEY, STEPS
 from winnow_kernels.kernel_arguments import Rows
-from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at, words_of
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     IS_OPEN,
     KEYS,
     MARKS,
-    UNIT,
     UNIT_MARK,
     WAS_OPEN,
     Anchors,
@@ -32,7 +31,6 @@ _LOWEST = tl.constexpr(LOWEST_KEY)
 _SMALLEST = tl.constexpr(2.0**-100)
 _MARKS = tl.constexpr(MARKS)
 _STEPS = tl.constexpr(float(STEPS))
-_UNIT = tl.constexpr(UNIT)
 _UNIT_MARK = tl.constexpr(UNIT_MARK)
 _LISTED = tl.constexpr(64)
 # Two octaves below the last step's lowest key, and four more each time that these are too few.
@@ -96,12 +94,12 @@ def count_keys(
     starts = tl.where(lowest > 0, tl.maximum(starts, 1), 0)
     starts = tl.where(head < shape.group, starts, _MARKS)
     histogram_ptr = scratch.key_histograms + pair * _KEYS
-    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), sharing):
-        listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
-        tl.store(scratch.counts + pair * scratch.units + unit, listed)
+    for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
+        words = words_of(scratch, pair, unit, True, shape)
+        listed = list_candidates(scratch, pair, unit, words, sinks, scored, starts, shape)
         # Other threads' entries are read from here on.
         tl.debug_barrier()
-        of_unit = pair * scratch.tokens + unit * _UNIT
+        of_unit = pair * scratch.tokens + unit * shape.unit
         for begin in range(0, listed, _LISTED):
             each = begin + tl.arange(0, _LISTED)
             is_listed = each < listed

@@ -19,7 +19,6 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     is_in_order,
     logarithm_of,
 )
-from winnow_kernels.selection.gpu_chain import wait_for_previous
 from winnow_kernels.selection.gpu_partition import own_share, owner_of
 from winnow_kernels.selection.gpu_slots import slots_at
 
@@ -62,10 +61,8 @@ def order_count_kernel(
     pairs: tl.tensor,
     window: tl.constexpr,
     pair_block: tl.constexpr,
-    chained: tl.constexpr,
 ) -> None:
     """Count the listed tokens of each chunk by their steps."""
-    wait_for_previous(chained)
     chunks = _chunks_of(rows, policies, shape, scratch, tl.arange(0, pair_block), pairs, window)
     own, end = own_share(chunks)
     for each in range(own, end):
@@ -89,13 +86,11 @@ def order_kernel(
     pairs: tl.tensor,
     window: tl.constexpr,
     pair_block: tl.constexpr,
-    chained: tl.constexpr,
 ) -> None:
     """Write the slots of what is listed in order, as far as the cap, and add up what that cuts off.
 
     In a step the first in the context come first.
     """
-    wait_for_previous(chained)
     chunks = _chunks_of(rows, policies, shape, scratch, tl.arange(0, pair_block), pairs, window)
     head = tl.arange(0, shape.padded_group)
     step = tl.arange(0, _ORDERS)
@@ -148,10 +143,8 @@ def cap_kernel(
     beliefs_ptr: tl.tensor,
     capped_ptr: tl.tensor,
     window: tl.constexpr,
-    chained: tl.constexpr,
 ) -> None:
     """Cut the selections that are longer than their caps, and believe less of them. Grid: rows × KV heads."""
-    wait_for_previous(chained)
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cap = tl.load(policies.most + row)
     length, scored, sinks = bounds_of(rows, policies, row, window)

@@ -18,7 +18,6 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     floor_of,
     kept_positions,
 )
-from winnow_kernels.selection.gpu_chain import wait_for_previous
 from winnow_kernels.selection.gpu_slots import slots_at
 
 _KEPT = tl.constexpr(64)
@@ -44,10 +43,8 @@ def prepare_kernel(
     scale_log2: tl.tensor,
     window: tl.constexpr,
     dim_block: tl.constexpr,
-    chained: tl.constexpr,
 ) -> None:
     """Grid: rows × KV heads × 2; one program rounds queries, the other scores what is kept."""
-    wait_for_previous(chained)
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length, scored, sinks = bounds_of(rows, policies, row, window)
     if (tl.program_id(0) == 0) & (kv_head == 0):

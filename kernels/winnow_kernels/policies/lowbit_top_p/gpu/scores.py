@@ -18,7 +18,6 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     bounds_of,
     parts_of,
 )
-from winnow_kernels.selection.gpu_chain import wait_for_previous
 from winnow_kernels.selection.gpu_partition import own_share, owner_of
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -45,13 +44,15 @@ def score_kernel(
     stages: tl.constexpr,
     in_words: tl.constexpr,
     again: tl.constexpr,
-    chained: tl.constexpr,
 ) -> None:
     """Mark the scored tokens, add up the masses of spans, and find the highest step of each query head.
 
     ``again``, with other bases, for the query heads whose marks do not reach. What stands behind the last scored token
     is marked too, up to the end of its tile.
     """
+    if again:  # noqa: SIM102  # A condition of the launch and one of the batch.
+        if tl.load(scratch.any_open) == 0:
+            return
     lines: tl.constexpr = tile * shape.padded_group // shape.columns
     all_pairs = tl.arange(0, pair_block)
     spans = parts_of(rows, policies, all_pairs, pairs, shape, window, _SPAN)
@@ -59,10 +60,6 @@ def score_kernel(
     head = column % shape.padded_group
     number = tl.arange(0, lines)[:, None] * shape.columns + column[None, :]
     own, end = own_share(spans)
-    wait_for_previous(chained)
-    if again:  # noqa: SIM102  # A condition of the launch and one of the batch.
-        if tl.load(scratch.any_open) == 0:
-            return
     while own < end:
         pair, first, after = owner_of(own, spans)
         last = tl.minimum(end, after)

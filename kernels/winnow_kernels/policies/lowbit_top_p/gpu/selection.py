@@ -18,18 +18,16 @@ from winnow_kernels.policies.lowbit_top_p.gpu.choice import choose_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.order import cap_kernel, order_count_kernel, order_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.state import SAMPLED, UNIT, Anchors, Policies, Scratch, Shape
+from winnow_kernels.policies.lowbit_top_p.gpu.state import SAMPLED, Anchors, Policies, Scratch, Shape
 from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
-from winnow_kernels.selection.gpu_chain import chained
 from winnow_kernels.selection.gpu_partition import programs_on
 
 _LOG2_E: Final = 1.4426950408889634
-# Programs that share a pair's sample.
-_SAMPLING: Final = 4
 # Programs on each multiprocessor that choose: as many as fit, of small groups of query heads and of large ones.
 _CHOOSING: Final = 16
 _CHOOSING_OF_MANY: Final = 8
 _MANY: Final = 4
+_REGISTERS: Final = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,7 @@ def launches(
     by_unit = (programs_on(device, 4),)
     # Single warps wait for nobody, but for those of their pair: so there are no more than run at once.
     choosing = _CHOOSING_OF_MANY if shape.padded_group.value > _MANY else _CHOOSING
-    of_pair = min(triton.cdiv(batch.longest, UNIT), triton.cdiv(programs_on(device, choosing), pairs))
-    chain = chained(queries)
+    of_pair = min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(programs_on(device, choosing), pairs))
 
     def score(*, again: bool) -> None:
         score_kernel[(programs_on(device, launch.programs),)](
@@ -155,13 +152,12 @@ def launches(
             in_words=launch.in_words,
             again=again,
             num_warps=launch.warps,
-            **chain,
         )
 
     def total(*, again: bool) -> None:
-        samples = 1 if by_key else min(_SAMPLING, triton.cdiv(batch.longest, SAMPLED))
+        samples = 1 if by_key else triton.cdiv(batch.longest, SAMPLED)
         grid = (samples, batch.rows, kv_heads)
-        total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4, **chain)
+        total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
 
     steps = {
         "prepare": lambda: prepare_kernel[(batch.rows, kv_heads, 2)](
@@ -178,7 +174,6 @@ def launches(
             window=WINDOW,
             dim_block=max(16, triton.next_power_of_2(cache.head_dim)),
             num_warps=4,
-            **chain,
         ),
         "score": lambda: score(again=False),
         "total": lambda: total(again=False),
@@ -196,13 +191,13 @@ def launches(
             by_key=by_key,
             in_order=in_order,
             num_warps=1,
-            **chain,
+            maxnreg=_REGISTERS // (32 * choosing),
         ),
     }
     if in_order:
-        steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4, **chain)
-        steps["order"] = lambda: order_kernel[by_unit](*of_batch, selected, pairs, **by_pair, num_warps=4, **chain)
+        steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4)
+        steps["order"] = lambda: order_kernel[by_unit](*of_batch, selected, pairs, **by_pair, num_warps=4)
         steps["cap"] = lambda: cap_kernel[(batch.rows, kv_heads)](
-            *of_batch, selected, beliefs, capped, window=WINDOW, num_warps=4, **chain
+            *of_batch, selected, beliefs, capped, window=WINDOW, num_warps=4
         )
     return steps

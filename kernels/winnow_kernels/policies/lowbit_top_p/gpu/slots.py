@@ -13,7 +13,6 @@ from winnow_kernels.policies.lowbit_top_p.gpu.keys import key_of
 from winnow_kernels.policies.lowbit_top_p.gpu.order import order_of
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     MARKS,
-    UNIT,
     Policies,
     Scratch,
     Shape,
@@ -27,7 +26,6 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
 from winnow_kernels.selection.gpu_slots import slots_at
 
 _MARKS = tl.constexpr(MARKS)
-_UNIT = tl.constexpr(UNIT)
 _UNITS = tl.constexpr(256)
 _LISTED = tl.constexpr(64)
 _KEPT = tl.constexpr(128)
@@ -58,23 +56,24 @@ def keep_taken(
     key_cut = tl.load(scratch.key_cuts + pair, cache_modifier=".cg")
     for unit in range(tl.program_id(0), units, sharing):
         counts_ptr = scratch.counts + pair * scratch.units + unit
-        of_unit = pair * scratch.tokens + unit * _UNIT
+        of_unit = pair * scratch.tokens + unit * shape.unit
         list_ptr = scratch.local + of_unit
         candidates = tl.load(counts_ptr)
         count, ties = candidates * 0, candidates * 0
         for begin in range(0, candidates, _LISTED):
             each = begin + tl.arange(0, _LISTED)
             is_listed = each < candidates
-            place = tl.load(list_ptr + each, mask=is_listed, other=0).to(tl.int32)
+            # Without waiting for how many there are.
+            place = tl.load(list_ptr + each, mask=each < shape.unit, other=0).to(tl.int32) & (shape.unit - 1)
             entry = place
             if by_key:
-                keys = tl.load(scratch.keys + of_unit + each, mask=is_listed, other=-1).to(tl.int32)
+                keys = tl.load(scratch.keys + of_unit + each, mask=each < shape.unit, other=0).to(tl.int32)
                 is_tie = is_listed & (keys == key_cut)
                 is_taken = is_listed & (keys >= key_cut)
                 ties += tl.sum(is_tie.to(tl.int32), 0)
                 entry = tl.where(is_tie, -1 - place, place)
             else:
-                marks = marks_at(scratch, of_unit + place, is_listed, shape)
+                marks = marks_at(scratch, of_unit + place, each < shape.unit, shape)
                 is_taken = is_listed & (tl.max((marks >= cuts[None, :]).to(tl.int32), 1) > 0)
             one = is_taken.to(tl.int32)
             # Nothing is written where other threads have yet to read.
@@ -125,19 +124,19 @@ def write_taken(
     table_ptr = rows.page_table + row * rows.table_stride
     of_tokens = pair * scratch.tokens
     floors = tl.load(scratch.floors + of_heads)
-    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), sharing):
+    for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
         of_unit = pair * scratch.units + unit
         listed, ties = tl.load(scratch.counts + of_unit), 0
         before = listed_before(scratch.counts, pair, unit, scratch)
         if by_key:
             ties = listed_before(scratch.ties, pair, unit, scratch)
             before = before - ties + tl.minimum(ties, spare)
-        list_ptr = scratch.local + of_tokens + unit * _UNIT
+        list_ptr = scratch.local + of_tokens + unit * shape.unit
         taken = tl.zeros([shape.padded_group], tl.float32)
         for begin in range(0, listed, _LISTED):
             each = begin + tl.arange(0, _LISTED)
             is_taken = each < listed
-            entry = tl.load(list_ptr + each, mask=is_taken, other=0).to(tl.int32)
+            entry = tl.load(list_ptr + each, mask=each < shape.unit, other=0).to(tl.int32)
             place = each
             if by_key:
                 is_tie = is_taken & (entry < 0)
@@ -145,7 +144,7 @@ def write_taken(
                 is_taken &= ties + tl.cumsum(is_tie.to(tl.int32), 0) <= tl.where(is_tie, spare, 0x7FFFFFFF)
                 place = tl.cumsum(is_taken.to(tl.int32), 0) - 1
                 ties += tl.sum(is_tie.to(tl.int32), 0)
-            position = unit * _UNIT + entry
+            position = unit * shape.unit + entry
             slot = slots_at(table_ptr, position, is_taken, rows.page_size)
             is_written = is_taken & (kept + before + place < selected.width)
             tl.store(selected.slots + pair * selected.width + kept + before + place, slot, mask=is_written)
@@ -203,7 +202,7 @@ def write_kept(
     of_heads = pair * shape.padded_group + head
     length, scored, sinks = bounds_of(rows, policies, row, window)
     kept = length - scored + sinks
-    units = tl.cdiv(scored, _UNIT)
+    units = tl.cdiv(scored, shape.unit)
     table_ptr = rows.page_table + row * rows.table_stride
     bases = tl.load(scratch.bases + of_heads)
     others = listed_before(scratch.counts, pair, units, scratch)

@@ -19,12 +19,12 @@ from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows
 
 SPAN: Final = 1024
 """Tokens whose masses one program adds up."""
-SAMPLED: Final = 4096
+SAMPLED: Final = 16384
 """Tokens from which one program takes a sample at a time."""
 SPARE: Final = 8
 """Steps that a sample may be wrong by."""
-UNIT: Final = 512
-"""Tokens that one program lists, and whose slots it writes."""
+WORDS: Final = 512
+"""Words of four marks that one program looks at together."""
 MARKS: Final = 256
 """What a token's step is written down as: so much above its head's base, from 0. The last is no token's."""
 KEYS: Final = triton.next_power_of_2(1 - LOWEST_KEY)
@@ -65,18 +65,24 @@ class Policies(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A layer's heads as codes are scored: several tokens share a row of the matrix units where a group is small."""
+    """A layer's heads as codes are scored: several tokens share a row of the matrix units where a group is small.
+
+    A unit is what a program lists, and whose slots it writes.
+    """
 
     kv_heads: Constant
     group: Constant
     padded_group: Constant
     columns: Constant
+    unit: Constant
 
     @classmethod
     def of(cls, kv_heads: int, group: int) -> Shape:
         """Return it for ``group`` query heads of each of ``kv_heads``."""
         padded = triton.next_power_of_2(group)
-        return cls(*(tl.constexpr(size) for size in (kv_heads, group, padded, max(8, padded))))
+        return cls(
+            *(tl.constexpr(size) for size in (kv_heads, group, padded, max(8, padded), WORDS * 4 // max(4, padded)))
+        )
 
 
 class Anchors(NamedTuple):
@@ -106,7 +112,8 @@ class Scratch(NamedTuple):
     Of query heads, [pairs, padded group]: levels, int8 [..., head dim], of the rounded queries; sums, int32, of these;
     worths, float32, of a level, in steps; kept, float32, logarithm of the kept tokens' mass, in steps; tops, int32, the
     highest step; bases, int32, the step with the mark 0, a multiple of 8; floors, int32, the mark up to which nothing
-    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, where bases are
+    is chosen by itself; starts, int32, the mark from which on tokens are listed; counted_from, int32, the
+    mark from which on marks are counted, ``MARKS`` where they are not; open, int32, where bases are
     wrong, then where starts are (``IS_OPEN``) or were (``WAS_OPEN``); cuts, int32, the lowest mark that is taken;
     totals, float32, of all mass; rests, float32, of what is not selected.
 
@@ -139,6 +146,7 @@ class Scratch(NamedTuple):
     bases: Pointer
     floors: Pointer
     starts: Pointer
+    counted_from: Pointer
     open: Pointer
     cuts: Pointer
     totals: Pointer
@@ -197,7 +205,7 @@ class Scratch(NamedTuple):
         pairs, padded = rows * kv_heads, shape.padded_group.value
         spans = -(-tokens // SPAN)
         tokens = spans * SPAN
-        units = tokens // UNIT
+        units = tokens // shape.unit.value
         chunks = tokens // CHUNK
         key_tokens, keys = (tokens, KEYS) if with_keys else (1, 1)
 
@@ -213,6 +221,7 @@ class Scratch(NamedTuple):
             bases=zeros(padded),
             floors=zeros(padded),
             starts=zeros(padded),
+            counted_from=zeros(padded).fill_(MARKS),
             open=zeros(padded),
             cuts=zeros(padded),
             totals=zeros(padded, dtype=torch.float32),

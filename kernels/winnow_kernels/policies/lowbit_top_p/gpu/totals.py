@@ -8,7 +8,6 @@ import triton.language as tl
 from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.key_codes import BLOCK
 from winnow_kernels.kernel_arguments import Rows
-from winnow_kernels.policies.lowbit_top_p.gpu.candidates import marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     MARKS,
     SAMPLED,
@@ -25,7 +24,6 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     weights_of,
 )
 from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE
-from winnow_kernels.selection.gpu_chain import wait_for_previous
 
 _MARKS = tl.constexpr(MARKS)
 _SPAN = tl.constexpr(SPAN)
@@ -50,14 +48,12 @@ def total_kernel(
     window: tl.constexpr,
     by_key: tl.constexpr,
     again: tl.constexpr,
-    chained: tl.constexpr,
 ) -> None:
     """Add up the masses of spans, and say by a sample from which marks on tokens are to be counted, unless ``by_key``.
 
     Query heads whose marks do not reach are left open, with other bases: they are marked, and this is done, ``again``.
     Grid: programs that share a pair's sample × rows × KV heads; the last one of a pair does all else.
     """
-    wait_for_previous(chained)
     if again:  # noqa: SIM102  # A condition of the launch and one of the batch.
         if tl.load(scratch.any_open) == 0:
             return
@@ -75,10 +71,17 @@ def total_kernel(
         else:
             sample = tl.arange(0, _SAMPLED // _APART * _BLOCK)
             token = sample // _BLOCK * _APART + sample % _BLOCK
-            samples_ptr = scratch.samples + of_heads * _MARKS
+            marks = tl.arange(0, _MARKS)
             for begin in range(tl.program_id(0) * _SAMPLED, scored, tl.num_programs(0) * _SAMPLED):
-                marks = marks_at(scratch, pair * scratch.tokens + begin + token, begin + token < scored, shape)
-                tl.atomic_add(samples_ptr[None, :] + marks, 1, mask=is_due[None, :] & (marks > 0), sem="relaxed")
+                marks_ptr = scratch.marks + (pair * scratch.tokens + begin + token) * shape.padded_group
+                for each in range(shape.group):
+                    is_own = begin + token < scored
+                    if again:
+                        is_own &= tl.load(scratch.open + pair * shape.padded_group + each) != 0
+                    of_head = tl.load(marks_ptr + each, mask=is_own, other=0).to(tl.int32)
+                    counts = tl.histogram(of_head, _MARKS, mask=of_head > 0)
+                    sample_ptr = scratch.samples + (pair * shape.padded_group + each) * _MARKS + marks
+                    tl.atomic_add(sample_ptr, counts, mask=counts > 0, sem="relaxed")
             # What all threads have added must be there before anyone sees that this program is done.
             tl.debug_barrier()
             done = tl.atomic_add(scratch.sampled + pair, 1, sem="acq_rel")
@@ -134,6 +137,8 @@ def _settle(
         if share > _WHOLE_ABOVE:
             start = start * 0
         tl.store(scratch.starts + of_heads, start, mask=is_due)
+        # What has the mark 0 is listed at most.
+        tl.store(scratch.counted_from + of_heads, tl.maximum(start, 1), mask=is_due)
     of_request = (tl.load(anchors.slots + row) * shape.kv_heads + kv_head) * shape.group + head
     tl.store(anchors.tops + of_request, tops, mask=is_due)
     if again:
