@@ -144,16 +144,18 @@ def cut_keys(
     # The lowest key above which the budget is not yet full; beyond all keys if nothing is wanted.
     cut = wanted * 0 + _KEYS
     above, spare = wanted * 0, wanted
-    for part in range(_KEYS // _KEYS_AT_A_TIME):
-        key = _KEYS - (part + 1) * _KEYS_AT_A_TIME + tl.arange(0, _KEYS_AT_A_TIME)
-        histogram_ptr = scratch.key_histograms + pair * _KEYS + key
-        counts = tl.load(histogram_ptr, cache_modifier=".cg")
-        tl.store(histogram_ptr, tl.zeros([_KEYS_AT_A_TIME], tl.int32))
+    key = tl.arange(0, _KEYS_AT_A_TIME)
+    histogram_ptr = scratch.key_histograms + pair * _KEYS + key
+    for part in tl.static_range(_KEYS // _KEYS_AT_A_TIME):
+        first = _KEYS - (part + 1) * _KEYS_AT_A_TIME
+        counts = tl.load(histogram_ptr + first, cache_modifier=".cg")
         higher = above + tl.cumsum(counts, 0, reverse=True) - counts
         is_taken = (higher < wanted) & (counts > 0)
-        cut = tl.minimum(cut, tl.min(tl.where(is_taken, key, _KEYS), 0))
+        cut = tl.minimum(cut, tl.min(tl.where(is_taken, first + key, _KEYS), 0))
         spare = tl.minimum(spare, tl.min(tl.where(is_taken, wanted - higher, wanted), 0))
         above += tl.sum(counts, 0)
+    for part in tl.static_range(_KEYS // _KEYS_AT_A_TIME):
+        tl.store(histogram_ptr + part * _KEYS_AT_A_TIME, tl.zeros([_KEYS_AT_A_TIME], tl.int32))
     is_open = (above < wanted) & (lowest > 0)
     tl.store(scratch.key_cuts + pair, cut)
     # Of those with this key, so many are taken.

@@ -139,7 +139,8 @@ def launches(
     of_pair = min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(programs_on(device, choosing), pairs))
 
     def score(*, again: bool) -> None:
-        score_kernel[(programs_on(device, launch.programs),)](
+        # Most often there is nothing to do again.
+        score_kernel[(programs_on(device, 2 if again else launch.programs),)](
             rows,
             policies,
             codes,
