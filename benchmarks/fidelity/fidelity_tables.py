@@ -1,4 +1,7 @@
-"""The documentation's tables of fidelity: how far policies are from dense attention on real text."""
+"""The documentation's tables of fidelity: how far policies are from dense attention on real text.
+
+Presets change. So a row is of the preset whose policy it was measured with, whatever it was called then.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fidelity.accuracy_record import ALL, AccuracyRecord
+from benchmarks.fidelity.frontier import is_of
 from benchmarks.markdown_tables import commit_of
-from winnow_evaluation.fidelity.record import FidelityRecord
+from winnow_evaluation.fidelity.record import FidelityRecord, identity_of
 from winnow_evaluation.fidelity.table import row_label
 from winnow_evaluation.writing import markdown_table, number, percent
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
+from winnow_service.policies.presets import PRESETS
 
 _CHANGED: Final = ("sinks", "observation_window", "recency_ratio", "queries", "delta_layers")
 _SUMMARY: Final = {"p": 0.9, "budget": 1024, "window": 1020}
@@ -39,7 +45,7 @@ def fidelity_table(path: Path) -> str:
             percent(row["success"]),
             _worst(row),
         )
-        for row in _longest(record.rows)
+        for row in _longest(_named(record))
     ]
     headings = (
         "model", "context", "policy", "KL, nats [95 %]", "top-1 equal %", "loss", "KV read %", "attended %",
@@ -74,9 +80,10 @@ def changes_table(path: Path) -> str:
 def contexts_table(path: Path) -> str:
     """Return each policy's KL at each context of each model, and beside it what it reads."""
     record = FidelityRecord.read(path)
-    cells = list(dict.fromkeys((row["model"], row["context"]) for row in record.rows))
-    labels = dict.fromkeys(f"{row['phase']}: {row_label(row)}" for row in record.rows)
-    by_place = {(row["model"], row["context"], f"{row['phase']}: {row_label(row)}"): row for row in record.rows}
+    named = _named(record)
+    cells = list(dict.fromkeys((row["model"], row["context"]) for row in named))
+    labels = dict.fromkeys(f"{row['phase']}: {row_label(row)}" for row in named)
+    by_place = {(row["model"], row["context"], f"{row['phase']}: {row_label(row)}"): row for row in named}
     rows = [(label, *(_kl_and_reads(by_place.get((*cell, label))) for cell in cells)) for label in labels]
     headings = ("KL, nats (KV read %)", *(f"{model}, {context:,}" for model, context in cells))
     return markdown_table(headings, rows) + _about(record)
@@ -95,7 +102,7 @@ def summary_table(path: Path) -> str:
             percent(row["kv_read_ratio"]),
             number(row["true_share"]),
         )
-        for row in _longest(record.rows)
+        for row in _longest(_named(record))
         if row["phase"] == "decode" and _is_summarised(row)
     ]
     headings = ("model", "context", "policy", "KL, nats", "top-1 equal %", "KV read %", "attention held")
@@ -105,34 +112,46 @@ def summary_table(path: Path) -> str:
 def overview_table(path: Path) -> str:
     """Return what policies read and lose on the model with the longest contexts: fidelity there, and RULER's tasks.
 
+    Presets come first, those that RULER's tasks were not asked with, too.
+
     Args:
         path: the record of fidelity; that of RULER's tasks, ``accuracy-MODEL.json``, lies beside it.
     """
     record = FidelityRecord.read(path)
     model = max(record.rows, key=lambda row: int(row["context"]))["model"]
-    rows = [row for row in _longest(record.rows) if row["model"] == model]
+    rows = [row for row in _longest(_named(record)) if row["model"] == model]
     ruler = AccuracyRecord.read(path.with_name(f"accuracy-{model}.json"))
     lost = {(pool.policy, pool.length): pool.difference for pool in ruler.pools if pool.task == ALL}
     lengths = sorted({length for _, length in lost})
+    asked = {name: _policy(given) for name, given in ruler.runs[0].options["policies"].items()}
     table = []
-    for name, policy in ruler.runs[0].options["policies"].items():
-        row = next((row for row in rows if _is_of(row, policy)), None)
+    for name, policy in ({"dense": AttentionPolicy()} | _sparse_presets() | asked).items():
+        row = next((row for row in rows if is_of(row, policy)), None)
         if row is None:
             continue
         kl, reads = f"{row['kl']:.4f}", percent(row["kv_read_ratio"])
-        table.append((name, reads, kl, *(number(lost[name, length], "+.1f") for length in lengths)))
+        table.append((name, reads, kl, *(number(lost.get((name, length)), "+.1f") for length in lengths)))
     headings = ("", "KV read %", "KL, nats", *(f"RULER {length // 1024}K, points" for length in lengths))
     return markdown_table(headings, table)
 
 
-def _is_of(row: Mapping[str, Any], asked: Mapping[str, Any] | str) -> bool:
-    """Whether a row is that of a preset's name, or of a policy as a request gives it."""
-    if isinstance(asked, str):
-        return bool(row["preset"] == asked)
-    phase = "decode" if "decode" in asked or not asked else "prefill"
-    given = {"policy": "dense"} | dict(asked.get(phase, {}))
-    is_of_policy = row["preset"] is None and (row["phase"], row["policy"]) == (phase, given.pop("policy"))
-    return is_of_policy and _has(row["parameters"], given)
+def _sparse_presets() -> dict[str, AttentionPolicy]:
+    return {name: preset.attention for name, preset in PRESETS.items() if not preset.attention.is_dense}
+
+
+def _policy(asked: Mapping[str, Any] | str) -> AttentionPolicy:
+    """Return a policy that was asked for by a preset's name, or as a request gives it."""
+    return PRESETS[asked].attention if isinstance(asked, str) else parse_policy(asked)
+
+
+def _named(record: FidelityRecord) -> list[Mapping[str, Any]]:
+    """Return each row once, however it was asked for, with the name of its preset."""
+    rows: dict[str, Mapping[str, Any]] = {}
+    for row in record.rows:
+        preset = next((name for name, policy in _sparse_presets().items() if is_of(row, policy)), None)
+        named = row | {"preset": preset}
+        rows[identity_of(named)] = named
+    return list(rows.values())
 
 
 def _has(parameters: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:

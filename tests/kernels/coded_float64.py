@@ -94,11 +94,11 @@ class Head:
         """In steps of 16 keys; of equal ones the first."""
         return sorted(numbers, key=lambda number: (-(self.keys[number] // 16), number))
 
-    def top_p(self, p: float, min_tokens: int, max_tokens: int | None) -> tuple[set[int], bool]:
-        """Which of the others a KV head takes, by number, and whether the cap has cut them."""
-        kept = len(self.kept)
+    def top_p(self, p: float, bits: int, min_tokens: int, max_tokens: int | None) -> tuple[set[int], bool]:
+        """Which of the others a KV head takes by codes of so many bits, by number, and whether the cap has cut them."""
+        kept, aim = len(self.kept), aimed(p, bits)
         heads = range(len(self.exact))
-        taken = set[int]().union(*(self.needed(head, p, min_tokens - kept) for head in heads))
+        taken = set[int]().union(*(self.needed(head, aim, min_tokens - kept) for head in heads))
         if p > 0.999:
             taken = set(range(len(self.others)))
         if max_tokens is None or len(taken) <= max(0, max_tokens - kept) or max_tokens > 0.75 * self.length:
@@ -124,6 +124,13 @@ class Head:
             1 - kept - math.fsum(share for share, position in zip(shares, self.others, strict=True) if position in read)
             for kept, shares in zip(self.kept_shares, self.shares, strict=True)
         ]
+
+
+def aimed(p: float, bits: int) -> float:
+    """The predicted share with which p is held, up to 0.999: a greater one takes everything."""
+    if p > 0.999 or bits == 4:
+        return p
+    return min(1 - {2: 0.89, 3: 0.985}[bits] * (1 - p), 0.999)
 
 
 def kept_positions(length: int, sinks: int, page_size: int) -> list[int]:

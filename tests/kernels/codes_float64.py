@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -46,6 +47,20 @@ def scores(keys: Vector, queries: Vector, bits: int, scale: float) -> Vector:
         products = [offset + own * float(levels @ v) for v, own in zip(values, factors, strict=True)]
         predicted.append([step * scale / math.log(2) / len(query) * product for product in products])
     return np.array(predicted)
+
+
+def norms(keys: Vector, bits: int) -> Vector:
+    """How long the keys of a block, [16, head dim], are told to be: mean and residual as if at right angles."""
+    _, mean_factor, _, factors = block_of(keys, bits)
+    return np.hypot(mean_factor * length_of_factor(4), np.array(factors) * length_of_factor(bits))
+
+
+@cache
+def length_of_factor(bits: int) -> float:
+    """E[x · code of x], x normally distributed: a sum over fine steps."""
+    x = (np.arange(400_000) + 0.5) / 400_000 * 10
+    values = 2 * np.minimum(np.floor(x / STEPS[bits]), 2 ** (bits - 1) - 1) + 1
+    return float((2 * x * values * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)).sum() * 10 / 400_000)
 
 
 def levels_of(query: Vector) -> tuple[Vector, float]:

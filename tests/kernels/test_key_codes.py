@@ -115,6 +115,19 @@ def test_scores_equal_the_plain_version(dtype: torch.dtype, head_dim: int, bits:
             assert errors.max() < 0.5
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_norms_equal_the_plain_version_and_are_near(head_dim: int, bits: int) -> None:
+    cache = random_cache(SLOTS, 2, head_dim)
+    found = codes_of(cache, bits).norms(0, torch.arange(3, 6))
+    for head in range(2):
+        for place in range(3):
+            keys = cache.keys[(3 + place) * BLOCK : (4 + place) * BLOCK, head].double()
+            own = found[head, place * BLOCK : (place + 1) * BLOCK]
+            np.testing.assert_allclose(own.numpy(), codes_float64.norms(keys.numpy(), bits), rtol=1e-4)
+            torch.testing.assert_close(own.double(), keys.norm(dim=-1), rtol=0.2, atol=0)
+
+
 def test_a_run_of_blocks_scores_as_its_blocks_do() -> None:
     codes = codes_of(random_cache(SLOTS, 2, 64), 2)
     queries = RoundedQueries.of(random_queries(2, 4, 64), 0.125)

@@ -21,9 +21,10 @@ from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import attend
 from winnow_kernels.cache import Context
 from winnow_kernels.decode.predicted_attention import PredictedAttention
-from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
+from winnow_kernels.indexes.key_codes import BITS, KeyCodes, bytes_of_key
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
+from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
+from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE, LowBitTopP
 from winnow_kernels.policies.lowbit_top_p.reference import LowBitTopPStep
 from winnow_kernels.selection.tokens import Selection
 
@@ -76,7 +77,7 @@ def test_equals_the_plain_version(
         of_heads, shares, capped = [], [], False
         for head in range(kv_heads):
             known = case.head(queries, request, head, sinks)
-            taken, is_cut = known.top_p(p, least, most) if is_scored else (set(range(lengths[request])), False)
+            taken, is_cut = known.top_p(p, bits, least, most) if is_scored else (set(range(lengths[request])), False)
             positions = known.positions(taken, in_order=in_order)
             assert positions_of(selection, case.context, request, head) == positions
             of_heads.append(positions)
@@ -121,7 +122,7 @@ def test_what_always_holds(
         positions = positions_of(selection, case.context, 0, 0)
         if is_scored:
             known = case.head(queries, 0, 0, sinks)
-            taken, is_cut = known.top_p(share, least, cap)
+            taken, is_cut = known.top_p(share, case.codes.bits, least, cap)
             assert positions == known.positions(taken, in_order=False)
             assert bool(step.capped[0]) == is_cut
             told = exact_share(case, queries, 0, 0, known, positions)
@@ -140,6 +141,27 @@ def test_what_always_holds(
         selections.append(set(positions))
     if cap is None:
         assert selections[0] <= selections[1]
+
+
+@given(p=st.floats(1e-6, 1), more=st.floats(0, 1), bits=st.sampled_from(BITS))
+@example(p=0.999, more=0.001, bits=2)
+@example(p=0.9990000000000001, more=0, bits=2)
+def test_an_aim_is_no_less_than_what_is_asked_for_and_takes_everything_only_if_that_does(
+    p: float, more: float, bits: int
+) -> None:
+    aim = aimed_share(p, bits)
+    assert p <= aim <= 1
+    assert (aim > WHOLE_ABOVE) == (p > WHOLE_ABOVE)
+    assert aim <= aimed_share(min(1, p + more), bits)
+    assert aim <= aimed_share(p, 2)
+
+
+@pytest.mark.parametrize(
+    ("p", "bits", "aim"),
+    [(0.9, 2, 0.911), (0.5, 2, 0.555), (0.9, 3, 0.9015), (0.9, 4, 0.9), (0.999, 2, 0.999), (0.9995, 2, 0.9995)],
+)
+def test_fewer_bits_aim_higher(p: float, bits: int, aim: float) -> None:
+    assert aimed_share(p, bits) == pytest.approx(aim, abs=1e-12)
 
 
 def test_a_query_head_takes_no_step_more_than_it_needs() -> None:

@@ -7,25 +7,35 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels import codes_float64
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.parameters import quoka_decode_parameters, quoka_prefill_parameters
-from tests.kernels.quoka_float64 import plain_prefill, plain_scores
+from tests.kernels.quoka_float64 import plain_prefill
 from tests.kernels.selected_tokens import positions_of
 from winnow_kernels.attend.dense import attend_all, prefill
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
+from winnow_kernels.indexes.key_codes import DEFAULT_BITS, KeyCodes
+from winnow_kernels.indexes.key_norms import KeyNorms
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.quoka import reference as quoka
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
-from winnow_kernels.policies.quoka.reference import PrefillReads, QuokaStep, quoka_prefill, select_for_blocks
+from winnow_kernels.policies.quoka.reference import (
+    PrefillReads,
+    QuokaStep,
+    cosine_steps,
+    quoka_prefill,
+    select_for_blocks,
+)
 
 PAGE, SLOTS, DIM = 16, 4096, 32
 SCALE = DIM**-0.5
@@ -231,8 +241,20 @@ def test_bad_prefill_parameters_are_refused(name: str) -> None:
 
 
 def _step(context: Context, cache: LayerCache, parameters: list[QuokaDecode]) -> tuple[QuokaStep, Meter]:
-    norms = KeyNorms([cache], PageGenerations(SLOTS, PAGE, CPU))
-    return QuokaStep(context, SCALE, None, parameters, norms), Meter(context.requests, CPU)
+    codes = KeyCodes([cache], PageGenerations(SLOTS, PAGE, CPU))
+    return QuokaStep(context, SCALE, None, parameters, codes), Meter(context.requests, CPU)
+
+
+def _cosine_steps(queries: Tensor, keys: Tensor) -> list[float]:
+    """What codes tell of the cosines of a group's mean query, [group, head dim], with keys, [tokens, head dim]."""
+    mean = (queries / queries.norm(dim=-1, keepdim=True)).mean(0).numpy()
+    levels, step = codes_float64.levels_of(mean)
+    length = float(np.linalg.norm(levels)) * step / math.sqrt(len(mean))
+    steps: list[float] = []
+    for block in keys.unflatten(0, (-1, PAGE)).numpy() if len(keys) else []:
+        products = codes_float64.scores(block, mean[None], DEFAULT_BITS, math.log(2))[0]
+        steps += np.floor(1024 * products / (codes_float64.norms(block, DEFAULT_BITS) * length)).tolist()
+    return steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -262,14 +284,17 @@ def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch
         always = length - newest + min(sinks, newest)
         count = max(always, min(length, budget))
         for head in range(kv_heads):
-            of_group = queries[request, head * group : (head + 1) * group].double()[:, None]
-            scores = plain_scores(of_group, cache.keys[slots[:newest], head].double(), 1)
+            of_group = queries[request, head * group : (head + 1) * group].double()
+            scores = _cosine_steps(of_group, cache.keys[slots[:newest], head].double())
             ranked = sorted(range(min(sinks, newest), newest), key=lambda token: -scores[token])[: count - always]
             got = selection.slots[request, head, : int(selection.counts[request, head])].tolist()
             assert sorted(got[: length - newest]) == sorted(slots[newest:])
             assert sorted(got[length - newest : always]) == sorted(slots[: always - length + newest])
-            assert got[always:] == [slots[token] for token in ranked]
-        expected_bytes[request] = kv_heads * newest * (cache.vector_bytes + 4)
+            # What is on the edge of two steps may get either.
+            taken = [scores[slots.index(slot)] for slot in got[always:]]
+            assert taken == pytest.approx([scores[token] for token in ranked], abs=1)
+        # Codes of 2 bits, a factor, and a sixteenth of a mean of 4 bits and its factor.
+        expected_bytes[request] = round(kv_heads * newest * (DIM / 4 + 2 + (DIM / 2 + 4) / 16))
     assert meter.read_bytes.tolist() == expected_bytes
     assert step.index_built_tokens == [(length - 1) // PAGE * PAGE for length in lengths]
 
@@ -339,15 +364,43 @@ def test_decode_keeps_sinks_and_the_newest_page_within_the_budget(
             assert len(positions) == max(len(always), min(length, parameters.tokens(length - 1)))
 
 
-def test_the_index_is_what_scores_are_divided_by() -> None:
+def test_cosines_that_codes_predict_are_near() -> None:
+    cache, context = random_cache(SLOTS, 2, DIM), scattered_context([1600], SLOTS)
+    codes = KeyCodes([cache], PageGenerations(SLOTS, PAGE, CPU), bits=4)
+    pages = codes.generations.complete_pages(context, 0, 1584)
+    codes.ensure(pages)
+    mean = F.normalize(random_queries(2, 2, DIM), dim=-1).mean(1, keepdim=True)
+    steps = cosine_steps(codes, 0, mean, codes.blocks_of(pages))
+    assert torch.equal(steps, steps.round())
+    for head in range(2):
+        exact = F.cosine_similarity(cache.keys[context.slots[0, :1584], head], mean[head], dim=-1)
+        found = steps[head] / 1024
+        assert float((found - exact).abs().max()) < 0.25
+        assert float(torch.corrcoef(torch.stack((found, exact)))[0, 1]) > 0.97
+
+
+def test_of_equal_cosines_the_first_are_taken() -> None:
+    cache, context = random_cache(SLOTS, 1, DIM), scattered_context([600], SLOTS)
+    # All pages alike.
+    cache.keys[:] = cache.keys[:PAGE].repeat(SLOTS // PAGE, 1, 1)
+    step, meter = _step(context, cache, [quoka_decode_parameters(budget=108)])
+    queries = random_queries(1, 2, DIM)
+    [scores] = step.scores(0, queries, cache, meter)
+    best = int(scores[0, :PAGE].argmax())
+    slots = step.select(0, queries, cache, meter).slots[0, 0]
+    # Eight tokens of the newest page, the best of each of 37, and of the next best the first.
+    assert slots[8:45].tolist() == context.slots[0, best:592:PAGE].tolist()
+    assert (slots[45:82] % PAGE).unique().numel() == 1
+    positions = [context.slots[0].tolist().index(slot) for slot in slots[82:108].tolist()]
+    assert positions == sorted(positions)
+    assert len({position % PAGE for position in positions}) == 1
+
+
+def test_keys_and_queries_of_nothing_have_a_cosine_of_0() -> None:
     cache, context = random_cache(SLOTS, 2, DIM), scattered_context([200], SLOTS)
-    norms = KeyNorms([cache], PageGenerations(SLOTS, PAGE, CPU))
-    step = QuokaStep(context, SCALE, None, [quoka_decode_parameters(budget=20)], norms)
-    torch.testing.assert_close(
-        norms.reciprocals[0][context.slots[0, :192]], reciprocal_norms(cache.keys[context.slots[0, :192]])
-    )
-    favourite = context.slots[0, 5]
-    queries = cache.keys[favourite].repeat_interleave(2, 0)[None]
-    norms.reciprocals[0][favourite] = 0
-    selection = step.select(0, queries, cache, Meter(1, CPU))
-    assert int(favourite) not in selection.slots[0, 0].tolist()
+    cache.keys[context.slots[0, 32:48]] = 0
+    step, meter = _step(context, cache, [quoka_decode_parameters(budget=60)])
+    [scores] = step.scores(0, random_queries(1, 4, DIM), cache, meter)
+    assert (scores[:, 32:48].ceil() == 0).all()
+    [scores] = step.scores(0, torch.zeros(1, 4, DIM), cache, meter)
+    assert (scores.ceil() == 0).all()

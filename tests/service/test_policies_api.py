@@ -580,7 +580,7 @@ async def make(client: httpx.AsyncClient, **settings: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_the_bounds_of_a_key_refuse(keyed: Deployment, route: str) -> None:
-    key = await make(keyed.client, bounds={"min_p": 0.8, "decode": ["tactic", "dense"]})
+    key = await make(keyed.client, bounds={"min_p": 0.8, "decode": ["tactic", "lowbit_top_p", "dense"]})
     await keyed.client.put("/v1/policies/low", json={"attention": TACTIC})
     for attention in (TACTIC, "low"):
         answer = await keyed.client.post(route, json={"text": "x", "attention": attention}, headers=key)
@@ -600,12 +600,13 @@ async def test_the_bounds_of_a_key_refuse(keyed: Deployment, route: str) -> None
 
 
 async def test_a_key_may_forbid_dense_attention(keyed: Deployment) -> None:
-    key = await make(keyed.client, bounds={"decode": ["tactic"]})
+    decode = PRESETS["balanced"].attention.decode.policy
+    key = await make(keyed.client, bounds={"decode": [decode]})
     answer = await keyed.client.post("/generate", json={"text": "x"}, headers=key)
     problem(answer, 403, "policy_forbidden", "attention.decode.policy")
-    key = await make(keyed.client, bounds={"decode": ["tactic"]}, default_policy="balanced")
+    key = await make(keyed.client, bounds={"decode": [decode]}, default_policy="balanced")
     assert (await keyed.client.post("/generate", json={"text": "x"}, headers=key)).status_code == 200
-    assert forwarded(keyed, "/generate") == canonical({"decode": {"policy": "tactic"}})
+    assert forwarded(keyed, "/generate") == canonical({"decode": {"policy": decode}})
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -111,6 +111,7 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
     ],
 )
 def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICIES_SETTING, "tactic")
     refuse_what_is_not_served(runner())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refuse_what_is_not_served(runner())
@@ -120,15 +121,15 @@ def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
-        (runner(page_size=8), "pages of 8 tokens with lowbit_top_p (leave it out of WINNOW_POLICIES)"),
+        (runner(page_size=8), "pages of 8 tokens with quoka (leave it out of WINNOW_POLICIES)"),
         (runner(page_size=48), "pages of 48 tokens with tactic (leave it out of WINNOW_POLICIES)"),
-        (runner(layer(0, head_dim=100)), "heads of 100 numbers with lowbit_top_p (leave it out of WINNOW_POLICIES)"),
+        (runner(layer(0, head_dim=100)), "heads of 100 numbers with quoka (leave it out of WINNOW_POLICIES)"),
     ],
 )
 def test_indexes(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(POLICIES_SETTING, raising=False)
     assert_refused(refused, reason)
-    monkeypatch.setenv(POLICIES_SETTING, "quest,quoka")
+    monkeypatch.setenv(POLICIES_SETTING, "quest,sparq")
     refuse_what_is_not_served(refused)
 
 

@@ -21,12 +21,13 @@ from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import Attended, attend
-from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, WINDOW, kept_sinks, scored_tokens
+from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, kept_sinks, scored_tokens
 from winnow_kernels.decode.predicted_attention import FLOOR, KEY_STEPS, LOWEST_KEY, ORDER_KEYS, STEPS
 from winnow_kernels.indexes.key_codes import KeyCodes, RoundedQueries, bytes_of_key
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
+from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.selection.tokens import Selection
 
@@ -174,7 +175,7 @@ class CodedPass(ExactPass):
         predicted = self._predicted(layer, queries[row], row, scores)
         kept = predicted.kept.sum(-1)
         if isinstance(self._decode, LowBitTopP):
-            chosen = predicted.reaching(self._decode.p)
+            chosen = predicted.reaching(aimed_share(self._decode.p, self._codes.bits))
         else:
             budgets = [self._decode.tokens(length - 1) for length in self._lengths[row]]
             chosen = predicted.heaviest((torch.tensor(budgets, device=kept.device) - kept).clamp_min(0))
@@ -239,7 +240,7 @@ class _TerminatedPass(CodedPass):
             scores = Scores.of(self.following, layer, queries, part)
             predicted, chosen = self.chosen(layer, queries, part, scores)
             lengths = self.following.lengths[part.start]
-            order = self._in_order(predicted, chosen, lengths)
+            order = self._in_order(predicted, chosen, part.start)
             counts = chosen.sum(-1)
             positions = order.topk(int(counts.max()), dim=-1).indices.transpose(0, 1)
             slots = batch.slots[self.following.prompts[part.start]][positions]
@@ -255,16 +256,15 @@ class _TerminatedPass(CodedPass):
         self.count_context(batch.caches[layer])
         return output
 
-    @staticmethod
-    def _in_order(predicted: _Predicted, chosen: Tensor, lengths: Tensor) -> Tensor:
+    def _in_order(self, predicted: _Predicted, chosen: Tensor, row: int) -> Tensor:
         """Return the order of what is chosen: int64 [KV heads, tokens, context], the highest first, others -1."""
         places = torch.arange(chosen.shape[-1], device=chosen.device)
-        is_newest = places >= (lengths - WINDOW).clamp_min(0)[:, None] // PAGE_SIZE * PAGE_SIZE
+        is_newest = places >= torch.tensor(self._scored[row], device=places.device)[:, None]
         newest, sinks = places + 2 * _FIRST, _FIRST + _PLACES - places
         order = (
             predicted.ranks(ORDER_KEYS).long().where(~predicted.kept, sinks.expand_as(chosen)).where(~is_newest, newest)
         )
-        is_whole = chosen.sum(-1) == lengths
+        is_whole = chosen.sum(-1) == self.following.lengths[row]
         return order.where(~is_whole[..., None], newest).where(chosen, -1)
 
     def _attend(self, layer: int, queries: Tensor, selection: Selection, rows: slice) -> Attended:

@@ -16,6 +16,7 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy, check_agai
 from winnow_kernels.policies.delta.parameters import Delta
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
+from winnow_kernels.policies.quoka.parameters import QuokaDecode
 from winnow_kernels.policies.registry import PARAMETERS
 from winnow_service.policies.presets import PRESETS
 
@@ -24,7 +25,10 @@ TOKEN_BUDGETS: Final = (128, *BUDGETS)
 """Of what reads the best tokens one by one: fewer than others can do with."""
 SHARES: Final = (0.5, 0.75, 0.9, 0.95, 0.99)
 _SINKS_OF_STREAMING: Final = 4
-_BUDGETED: Final = tuple(name for name, kind in PARAMETERS["decode"].items() if "budget" in kind.model_fields)
+_CODED: Final = ("lowbit_top_k", "quoka")
+_BUDGETED: Final = tuple(
+    name for name, kind in PARAMETERS["decode"].items() if "budget" in kind.model_fields and name not in _CODED
+)
 
 
 @dataclass(frozen=True)
@@ -105,23 +109,26 @@ def sweep(context: int, bits: Sequence[int] = (DEFAULT_BITS,)) -> list[Measured]
     decode: list[Mapping[str, Any]] = [{"policy": "tactic", "p": share} for share in SHARES]
     budgets = [budget for budget in BUDGETS if budget < context]
     for budget in budgets:
-        decode += [{"policy": name, "budget": budget} for name in _BUDGETED if name != "lowbit_top_k"]
+        decode += [{"policy": name, "budget": budget} for name in _BUDGETED]
         decode.append({"policy": "streaming_llm", "window": budget - _SINKS_OF_STREAMING})
     prefill: list[Mapping[str, Any]] = [{"policy": "quoka", "budget_ratio": ratio} for ratio in (0.125, 0.25, 0.5)]
     prefill.append({"policy": "quoka", "budget": 1024})
     policies = [Measured(parse_policy({"decode": one})) for one in decode]
     policies.append(Measured(parse_policy({"decode": {"policy": "tactic", "p": 0.9}, "early_termination": {}})))
-    for policy in _lowbit(context):
+    for policy in _coded(context):
         policies += [Measured(policy, bits=each) for each in bits]
     return policies + [Measured(parse_policy({"prefill": one})) for one in prefill]
 
 
-def _lowbit(context: int) -> Iterator[AttentionPolicy]:
+def _coded(context: int) -> Iterator[AttentionPolicy]:
     for share in SHARES:
         yield AttentionPolicy(decode=LowBitTopP(p=share))
     for budget in TOKEN_BUDGETS:
         if budget < context:
             yield AttentionPolicy(decode=LowBitTopK(budget=budget))
+    for budget in BUDGETS:
+        if budget < context:
+            yield AttentionPolicy(decode=QuokaDecode(budget=budget))
 
 
 def presets() -> Iterator[Measured]:

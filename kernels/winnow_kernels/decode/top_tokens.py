@@ -55,7 +55,7 @@ class TopTokensStep(DecodeStep):
 
     @abstractmethod
     def scores(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> list[Tensor]:
-        """Return for each request the scores of the tokens before its newest page: float32 [KV heads, tokens].
+        """Return for each request the scores of the tokens before its newest page: [KV heads, tokens], of one dtype.
 
         Args:
             layer: the layer's number.
@@ -65,9 +65,10 @@ class TopTokensStep(DecodeStep):
         """
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
-        promise = self._promise[:, None].repeat(1, cache.kv_heads, 1)
-        for request, scores in enumerate(self.scores(layer, queries, cache, meter)):
-            promise[request, :, : self._earlier[request]] = scores
+        scores = self.scores(layer, queries, cache, meter)
+        promise = self._promise[:, None].repeat(1, cache.kv_heads, 1).to(scores[0].dtype)
+        for request, own in enumerate(scores):
+            promise[request, :, : self._earlier[request]] = own
             promise[request, :, : self._sinks[request]] = _PROMISE_OF_SINKS
         positions = promise.topk(self._width, dim=-1, sorted=True).indices
         return select_positions(self.context, positions, self._counts[:, None].expand(-1, cache.kv_heads))

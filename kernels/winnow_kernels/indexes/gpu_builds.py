@@ -1,4 +1,4 @@
-"""Building the indexes of pages: bounds of a page's keys (Quest) and reciprocal norms of keys (QUOKA).
+"""Building the indexes of pages: here the bounds of a page's keys (Quest), elsewhere their codes (``gpu_key_codes``).
 
 A page's keys of all KV heads lie in one block of memory. A program reads such a block, or a part of it, once, and one
 launch serves all layers: what it costs is reading the keys, half of the KV cache. A model of the shape of Llama-3.1-8B
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,9 +27,6 @@ _COLUMNS: Final = 1024
 """Numbers of a slot that a program reads at most: eight heads of 128."""
 _ROWS: Final = tl.constexpr(16)
 """Slots that it reads at a time, if a page has as many."""
-_SMALLEST: Final = tl.constexpr(torch.finfo(torch.float32).tiny)
-_KEYS: Final = 64
-"""Keys that a program computes the norms of."""
 
 
 class Bounds(NamedTuple):
@@ -42,20 +38,10 @@ class Bounds(NamedTuple):
     columns: Constant
 
 
-class Norms(NamedTuple):
-    """``KeyNorms.reciprocals``; a program computes those of so many ``keys``."""
-
-    pointer: Pointer
-    layer_stride: Number
-    page_size: Constant
-    keys: Constant
-    dim_block: Constant
-
-
 class Completed(NamedTuple):
     """Which rows are ``active``, and where it is noted what was built of the pages that they have completed.
 
-    ``active`` is int32 [rows]; ``built`` and ``generations`` are those of a ``PageIndex``.
+    ``active`` is int32 [rows]; ``built`` and ``generations`` are those of a ``DevicePageIndex``.
     """
 
     active: Pointer
@@ -94,13 +80,6 @@ class Entries:
         target = Bounds(bounds, bounds.stride(0), tl.constexpr(page_size), tl.constexpr(columns))
         return cls(pools, target, _write_bounds, triton.cdiv(numbers, columns))
 
-    @classmethod
-    def norms(cls, pools: KeyPools, reciprocals: Tensor, page_size: int) -> Entries:
-        """Return those of ``reciprocals``, float32 [layers, slots, KV heads], contiguous."""
-        sizes = (page_size, _KEYS, triton.next_power_of_2(pools.head_dim))
-        target = Norms(reciprocals, reciprocals.stride(0), *map(tl.constexpr, sizes))
-        return cls(pools, target, _write_norms, triton.cdiv(page_size * pools.kv_heads, _KEYS))
-
     def build(self, pages: Tensor) -> None:
         """Write the entries of ``pages``, integers [n]."""
         grid = (len(pages), self.pools.layers, self.programs)
@@ -123,7 +102,7 @@ class Entries:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _build_kernel(pools: Pools, pages_ptr: tl.tensor, entries: tl.tuple, write: tl.constexpr) -> None:
-    """Write entries of given pages; ``write`` says what of, ``_write_bounds`` or ``_write_norms``."""
+    """Write entries of given pages; ``write`` says what of, as ``_write_bounds``."""
     write(pools, entries, tl.load(pages_ptr + tl.program_id(0)))
 
 
@@ -167,23 +146,3 @@ def _write_bounds(pools: Pools, bounds: Bounds, page: tl.tensor) -> None:
     target = layer.to(tl.int64) * bounds.layer_stride + (page * pools.kv_heads + head) * (2 * pools.head_dim) + dim
     tl.store(bounds.pointer + target, greatest.to(pools.first.dtype.element_ty), mask=inside)
     tl.store(bounds.pointer + target + pools.head_dim, least.to(pools.first.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_norms(pools: Pools, norms: Norms, page: tl.tensor) -> None:
-    layer = tl.program_id(1)
-    # Keys of a page are numbered as their norms are stored: slot by slot, head by head.
-    number = tl.program_id(2) * norms.keys + tl.arange(0, norms.keys)
-    inside = number < norms.page_size * pools.kv_heads
-    slot = page.to(tl.int64) * norms.page_size + number // pools.kv_heads
-    dim = tl.arange(0, norms.dim_block)
-    vectors = tl.load(
-        layer_keys(pools.addresses, pools.first, layer)
-        + (slot * pools.slot_stride + number % pools.kv_heads * pools.head_stride)[:, None]
-        + dim[None, :],
-        mask=inside[:, None] & (dim < pools.head_dim)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    lengths = tl.maximum(tl.sqrt_rn(tl.sum(vectors * vectors, 1)), _SMALLEST)
-    target = layer.to(tl.int64) * norms.layer_stride + page.to(tl.int64) * (norms.page_size * pools.kv_heads) + number
-    tl.store(norms.pointer + target, tl.div_rn(1.0, lengths), mask=inside)

@@ -1,7 +1,7 @@
 """Building the codes of keys (``indexes.key_codes``): one launch for all layers.
 
 A program rounds the keys of one page and head in one layer. What must be done is reading the keys, half of the cache,
-and multiplying each with the rotation: 2 × head dim² operations, on matrix units.
+and multiplying each with the rotation: 2 × head dim² operations, on matrix units where these hold the rotation exactly.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from winnow_kernels.kernel_arguments import Constant, Number, Pointer
 _SMALLEST: Final = tl.constexpr(torch.finfo(torch.float32).tiny)
 _MAX_FACTOR: Final = tl.constexpr(torch.finfo(torch.float16).max)
 _BLOCK: Final = tl.constexpr(16)
+# Of a float32 product; no product takes fewer.
+_DIMS_IN_REGISTERS: Final = tl.constexpr(16)
 
 
 class Codes(NamedTuple):
@@ -99,14 +101,20 @@ def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
     dim = tl.arange(0, dim_block)
     head_dim: tl.constexpr = pools.head_dim
     is_dim = dim < head_dim
-    turn = tl.load(
-        codes.rotation + dim[None, :] * head_dim + dim[:, None], mask=is_dim[:, None] & is_dim[None, :], other=0.0
-    )
     keys_ptr = layer_keys(pools.addresses, pools.first, layer) + head * pools.head_stride
     blocks: tl.constexpr = page_size // _BLOCK
     slot = page.to(tl.int64) * page_size + tl.arange(0, page_size)
-    vectors = tl.load(keys_ptr + slot[:, None] * pools.slot_stride + dim[None, :], mask=is_dim[None, :], other=0.0)
-    turned = tl.dot(vectors.to(turn.dtype), turn, input_precision="ieee")
+    turned = tl.zeros([page_size, dim_block], tl.float32)
+    dtype: tl.constexpr = codes.rotation.dtype.element_ty
+    # Matrix units take all at once. They do not multiply float32 exactly: what does holds its operands in registers.
+    at_once: tl.constexpr = _DIMS_IN_REGISTERS if dtype == tl.float32 else dim_block
+    for start in range(0, head_dim, at_once):
+        own = start + tl.arange(0, at_once)
+        is_own = own < head_dim
+        vectors = tl.load(keys_ptr + slot[:, None] * pools.slot_stride + own[None, :], mask=is_own[None, :], other=0.0)
+        turn_ptr = codes.rotation + dim[None, :] * head_dim + own[:, None]
+        turn = tl.load(turn_ptr, mask=is_own[:, None] & is_dim[None, :], other=0.0)
+        turned = tl.dot(vectors.to(dtype), turn, turned, input_precision="ieee")
     by_block = tl.reshape(turned, [blocks, _BLOCK, dim_block])
     first_block = layer.to(tl.int64) * codes.layer_blocks + page.to(tl.int64) * blocks
     block = (first_block + tl.arange(0, blocks)) * pools.kv_heads + head

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, NamedTuple, Self
 
 import torch
 import triton
@@ -29,7 +29,7 @@ from winnow_kernels.attend.dense import take
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.gpu_key_codes import Codes, entries_of
-from winnow_kernels.indexes.pages import PageGenerations, PageIndex
+from winnow_kernels.indexes.pages import DevicePageIndex, PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.indexes.settings import DEFAULT, KEY_BITS, IndexSettings
 
@@ -122,6 +122,13 @@ def rounded(vectors: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return values, norms.square() / (vectors * values).sum(-1, keepdim=True).clamp_min(_TINY)
 
 
+@cache
+def length_of_factor(bits: int) -> float:
+    """Return how long a vector is, nearly, over its code's factor: E[x · code of x], x normally distributed."""
+    densities = [math.exp(-((_STEPS[bits] * step) ** 2) / 2) for step in range(1, 2 ** (bits - 1))]
+    return 2 * (1 + 2 * math.fsum(densities)) / math.sqrt(2 * math.pi)
+
+
 def packed(values: Tensor, bits: int) -> Tensor:
     """Return odd numbers between −2^bits and 2^bits, [..., n], as uint8 [..., n × bits ÷ 8]; the first lie lowest.
 
@@ -181,7 +188,24 @@ def _words_of_bytes(bits: int) -> Tensor:
     return numbers.to(torch.int8).view({1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]).flatten()
 
 
-class KeyCodes(PageIndex):
+class _Misfit(NamedTuple):
+    """A ``size`` that there are no codes for, of the ``field`` that must be a multiple of ``unit``."""
+
+    field: str
+    size: int
+    unit: int
+    told: str
+
+
+def _misfit(head_dim: int, page_size: int) -> _Misfit | None:
+    sizes = (
+        _Misfit("page_size", page_size, BLOCK, f"pages of {page_size} tokens"),
+        _Misfit("head_dim", head_dim, _CHANNELS, f"heads of {head_dim} numbers"),
+    )
+    return next((own for own in sizes if own.size % own.unit), None)
+
+
+class KeyCodes(DevicePageIndex):
     """Codes of the keys of complete pages.
 
     Attributes:
@@ -201,7 +225,7 @@ class KeyCodes(PageIndex):
         in_triton: bool | None = None,
         bits: int = DEFAULT_BITS,
     ) -> None:
-        """Allocate codes of ``bits`` bits a channel; other arguments as in ``PageIndex``.
+        """Allocate codes of ``bits`` bits a channel; other arguments as in ``DevicePageIndex``.
 
         Raises:
             ValueError: there are no codes of so many bits, or for such heads or pages.
@@ -210,10 +234,8 @@ class KeyCodes(PageIndex):
         shape, device = self.shape, self.built.device
         if bits not in BITS:
             raise ValueError(f"bits: must be one of {BITS}; it is {bits}")
-        if shape.head_dim % _CHANNELS:
-            raise ValueError(f"head_dim: must be a multiple of {_CHANNELS}; it is {shape.head_dim}")
-        if generations.page_size % BLOCK:
-            raise ValueError(f"page_size: must be a multiple of {BLOCK}; it is {generations.page_size}")
+        if (misfit := _misfit(shape.head_dim, generations.page_size)) is not None:
+            raise ValueError(f"{misfit.field}: must be a multiple of {misfit.unit}; it is {misfit.size}")
         self.bits = bits
         blocks = (shape.layers, len(generations.counts) * generations.page_size // BLOCK, shape.kv_heads)
         self.codes = torch.zeros(*blocks, BLOCK, shape.head_dim * bits // 8, dtype=torch.uint8, device=device)
@@ -234,9 +256,8 @@ class KeyCodes(PageIndex):
     @classmethod
     def unfit(cls, head_dim: int, page_size: int) -> str | None:
         """Return what of a server the index cannot be made for; None if it can."""
-        if page_size % BLOCK:
-            return f"pages of {page_size} tokens"
-        return f"heads of {head_dim} numbers" if head_dim % _CHANNELS else None
+        misfit = _misfit(head_dim, page_size)
+        return None if misfit is None else misfit.told
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
         turn = rotation(self.shape.head_dim).to(pages.device)
@@ -272,6 +293,24 @@ class KeyCodes(PageIndex):
         scores *= take(self.factors[layer], blocks).transpose(0, 1).float()[:, None]
         scores += means[..., None]
         return scores.flatten(2).mul_(queries.steps[..., None])
+
+    def norms(self, layer: int, blocks: slice | Tensor) -> Tensor:
+        """Return how long the keys of ``blocks`` are, nearly: within an eighth, as a rule.
+
+        A key is its block's mean and a residual, as if at right angles. Of a rotated vector its code keeps the same
+        part whatever its direction, nearly, so that its factor tells its length.
+
+        Args:
+            layer: the layer's number.
+            blocks: int64 [n], or a span of n (``dense.span_of``).
+
+        Returns:
+            float32 [KV heads, n × 16].
+        """
+        residuals = take(self.factors[layer], blocks).float() * length_of_factor(self.bits)
+        means = take(self.mean_factors[layer], blocks) * length_of_factor(MEAN_BITS)
+        squares = residuals.square() + means.square()[..., None]
+        return squares.transpose(0, 1).flatten(1).sqrt()
 
     @cached_property
     def entries(self) -> Entries:

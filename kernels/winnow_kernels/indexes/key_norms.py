@@ -1,16 +1,14 @@
-"""Norms of cached keys: what QUOKA divides scores by."""
+"""Norms of cached keys: what QUOKA's prefill divides scores by on a CPU. On a GPU its kernels compute them anew."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.indexes.settings import DEFAULT, IndexSettings
@@ -28,10 +26,8 @@ class KeyNorms(PageIndex):
     BYTES = 4
     """Bytes of one key's reciprocal norm."""
 
-    def __init__(
-        self, caches: Sequence[LayerCache], generations: PageGenerations, in_triton: bool | None = None
-    ) -> None:
-        super().__init__(caches, generations, in_triton)
+    def __init__(self, caches: Sequence[LayerCache], generations: PageGenerations) -> None:
+        super().__init__(caches, generations)
         slots = caches[0].slots
         self.reciprocals = torch.zeros(
             self.shape.layers, slots, self.shape.kv_heads, dtype=torch.float32, device=self.built.device
@@ -47,10 +43,6 @@ class KeyNorms(PageIndex):
         size = self.generations.page_size
         slots = pages[:, None] * size + torch.arange(size, device=pages.device)
         self.reciprocals[layer][slots] = reciprocal_norms(self.page_keys(cache, pages))
-
-    @cached_property
-    def entries(self) -> Entries:
-        return Entries.norms(self.pools, self.reciprocals, self.generations.page_size)
 
 
 def reciprocal_norms(vectors: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.gpu_builds import Entries
-from winnow_kernels.indexes.pages import PageGenerations, PageIndex
+from winnow_kernels.indexes.pages import DevicePageIndex, PageGenerations
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.indexes.settings import DEFAULT, IndexSettings
 
 
-class PageBounds(PageIndex):
+class PageBounds(DevicePageIndex):
     """Key bounds of complete pages, in the cache's dtype, in which they are exact.
 
     Attributes:

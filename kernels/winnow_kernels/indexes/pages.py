@@ -48,9 +48,6 @@ class PageGenerations:
 class PageIndex(ABC):
     """Side tensors of complete pages, for all layers: allocated once, built when first needed.
 
-    On a GPU all layers are built in one launch. At decode ``extend`` keeps up with the tokens written, inside the
-    step's CUDA graph; ``ensure`` waits for the GPU and is for the first step of a request that needs the index.
-
     Attributes:
         caches: every layer's KV cache.
         generations: of the pool's pages.
@@ -60,10 +57,8 @@ class PageIndex(ABC):
     BYTES_PER_PAGE = 8
     """Bytes of ``built``, beside what a page index keeps for each layer and KV head."""
 
-    def __init__(
-        self, caches: Sequence[LayerCache], generations: PageGenerations, in_triton: bool | None = None
-    ) -> None:
-        """Allocate nothing but ``built``; ``in_triton`` says who builds, by default Triton where there is CUDA.
+    def __init__(self, caches: Sequence[LayerCache], generations: PageGenerations) -> None:
+        """Allocate nothing but ``built``.
 
         Raises:
             ValueError: the caches are not all of one shape and dtype.
@@ -72,7 +67,6 @@ class PageIndex(ABC):
         self.caches = caches
         self.generations = generations
         self.built = torch.full_like(generations.counts, -1)
-        self.in_triton = self.built.is_cuda if in_triton is None else in_triton
 
     @classmethod
     def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations, settings: IndexSettings) -> Self:
@@ -86,16 +80,6 @@ class PageIndex(ABC):
         del head_dim, page_size
         return None
 
-    @cached_property
-    def pools(self) -> KeyPools:
-        """Every layer's keys, for a kernel."""
-        return KeyPools.of(self.caches)
-
-    def warm_up(self) -> None:
-        """Compile what ``ensure`` launches, which takes seconds: before the first request has to wait for it."""
-        if self.in_triton:
-            self.entries.build(self.built.new_empty(0))
-
     def ensure(self, pages: Tensor) -> int:
         """Build what is missing or outdated among ``pages``, int64 [n]: complete in every layer.
 
@@ -103,22 +87,60 @@ class PageIndex(ABC):
         """
         missing = pages[self.built[pages] != self.generations.counts[pages]].unique()
         if len(missing):
-            if self.in_triton:
-                self.entries.build(missing)
-            else:
-                for layer, cache in enumerate(self.caches):
-                    self.build(layer, cache, missing)
+            self.build_layers(missing)
             self.built[missing] = self.generations.counts[missing]
         return len(missing)
+
+    def build_layers(self, pages: Tensor) -> None:
+        """Compute the entries of ``pages``, int64 [n], in all layers."""
+        for layer, cache in enumerate(self.caches):
+            self.build(layer, cache, pages)
 
     @abstractmethod
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
         """Compute the entries of ``pages``, int64 [n], from the layer's keys, in torch."""
 
+    def page_keys(self, cache: LayerCache, pages: Tensor) -> Tensor:
+        """Return the keys of ``pages``: [n, page size, KV heads, head dim]."""
+        size = self.generations.page_size
+        slots = pages[:, None] * size + torch.arange(size, device=pages.device)
+        return cache.keys[slots]
+
+
+class DevicePageIndex(PageIndex):
+    """A page index that decode steps on a GPU read, too.
+
+    There all layers are built in one launch. At decode ``extend`` keeps up with the tokens written, inside the step's
+    CUDA graph; ``ensure`` waits for the GPU and is for the first step of a request that needs the index.
+    """
+
+    def __init__(
+        self, caches: Sequence[LayerCache], generations: PageGenerations, in_triton: bool | None = None
+    ) -> None:
+        """Take what ``PageIndex`` takes; ``in_triton`` says who builds, by default Triton where there is CUDA."""
+        super().__init__(caches, generations)
+        self.in_triton = self.built.is_cuda if in_triton is None else in_triton
+
+    @cached_property
+    def pools(self) -> KeyPools:
+        """Every layer's keys, for a kernel."""
+        return KeyPools.of(self.caches)
+
     @cached_property
     @abstractmethod
     def entries(self) -> Entries:
         """What Triton builds, of all layers."""
+
+    def warm_up(self) -> None:
+        """Compile what ``ensure`` launches, which takes seconds: before the first request has to wait for it."""
+        if self.in_triton:
+            self.entries.build(self.built.new_empty(0))
+
+    def build_layers(self, pages: Tensor) -> None:
+        if self.in_triton:
+            self.entries.build(pages)
+        else:
+            super().build_layers(pages)
 
     def extend(self, batch: DecodeBatch, active: Tensor) -> None:
         """Build the entries of the pages that the tokens before the newest ones have completed; one launch.
@@ -132,9 +154,3 @@ class PageIndex(ABC):
             active: int32 [rows]; 0 where nothing shall be done.
         """
         self.entries.extend(batch, active, self.built, self.generations.counts)
-
-    def page_keys(self, cache: LayerCache, pages: Tensor) -> Tensor:
-        """Return the keys of ``pages``: [n, page size, KV heads, head dim]."""
-        size = self.generations.page_size
-        slots = pages[:, None] * size + torch.arange(size, device=pages.device)
-        return cache.keys[slots]

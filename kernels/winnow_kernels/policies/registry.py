@@ -55,5 +55,5 @@ DECODE_POLICIES: Final = tuple(PARAMETERS["decode"])
 PREFILL_POLICIES: Final = tuple(PARAMETERS["prefill"])
 POLICIES_SETTING: Final = "WINNOW_POLICIES"
 """The environment variable by which a server is told the decode policies to serve, with commas between."""
-INDEXED_BY_DEFAULT: Final = ("quest", "tactic")
+INDEXED_BY_DEFAULT: Final = ("lowbit_top_p", "lowbit_top_k")
 """Decode policies whose indexes a server on a GPU has room for unless it is told what to serve: the presets'."""

@@ -109,7 +109,6 @@ def select_top(
         any_by_score: whether ``rows.by_score`` may be set for any row.
     """
     kv_heads = selection.slots.shape[1]
-    pairs = batch.rows * kv_heads
     block = min(1024, triton.next_power_of_2(buffers.tokens))
     of_rows = (rows, Rows.of(batch), buffers, Selected.of(selection))
     _split_kernel[(batch.rows, kv_heads, min(_CHUNKS, triton.cdiv(buffers.tokens, 1024)))](
@@ -117,14 +116,42 @@ def select_top(
     )
     _settle_kernel[(batch.rows, kv_heads)](*of_rows, Counts.of(batch), key_bytes, block=block, num_warps=4)
     if any_by_score:
-        _sort_kernel[(programs_on(buffers.scores.device, SORTING_PROGRAMS),)](
-            *of_rows,
-            pairs,
-            block=_SORTED_AT_ONCE,
-            kv_heads=kv_heads,
-            pair_block=triton.next_power_of_2(pairs),
-            num_warps=4,
-        )
+        sort_selected(batch, rows, selection, Unsorted(buffers.scores, buffers.unsorted, buffers.tokens))
+
+
+class Unsorted(NamedTuple):
+    """What is selected, and still to be put in order.
+
+    Attributes:
+        scores: float32 or int16 [rows, KV heads, tokens].
+        positions: int32 [rows, KV heads, width]; where a selection's slots will be, from the first one selected by its
+            score on.
+        tokens: of a row and head.
+    """
+
+    scores: Tensor
+    positions: Tensor
+    tokens: int
+
+
+def sort_selected(batch: DecodeBatch, rows: TopRows, selection: DeviceSelection, unsorted: Unsorted) -> None:
+    """Write the slots of what is selected by its score by descending score, in rows where ``by_score`` is set.
+
+    Of equal scores the one that is first among the positions comes first.
+    """
+    kv_heads = selection.slots.shape[1]
+    pairs = batch.rows * kv_heads
+    _sort_kernel[(programs_on(unsorted.scores.device, SORTING_PROGRAMS),)](
+        rows,
+        Rows.of(batch),
+        unsorted,
+        Selected.of(selection),
+        pairs,
+        block=_SORTED_AT_ONCE,
+        kv_heads=kv_heads,
+        pair_block=triton.next_power_of_2(pairs),
+        num_warps=4,
+    )
 
 
 class Candidates(NamedTuple):
@@ -203,22 +230,10 @@ def _settle_kernel(
     earlier, sinks, wanted, count = token_counts(parameters, rows, row, True)
     if wanted < 0:
         return
-    row_and_head = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(selected.counts + row_and_head, tl.where(count <= selected.width, count, _WHOLE))
+    write_always(parameters, rows, selected, counts, key_bytes, row, tl.program_id(1), tl.num_programs(1))
     if count > selected.width:
         return
-    tl.atomic_add(
-        counts.pointer + row * counts.row_stride + _READ_BYTES, earlier.to(tl.int64) * key_bytes, sem="relaxed"
-    )
-    own_table_ptr = rows.page_table + row * rows.table_stride
-    within = tl.arange(0, rows.page_size)
-    newest_page = tl.load(own_table_ptr + earlier // rows.page_size)
-    in_newest = count - wanted - sinks
-    own_slots_ptr = selected.slots + row_and_head * selected.width
-    tl.store(own_slots_ptr + within, newest_page * rows.page_size + within, mask=within < in_newest)
-    for start in range(0, sinks, rows.page_size):
-        first_slot = tl.load(own_table_ptr + start // rows.page_size) * rows.page_size
-        tl.store(own_slots_ptr + in_newest + start + within, first_slot + within, mask=start + within < sinks)
+    row_and_head = row * tl.num_programs(1) + tl.program_id(1)
     own_histogram_ptr = buffers.histograms + row_and_head * _BINS
     critical, above, inside_bin = _critical_bin(own_histogram_ptr, earlier - sinks, wanted)
     # Other threads may still read what this one clears.
@@ -251,7 +266,7 @@ def _settle_kernel(
 def _sort_kernel(
     parameters: TopRows,
     rows: Rows,
-    buffers: TopBuffers,
+    unsorted: Unsorted,
     selected: Selected,
     pairs: tl.tensor,
     kv_heads: tl.constexpr,
@@ -270,14 +285,14 @@ def _sort_kernel(
         pair, first, _after = owner_of(each, blocks)
         row = (pair // kv_heads).to(tl.int64)
         _earlier, _sinks, wanted, count = token_counts(parameters, rows, row, True)
-        own_scores_ptr = buffers.scores + pair.to(tl.int64) * buffers.tokens
+        own_scores_ptr = unsorted.scores + pair.to(tl.int64) * unsorted.tokens
         own_offset = pair.to(tl.int64) * selected.width + count - wanted
         number = (each - first) * block + tl.arange(0, block)
-        place, key = _unsorted(own_scores_ptr, buffers.unsorted + own_offset, number, wanted)
+        place, key = _unsorted(own_scores_ptr, unsorted.positions + own_offset, number, wanted)
         preceding = tl.zeros([block], tl.int32)
         for start in range(0, wanted, block):
             other_number = start + tl.arange(0, block)
-            other_place, other_key = _unsorted(own_scores_ptr, buffers.unsorted + own_offset, other_number, wanted)
+            other_place, other_key = _unsorted(own_scores_ptr, unsorted.positions + own_offset, other_number, wanted)
             precedes = (other_key[None, :] > key[:, None]) | (
                 (other_key[None, :] == key[:, None]) & (other_place[None, :] < place[:, None])
             )
@@ -302,6 +317,41 @@ def token_counts(
     always = length - earlier + sinks
     wanted = tl.maximum(tl.minimum(length, budget) - always, 0)
     return earlier, sinks, tl.where(budget > 0, wanted, -1), always + wanted
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_always(
+    parameters: TopRows,
+    rows: Rows,
+    selected: Selected,
+    counts: Counts,
+    key_bytes: tl.tensor,
+    row: tl.tensor,
+    kv_head: tl.tensor,
+    kv_heads: tl.tensor,
+) -> None:
+    """Write the slots of the newest page and the sinks and the selection's count; count the bytes of what is scored.
+
+    A selection for which there is no room is the whole context, and nothing is scored.
+    """
+    earlier, sinks, wanted, count = token_counts(parameters, rows, row, True)
+    row_and_head = row * kv_heads + kv_head
+    is_written = count <= selected.width
+    tl.store(selected.counts + row_and_head, tl.where(is_written, count, _WHOLE))
+    read_bytes = (earlier * key_bytes).to(tl.int64)
+    counted_ptr = counts.pointer + row * counts.row_stride + _READ_BYTES
+    tl.atomic_add(counted_ptr, read_bytes, mask=is_written, sem="relaxed")
+    own_table_ptr = rows.page_table + row * rows.table_stride
+    within = tl.arange(0, rows.page_size)
+    newest_page = tl.load(own_table_ptr + earlier // rows.page_size)
+    in_newest = count - wanted - sinks
+    own_slots_ptr = selected.slots + row_and_head * selected.width
+    newest_slot = newest_page * rows.page_size + within
+    tl.store(own_slots_ptr + within, newest_slot, mask=is_written & (within < in_newest))
+    for start in range(0, sinks, rows.page_size):
+        first_slot = tl.load(own_table_ptr + start // rows.page_size) * rows.page_size
+        is_sink = is_written & (start + within < sinks)
+        tl.store(own_slots_ptr + in_newest + start + within, first_slot + within, mask=is_sink)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -395,4 +445,4 @@ def _unsorted(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return positions and keys of what was selected."""
     place = tl.load(unsorted_ptr + number, mask=number < count, other=0)
-    return place, ordered(tl.load(scores_ptr + place, mask=number < count, other=0.0))
+    return place, ordered(tl.load(scores_ptr + place, mask=number < count, other=0.0).to(tl.float32))

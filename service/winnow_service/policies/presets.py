@@ -1,7 +1,7 @@
 """The policies that are there from the start, whatever the model. They can be neither replaced nor deleted.
 
-The numbers are those of docs/measurements.md that answered like dense attention. None needs a profile of the model, and
-none ends attention to a full cache early.
+The numbers are from the frontier of docs/measurements.md: no other policy there loses less without reading more. None
+needs a profile of the model, and none ends attention to a full cache early.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final
 
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_kernels.policies.quest.parameters import Quest
+from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
+from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
-from winnow_kernels.policies.tactic.parameters import Tactic
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
     {
         "exact": Preset(AttentionPolicy(), "Dense attention: what SGLang itself computes."),
         "balanced": Preset(
-            AttentionPolicy(decode=Tactic()),
-            "Reads what holds nine tenths of the attention. One of many look-alike identifiers it may miss.",
+            AttentionPolicy(decode=LowBitTopP()),
+            "Reads the fewest tokens that hold nine tenths of the attention, found by low-bit keys.",
         ),
         "fast": Preset(
-            AttentionPolicy(decode=Quest(budget=1024)),
-            "A fixed budget at every decode step. For a few thousand tokens: the longer a prompt, the more it misses.",
+            AttentionPolicy(decode=LowBitTopK(budget=512)),
+            "The 512 tokens that hold most of the attention at every decode step, found by low-bit keys.",
         ),
         "long-prompt": Preset(
-            AttentionPolicy(decode=Tactic(), prefill=QuokaPrefill()),
-            "Sparse prefill too: less time to the first token. The longer a prompt, the more it misses.",
+            AttentionPolicy(decode=LowBitTopP(), prefill=QuokaPrefill(budget_ratio=0.25)),
+            "Sparse prefill too: less time to the first token. Of several values to be looked up it may miss some.",
         ),
         "reasoning": Preset(
-            AttentionPolicy(decode=Tactic(), early_termination=EarlyTermination()),
+            AttentionPolicy(decode=LowBitTopP(), early_termination=EarlyTermination()),
             "For long answers: stops reading once the output of a step has settled.",
         ),
     }

@@ -29,7 +29,9 @@ def path(tmp_path: Path) -> Path:
     rows = [row(context=1024, **SHARES), row(**SHARES), row(**SHARES | tactic)]
     rows.append(row(**SHARES, policy="snapkv", parameters={"budget": 1024}))
     rows.append(row(**SHARES, phase="prefill", policy="quoka", parameters={"budget_ratio": 0.25}))
+    # Once a preset, and a preset by its parameters alone.
     rows.append(row(**SHARES, preset="fast"))
+    rows.append(row(**SHARES, policy="lowbit_top_k", parameters={"sinks": 16, "budget": 512, "bits": 2}))
     rows += [row(**SHARES, policy="lowbit_top_p", parameters={"p": 0.9, "bits": bits}) for bits in (2, 3)]
     rows += [row(**SHARES, policy="oracle_top_p", parameters={"p": 0.9} | more) for more in ({}, {"newest": 64})]
     path = tmp_path / "fidelity.json"
@@ -51,6 +53,7 @@ def test_the_longest_context_is_told_in_full(path: Path) -> None:
 def test_each_context_has_a_column(path: Path) -> None:
     lines = contexts_table(path).splitlines()
     assert lines[0] == "| KL, nats (KV read %) | m, 1,024 | m, 2,048 |"
+    assert sum("quest" in line for line in lines) == 1
     assert "| decode: quest budget 512 | 0.2500 (30.0) | 0.2500 (30.0) |" in lines
     assert "| decode: tactic p 0.9 |  | 0.2500 (30.0) |" in lines
     assert "| decode: lowbit_top_p p 0.9, 3 bits |  | 0.2500 (30.0) |" in lines
@@ -62,7 +65,7 @@ def test_the_summary_has_one_row_of_each_policy_and_the_presets(path: Path) -> N
     assert shown == [
         "tactic p 0.9",
         "snapkv budget 1,024",
-        "fast: quest budget 512",
+        "fast: lowbit_top_k budget 512, 2 bits",
         "lowbit_top_p p 0.9, 2 bits",
         "oracle top-p p 0.9",
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fidelity.frontier import better, described, rows_of
+from benchmarks.fidelity.frontier import better, described, dominating, rows_of
 from tests.evaluation.fidelity.test_record import record, row
 from winnow_kernels.policies.attention_policy import parse_policy
 
@@ -18,16 +18,17 @@ OWN = row(policy="lowbit_top_p", parameters={"p": 0.9}, kl=0.01, kv_read_ratio=0
     ("other", "is_better"),
     [
         ({"kl": 0.007, "kv_read_ratio": 0.1}, True),
-        # Within the floor; more is read; as much is read.
+        ({"kl": 0.001, "kv_read_ratio": 0.2}, True),
+        # Within the floor; more is read.
         ({"kl": 0.009, "kv_read_ratio": 0.1}, False),
         ({"kl": 0.001, "kv_read_ratio": 0.3}, False),
-        ({"kl": 0.001, "kv_read_ratio": 0.2}, False),
-        # Elsewhere, after another prefill, of the same policy, or of none that can be had.
+        # Elsewhere, after another prefill, by the same scores, or of a policy that cannot be had.
         ({"kl": 0.001, "kv_read_ratio": 0.1, "context": 4096}, False),
         ({"kl": 0.001, "kv_read_ratio": 0.1, "model": "n"}, False),
         ({"kl": 0.001, "kv_read_ratio": 0.1, "phase": "prefill"}, False),
         ({"kl": 0.001, "kv_read_ratio": 0.1, "parameters": {"prefill": {"policy": "quoka"}}}, False),
         ({"kl": 0.001, "kv_read_ratio": 0.1, "policy": "lowbit_top_p", "parameters": {"p": 0.5}}, False),
+        ({"kl": 0.001, "kv_read_ratio": 0.1, "policy": "lowbit_top_k"}, False),
         ({"kl": 0.001, "kv_read_ratio": 0.1, "policy": "oracle_top_p"}, False),
     ],
 )
@@ -52,3 +53,27 @@ def test_the_rows_of_a_policy_are_those_of_its_presets_too_with_the_default_bits
         (4096, 2),
     ]
     assert described(OWN) == "m, 2,048 tokens: lowbit_top_p {'p': 0.9}: KL 0.0100, 20.0 % read"
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "dominates"),
+    [
+        # Better at both contexts; at one, and as good at the other; within the floor at both.
+        ((0.001, 0.1), (0.001, 0.1), True),
+        ((0.001, 0.1), (0.011, 0.2), True),
+        ((0.009, 0.1), (0.009, 0.1), False),
+        # Worse at one: more is lost, or read, or nobody knows.
+        ((0.001, 0.1), (0.013, 0.1), False),
+        ((0.001, 0.1), (0.001, 0.3), False),
+        ((0.001, 0.1), None, False),
+    ],
+)
+def test_what_dominates(short: tuple[float, float], long: tuple[float, float] | None, dominates: bool) -> None:
+    policy = parse_policy({"decode": {"policy": "lowbit_top_p"}})
+    own = OWN | {"parameters": {"sinks": 16, "p": 0.9, "min_tokens": 0, "bits": 2}}
+    rows = [row(**(each | {"context": context})) for context in (4096, 8192) for each in (FLOOR, own)]
+    for context, figures in ((4096, short), (8192, long)):
+        if figures is not None:
+            kl, ratio = figures
+            rows.append(row(policy="lowbit_top_k", context=context, kl=kl, kv_read_ratio=ratio))
+    assert dominating(record("gpu", *rows), policy) == (['lowbit_top_k {"budget": 512}'] if dominates else [])

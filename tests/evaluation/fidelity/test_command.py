@@ -185,7 +185,7 @@ def test_tasks_of_the_evaluation(folder: Path, tmp_path: Path) -> None:
     record = FidelityRecord.read(output)
     assert [(row["policy"], row["preset"], row["text"]) for row in record.rows] == [
         ("dense", None, "niah_single_1, vt"),
-        ("quest", "fast", "niah_single_1, vt"),
+        ("lowbit_top_k", "fast", "niah_single_1, vt"),
     ]
 
 

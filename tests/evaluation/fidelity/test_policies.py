@@ -29,12 +29,14 @@ def test_the_sweep_has_every_policy_and_no_row_twice() -> None:
     assert sum(one.is_prefill for one in measured) == 4
 
 
-def test_low_bit_policies_are_measured_with_each_number_of_bits() -> None:
+def test_policies_that_read_low_bit_keys_are_measured_with_each_number_of_bits() -> None:
     coded = [one for one in sweep(8192, (2, 4)) if one.is_coded]
     asked = {(one.name, one.parameters().get("p"), one.parameters().get("budget"), one.bits) for one in coded}
-    assert asked == {("lowbit_top_p", p, None, bits) for p in (0.5, 0.75, 0.9, 0.95, 0.99) for bits in (2, 4)} | {
-        ("lowbit_top_k", None, budget, bits) for budget in (128, 256, 512, 1024, 2048, 4096) for bits in (2, 4)
-    }
+    budgets = (256, 512, 1024, 2048, 4096)
+    expected = [("lowbit_top_p", p, None) for p in (0.5, 0.75, 0.9, 0.95, 0.99)]
+    expected += [("lowbit_top_k", None, budget) for budget in (128, *budgets)]
+    expected += [("quoka", None, budget) for budget in budgets]
+    assert asked == {(*one, bits) for one in expected for bits in (2, 4)}
     assert all(one.parameters()["bits"] == one.bits for one in coded)
     assert coded[1].label == "lowbit_top_p p 0.5, 4 bits"
     given: list[dict[str, Any]] = [
@@ -71,7 +73,7 @@ def test_presets_that_are_not_dense_are_measured_by_their_names() -> None:
 
 def test_asked_for_by_name_or_as_json() -> None:
     found = list(asked_for(["balanced", {"decode": {"policy": "quest", "budget": 512}}]))
-    assert [(one.name, one.preset) for one in found] == [("tactic", "balanced"), ("quest", None)]
+    assert [(one.name, one.preset) for one in found] == [("lowbit_top_p", "balanced"), ("quest", None)]
     with pytest.raises(PolicyError, match="swift is none of the presets"):
         list(asked_for(["swift"]))
 

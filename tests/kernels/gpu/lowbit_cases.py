@@ -20,6 +20,7 @@ from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_k.reference import LowBitTopKStep
+from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.gpu.selection import Layer, select
 from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
@@ -191,7 +192,7 @@ def _policies(case: Case) -> Policies:
             continue
         own, least, budget = asked.parameters, 0, 0
         if isinstance(own, LowBitTopP):
-            shares[row], least = own.p, own.min_tokens
+            shares[row], least = aimed_share(own.p, case.index.bits), own.min_tokens
         else:
             budget = own.tokens(length - 1)
         numbers[:, row] = torch.tensor([1, own.sinks, least, asked.most, budget, int(asked.ordered)])

@@ -16,7 +16,6 @@ from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.policies.delta import gpu as delta
 from winnow_kernels.policies.quest import gpu as quest
-from winnow_kernels.policies.quoka import gpu as quoka
 from winnow_kernels.policies.snapkv import gpu as snapkv
 from winnow_kernels.policies.sparq import gpu as sparq
 from winnow_kernels.policies.streaming_llm import gpu as streaming_llm
@@ -38,7 +37,6 @@ PROGRAMS: Final = {
     "policies.quest.gpu:_score_kernel": quest.SCORING_PROGRAMS,
     "policies.delta.gpu:_token_kernel": delta.SCORING_PROGRAMS,
     "policies.delta.gpu:_page_kernel": delta.SCORING_PROGRAMS,
-    "policies.quoka.gpu:_score_kernel": quoka.SCORING_PROGRAMS,
     "policies.sparq.gpu:_score_kernel": sparq.SCORING_PROGRAMS,
     "selection.gpu_top:_sort_kernel": gpu_top.SORTING_PROGRAMS,
 }
@@ -61,15 +59,14 @@ def _launch() -> None:
     snapkv.select(0, _batch(512), snapkv.StoredRows.empty(ROWS, 1, KV_HEADS, 16, CPU), SELECTION)
     for pages, (head_dim, group) in zip((2048, 8192, MAX_PAGES), (*SCORED, SCORED[0]), strict=True):
         bounds = torch.empty(16, KV_HEADS, 2 * head_dim, dtype=torch.bfloat16)
-        own, buffers = of_other_kinds(quest.QuestRows, ROWS, CPU), PageBuffers.empty(ROWS, KV_HEADS, pages, CPU)
-        quest.select(0, _queries(head_dim, group), bounds, _batch(pages), own, SELECTION, buffers)
+        own = of_other_kinds(quest.QuestRows, ROWS, CPU)
+        buffers = quest.QuestBuffers.empty(ROWS, KV_HEADS, KV_HEADS * group, pages, CPU)
+        quest.select(0, _queries(head_dim, group), bounds, _batch(pages), own, SELECTION, buffers, 0.1)
     _launch_delta()
     top = of_other_kinds(TopRows, ROWS, CPU)
     for head_dim, group in SCORED:
         batch, queries, cache = _batch(512), _queries(head_dim, group), _cache(head_dim)
-        norms = torch.empty(64, KV_HEADS)
         in_top = TopBuffers.empty(batch, SELECTION)
-        quoka.select(queries, cache, norms, batch, top, SELECTION, in_top, any_by_score=True)
         sparq.select(queries, cache, batch, top, top.budgets, SELECTION, in_top, any_by_score=True)
 
 
@@ -108,4 +105,4 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_are_launched() -> None:
     assert launched["policies.quest.gpu:_select_kernel"] == 3
     assert launched["policies.delta.gpu:_merge_kernel"] == len(ATTENDED)
     assert launched["policies.delta.gpu:_select_kernel"] == 2
-    assert launched["selection.gpu_top:_split_kernel"] == launched["selection.gpu_top:_settle_kernel"] == 4
+    assert launched["selection.gpu_top:_split_kernel"] == launched["selection.gpu_top:_settle_kernel"] == 2

@@ -12,7 +12,7 @@ from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.batch import DeviceSelection
 from winnow_kernels.cache import Context
-from winnow_kernels.indexes.key_norms import KeyNorms
+from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.delta import gpu as delta
@@ -22,8 +22,7 @@ from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.quest.reference import QuestStep
 from winnow_kernels.policies.quoka import gpu as quoka
 from winnow_kernels.policies.quoka.reference import QuokaStep
-from winnow_kernels.selection.gpu_pages import PageBuffers
-from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
+from winnow_kernels.selection.gpu_top import TopRows
 from winnow_kernels.selection.pages import pages_kept, pages_of
 
 SLOTS, KV_HEADS, GROUP, HEAD_DIM, WIDTH = 4096, 2, 2, 64, 512
@@ -69,10 +68,10 @@ def test_quest(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     rows.sinks.fill_(sinks)
     rows.by_score.fill_(is_ordered)
     selection = untouched(batch, KV_HEADS, WIDTH)
-    buffers = PageBuffers.empty(batch.rows, KV_HEADS, batch.page_table.shape[1], device)
-    quest.select(0, QUERIES.to(device), bounds.bounds[0].to(device), batch, rows, selection, buffers)
+    buffers = quest.QuestBuffers.empty(batch.rows, KV_HEADS, QUERIES.shape[1], batch.page_table.shape[1], device)
+    quest.select(0, QUERIES.to(device), bounds.bounds[0].to(device), batch, rows, selection, buffers, 0.125)
     parameters = [quest_parameters(budget, 0, sinks) for budget in BUDGETS]
-    expected = QuestStep(context, 1.0, None, parameters, bounds).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
+    expected = QuestStep(context, 0.125, None, parameters, bounds).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
     for row, length in enumerate(LENGTHS):
         newest = _newest(length, page_size)
         check_equal(selection, row, expected, row, ordered=slice(None if is_ordered else newest))
@@ -112,8 +111,8 @@ def test_delta(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
 
 def test_quoka(sinks: int, page_size: int, is_ordered: bool, device: torch.device) -> None:
     context = _context(page_size)
-    norms = KeyNorms([CACHE], PageGenerations(SLOTS, page_size, CPU))
-    norms.ensure(torch.arange(SLOTS // page_size))
+    index = KeyCodes([cache_on(device, CACHE)], PageGenerations(SLOTS, page_size, device))
+    index.ensure(torch.arange(SLOTS // page_size, device=device))
     batch = on_device(context, device, page_size=page_size)
     parameters = [quoka_decode_parameters(budget=budget, sinks=sinks) for budget in BUDGETS]
     rows = of_other_kinds(TopRows, batch.rows, device)
@@ -121,19 +120,12 @@ def test_quoka(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     rows.sinks.fill_(sinks)
     rows.by_score.fill_(is_ordered)
     selection = untouched(batch, KV_HEADS, WIDTH)
-    buffers = TopBuffers.empty(batch, selection)
-    quoka.select(
-        QUERIES.to(device),
-        cache_on(device, CACHE),
-        norms.reciprocals[0].to(device),
-        batch,
-        rows,
-        selection,
-        buffers,
-        any_by_score=is_ordered,
-    )
-    assert (buffers.histograms == 0).all()
-    expected = QuokaStep(context, 1.0, None, parameters, norms).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
+    scratch = quoka.Scratch.empty(batch.rows, KV_HEADS, HEAD_DIM, batch.longest, WIDTH, device)
+    queries, [cache] = QUERIES.to(device), index.caches
+    quoka.select(0, queries, cache, index, batch, rows, selection, scratch, any_by_score=is_ordered)
+    on_it = Context(context.slots.to(device), context.lengths.to(device))
+    step = QuokaStep(on_it, 1.0, None, parameters, index)
+    expected = step.select(0, queries, cache, Meter(len(LENGTHS), device))
     for row, length in enumerate(LENGTHS):
         newest = _newest(length, page_size)
         always = newest + min(sinks, length - newest)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, read_whole_until, tokens_read
-from winnow_kernels.decode.declaration import ALWAYS, Crossover, Declaration
-from winnow_kernels.decode.gpu_rows import Columns, OwnParameters
+from winnow_kernels.decode.declaration import Crossover
 from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.decode.step_budget import StepBudgetDeclaration
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_k.reference import LowBitTopKStep
 from winnow_kernels.policies.lowbit_top_k.selector import KIND, LowBitTopKSelector
 
 
-class LowBitTopKDeclaration(Declaration[LowBitTopK]):
+class LowBitTopKDeclaration(StepBudgetDeclaration[LowBitTopK]):
     """A fixed number of tokens, by low-bit keys.
 
     On a CPU it was slower than dense attention at 16,384 and 30,000 tokens: the codes of all keys are unpacked.
@@ -24,27 +24,21 @@ class LowBitTopKDeclaration(Declaration[LowBitTopK]):
 
     kind = KIND
     crossover = Crossover(cpu=32_768, cuda=8192)
-    columns = Columns(("budget",), of_ratio="budget")
+    whole_share = WHOLE_SHARE
     index = KeyCodes
     buffer_bytes = SCRATCH_BYTES
-    pays_on_gpu = False
 
     def budget(self, parameters: LowBitTopK, prompt_length: int, length: int, page_size: int) -> int:
         return tokens_read(parameters.tokens(length - 1), parameters.sinks, length, page_size)
 
-    def covered_until(self, parameters: LowBitTopK, prompt_length: int, page_size: int) -> int:
-        if parameters.budget_ratio is not None:
-            return ALWAYS if parameters.budget_ratio >= WHOLE_SHARE else 0
-        return read_whole_until(parameters.part_of(prompt_length))
+    def covered_by(self, tokens: int) -> int:
+        return read_whole_until(tokens)
 
     def step(self, batch: PolicyBatch) -> LowBitTopKStep:
         parameters = batch.parameters(LowBitTopK)
         step = LowBitTopKStep(batch.context, batch.scale, batch.termination, parameters, batch.indexes[KeyCodes])
         batch.count_built(step.index_built_tokens)
         return step
-
-    def own_parameters(self, parameters: LowBitTopK, prompt_length: int, page_size: int) -> OwnParameters:
-        return OwnParameters({"budget": parameters.budget or 0}, ratio=parameters.budget_ratio or 0.0)
 
     def selector(self, server: Server) -> LowBitTopKSelector:
         return LowBitTopKSelector(server)

@@ -19,7 +19,8 @@ class LowBitTopKSelector(CodedSelector):
     kind = KIND
     by_key = True
 
-    def asked(self, part: Step, acts: Tensor) -> Policies:
+    def asked(self, part: Step, rows: slice, acts: Tensor) -> Policies:
+        del rows
         own = part.parameters
         nothing = self.nothing[: part.rows]
         return Policies(acts, own.shares, own.sinks, nothing, nothing, own.own(KIND, "budget"), own.by_score)

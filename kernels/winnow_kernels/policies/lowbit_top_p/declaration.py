@@ -28,7 +28,6 @@ class LowBitTopPDeclaration(Declaration[LowBitTopP]):
     columns = Columns(("least", "most"))
     index = KeyCodes
     buffer_bytes = SCRATCH_BYTES
-    pays_on_gpu = False
 
     def budget(self, parameters: LowBitTopP, prompt_length: int, length: int, page_size: int) -> int | None:
         if parameters.max_tokens is None:
@@ -46,8 +45,8 @@ class LowBitTopPDeclaration(Declaration[LowBitTopP]):
         return step
 
     def own_parameters(self, parameters: LowBitTopP, prompt_length: int, page_size: int) -> OwnParameters:
-        numbers = {"least": parameters.min_tokens, "most": parameters.max_tokens or 0}
-        return OwnParameters(numbers, share=parameters.p)
+        # The share to aim at depends on the index, too: the selector holds it.
+        return OwnParameters({"least": parameters.min_tokens, "most": parameters.max_tokens or 0})
 
     def selector(self, server: Server) -> LowBitTopPSelector:
         return LowBitTopPSelector(server)

@@ -4,8 +4,9 @@ A policy of this project. It decides token by token, like the top-p oracle, from
 of exact ones: no clusters, no samples, no fitted curve. What is always attended to, when everything is, and in which
 order is ``decode.coded_tokens``'s to say.
 
-- A query head takes all other tokens from the step of scores on with which the mass reaches p, and so many that they
-  are ``min_tokens`` with what is always kept, if there are as many. A KV head attends to the union over its group.
+- A query head takes all other tokens from the step of scores on with which the mass reaches the share that p aims at
+  (``aim``), and so many that they are ``min_tokens`` with what is always kept, if there are as many. A KV head attends
+  to the union over its group.
 - A cap keeps what comes first in order, and no less than what is always kept.
 - p above 0.999 takes everything: what is left out would be less than what predicted scores are wrong by.
 """
@@ -23,11 +24,12 @@ from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, CodedStep
 from winnow_kernels.decode.predicted_attention import LOWEST_KEY, PredictedAttention, highest
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.key_codes import KeyCodes
+from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 
 
 class LowBitTopPStep(CodedStep):
-    """Choose the tokens with which each query head's mass reaches p."""
+    """Choose the tokens with which each query head's mass reaches the share that p aims at."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class LowBitTopPStep(CodedStep):
         own = self._parameters[request]
         kept = len(self.kept[request])
         least = self.context.longest if own.takes_all else own.min_tokens
-        selected = predicted.reaching(own.p, least - kept).any(1)
+        selected = predicted.reaching(aimed_share(own.p, self._codes.bits), least - kept).any(1)
         if own.max_tokens is None:
             return selected
         most = max(0, own.max_tokens - kept)

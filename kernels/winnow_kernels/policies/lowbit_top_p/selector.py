@@ -24,8 +24,10 @@ from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.key_codes import KeyCodes
+from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.gpu.selection import Layer, select
 from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
+from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 
 KIND = "lowbit_top_p"
 
@@ -62,8 +64,8 @@ class CodedSelector(Selector):
         self._ordered = True
 
     @abstractmethod
-    def asked(self, part: Step, acts: Tensor) -> Policies:
-        """Return what a part's rows ask for; ``acts`` is not 0 in those of this kind."""
+    def asked(self, part: Step, rows: slice, acts: Tensor) -> Policies:
+        """Return what the ``rows`` of a part ask for; ``acts`` is not 0 in those of this kind."""
 
     def capped(self, step: Step) -> Tensor:
         """Return where it is noted that a cap has cut a selection: int32 [rows]."""
@@ -86,7 +88,7 @@ class CodedSelector(Selector):
         anchors = self._anchors[layer]
         acts, capped = self._acts[: step.rows], self.capped(step)
         for rows, part in step.parts(self._rows):
-            policies = self.asked(part, acts[rows])
+            policies = self.asked(part, rows, acts[rows])
             select(
                 Layer(layer, queries[rows], cache, self._codes, part.batch, policies, self._scale),
                 self._scratch,
@@ -126,17 +128,27 @@ class LowBitTopPSelector(CodedSelector):
         super().__init__(server)
         self._ranks = server.ranks
         self._capped = torch.zeros_like(self.nothing)
+        device = self.nothing.device
+        self._aims_of_requests = torch.zeros(server.requests, dtype=torch.float64, device=device)
+        self._aims = torch.zeros(len(self.nothing), dtype=torch.float64, device=device)
 
-    def asked(self, part: Step, acts: Tensor) -> Policies:
-        own = part.parameters
+    def enter(self, request: Request, slot: int, context: Context) -> Entry:
+        policy = request.decode
+        assert isinstance(policy, LowBitTopP)
+        self._aims_of_requests[slot] = aimed_share(policy.p, self._codes.bits)
+        return super().enter(request, slot, context)
+
+    def asked(self, part: Step, rows: slice, acts: Tensor) -> Policies:
+        own, aims = part.parameters, self._aims[rows]
         least, most = own.own(KIND, "least"), own.own(KIND, "most")
-        return Policies(acts, own.shares, own.sinks, least, most, self.nothing[: part.rows], own.by_score)
+        return Policies(acts, aims, own.sinks, least, most, self.nothing[: part.rows], own.by_score)
 
     def capped(self, step: Step) -> Tensor:
         return self._capped[: step.rows]
 
     def begin(self, step: Step, *, ordered: bool) -> None:
         super().begin(step, ordered=ordered)
+        torch.index_select(self._aims_of_requests, 0, step.request_slots, out=self._aims[: step.rows])
         self.capped(step).zero_()
 
     def finish(self, step: Step, statistics: Statistics) -> None:

@@ -4,6 +4,10 @@ Positions whose queries resemble their block's mean least speak for the block. A
 cosine with one of them; the block attends to the most promising keys before it, and causally to its own. In decode, the
 one query speaks for itself, and the first tokens can be kept as sinks beside the newest page (the paper has none).
 
+Decode predicts cosines from the keys' low-bit codes, which also tell how long a key is (``KeyCodes.norms``), instead of
+reading all keys: on real text it keeps as much of the attention (``benchmarks/NOTES.md``), for a seventh of the bytes.
+They count in steps of 1/1024, far less than what they may be wrong by.
+
 Prefill departs from the paper in what a block always selects, inside its budget: the first tokens, ``sinks``, and those
 right before the block, ``recency_ratio`` of its budget. Queries that do not speak attend to recent tokens in many small
 parts, which no representative asks for; cosines pass over them. A sink holds most of many heads' attention in a real
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +32,7 @@ from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.top_tokens import TopTokensStep
+from winnow_kernels.indexes.key_codes import BLOCK, KeyCodes, RoundedQueries, bytes_of_key
 from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
 
@@ -34,6 +40,9 @@ from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
 BLOCKS_IN_BATCH = 8
 # Scores held at once (16 MiB).
 SCORES_IN_BATCH = 2**22
+COSINE_STEPS: Final = 1024
+"""Steps of a predicted cosine from 0 to 1."""
+_TINY: Final = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -180,10 +189,11 @@ def speaking_queries(queries: Tensor, kv_heads: int, count: int) -> Tensor:
 class QuokaStep(TopTokensStep):
     """Attend to the newest page, then to the sinks, then to keys in the order of their cosines with the mean query.
 
-    The mean is over the group, of normalised queries.
+    The mean is over the group, of normalised queries. Cosines are predicted, in whole steps; of equal ones the first
+    token's comes first.
 
     Attributes:
-        index_built_tokens: for each request, the tokens of the pages whose norms this step had to compute.
+        index_built_tokens: for each request, the tokens of the pages whose codes this step had to compute.
     """
 
     def __init__(
@@ -192,25 +202,49 @@ class QuokaStep(TopTokensStep):
         scale: float,
         termination: Termination | None,
         parameters: Sequence[QuokaDecode],
-        norms: KeyNorms,
+        codes: KeyCodes,
     ) -> None:
-        size = norms.generations.page_size
+        size = codes.generations.page_size
         super().__init__(context, scale, termination, parameters, size)
-        self._norms = norms
-        self.index_built_tokens = [
-            size * norms.ensure(norms.generations.complete_pages(context, request, earlier))
+        self._codes = codes
+        pages = [
+            codes.generations.complete_pages(context, request, earlier)
             for request, earlier in enumerate(self.scored.tolist())
         ]
+        self.index_built_tokens = [size * codes.ensure(own) for own in pages]
+        self._blocks = [dense.span_of(codes.blocks_of(own)) for own in pages]
 
     def scores(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> list[Tensor]:
-        meter.count_bytes(self.scored * (cache.kv_heads * (cache.vector_bytes + KeyNorms.BYTES)))
-        means = F.normalize(group(queries, cache.kv_heads), dim=-1).mean(2)
+        of_block = cache.kv_heads * round(BLOCK * bytes_of_key(cache.head_dim, self._codes.bits))
+        meter.count_bytes(self.scored // BLOCK * of_block)
+        means = F.normalize(group(queries, cache.kv_heads), dim=-1).mean(2, keepdim=True)
         scores = []
-        for mean, span in zip(means, self.spans, strict=True):
-            keys = dense.take(cache.keys, span).float().permute(1, 2, 0)
-            reciprocals = dense.take(self._norms.reciprocals[layer], span)
-            scores.append((mean[:, None] @ keys).squeeze(1) * reciprocals.T)
+        for mean, blocks in zip(means, self._blocks, strict=True):
+            steps = cosine_steps(self._codes, layer, mean, blocks)
+            # What is earlier is less than a step more: no two tokens are equal.
+            scores.append(steps - torch.arange(steps.shape[1], dtype=torch.float64, device=steps.device) * 2.0**-32)
         return scores
+
+
+def cosine_steps(codes: KeyCodes, layer: int, queries: Tensor, blocks: slice | Tensor) -> Tensor:
+    """Return the predicted cosines of keys with a query, in steps of 1 ÷ ``COSINE_STEPS``, rounded down.
+
+    Each operation rounds as IEEE 754 says, and kernels round alike: so the same query has the same steps anywhere.
+
+    Args:
+        codes: of the keys.
+        layer: the layer's number.
+        queries: float32 [KV heads, 1, head dim].
+        blocks: int64 [n], or a span of n (``dense.span_of``).
+
+    Returns:
+        float32 [KV heads, n × 16]; whole numbers from −``COSINE_STEPS`` on, and below ``COSINE_STEPS``.
+    """
+    levels = RoundedQueries.of(queries, 1.0).levels
+    lengths = (levels.float().square().sum(-1) * queries.shape[-1]).sqrt().clamp_min(1.0)
+    products = codes.scores(layer, RoundedQueries(levels, COSINE_STEPS / lengths), blocks)[:, 0]
+    steps = (products / codes.norms(layer, blocks).clamp_min(_TINY)).floor_()
+    return steps.clamp_(-COSINE_STEPS, COSINE_STEPS - 1)
 
 
 def _block_starts(begin: int, end: int, block: int) -> range:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_selector import (
     Entry,
     Selector,
+    Server,
     complete_pages,
     count_extended,
     note_budgets,
@@ -17,9 +19,9 @@ from winnow_kernels.decode.gpu_selector import (
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Statistics
-from winnow_kernels.indexes.key_norms import KeyNorms
+from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.policies.quoka import gpu
-from winnow_kernels.selection.gpu_top import TopBuffers, TopRows
+from winnow_kernels.selection.gpu_top import TopRows
 
 KIND = "quoka"
 
@@ -27,13 +29,12 @@ KIND = "quoka"
 class QuokaSelector(Selector):
     """Keys by the cosine of their angle to the queries."""
 
-    def __init__(self, norms: KeyNorms, step: Step) -> None:
-        """``step`` is the largest that there will be."""
-        self._norms = norms
-        _, kv_heads, width = step.slots.shape
-        self._rows = rows_within(4 * kv_heads * (step.batch.longest + width + 6144), step.rows)
-        [(_, part), *_] = step.parts(self._rows)
-        self._buffers = TopBuffers.empty(part.batch, part.selection(0))
+    def __init__(self, server: Server) -> None:
+        self._codes = server.indexes[KeyCodes]
+        step, cache = server.step, server.caches[0]
+        shape = (cache.kv_heads, cache.head_dim, step.batch.longest, step.slots.shape[2])
+        self._rows = rows_within(gpu.Scratch.empty(1, *shape, torch.device("meta")).bytes, step.rows)
+        self._scratch = gpu.Scratch.empty(self._rows, *shape, step.slots.device)
         self._ordered = True
 
     def stage(self, request: Request, length: int) -> int:
@@ -41,23 +42,24 @@ class QuokaSelector(Selector):
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         del request, slot
-        return complete_pages(self._norms, context)
+        return complete_pages(self._codes, context)
 
     def begin(self, step: Step, *, ordered: bool) -> None:
         self._ordered = ordered
-        self._norms.extend(step.batch, step.parameters.own(KIND, "budget"))
+        self._codes.extend(step.batch, step.parameters.own(KIND, "budget"))
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
         for rows, part in step.parts(self._rows):
             own = part.parameters
             gpu.select(
+                layer,
                 queries[rows],
                 cache,
-                self._norms.reciprocals[layer],
+                self._codes,
                 part.batch,
                 TopRows(own.own(KIND, "budget"), own.sinks, own.by_score),
                 part.selection(layer),
-                self._buffers,
+                self._scratch,
                 any_by_score=self._ordered,
             )
 

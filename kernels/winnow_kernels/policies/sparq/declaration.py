@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from winnow_kernels.decode.declaration import ALWAYS, Crossover, Declaration
+from dataclasses import replace
+
+from winnow_kernels.decode.declaration import Crossover
 from winnow_kernels.decode.gpu_rows import Columns, OwnParameters
 from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Server
 from winnow_kernels.decode.policy_batch import PolicyBatch
+from winnow_kernels.decode.step_budget import StepBudgetDeclaration
 from winnow_kernels.policies.sparq.parameters import SparQ
 from winnow_kernels.policies.sparq.reference import SparQStep
 from winnow_kernels.policies.sparq.selector import KIND, SparQSelector
 
 
-class SparQDeclaration(Declaration[SparQ]):
+class SparQDeclaration(StepBudgetDeclaration[SparQ]):
     """Single tokens, for which every key is read. The crossovers are the longest contexts at which it was compared:
     it was slower than dense attention.
     """
@@ -22,21 +25,13 @@ class SparQDeclaration(Declaration[SparQ]):
     buffer_bytes = SCRATCH_BYTES
     pays_on_gpu = False
 
-    def budget(self, parameters: SparQ, prompt_length: int, length: int, page_size: int) -> int:
-        return parameters.tokens(length - 1)
-
-    def covered_until(self, parameters: SparQ, prompt_length: int, page_size: int) -> int:
-        if parameters.budget_ratio is not None:
-            return ALWAYS if parameters.budget_ratio == 1 else 0
-        return super().covered_until(parameters, prompt_length, page_size)
-
     def step(self, batch: PolicyBatch) -> SparQStep:
         page_size = batch.indexes.page_size
         return SparQStep(batch.context, batch.scale, batch.termination, batch.parameters(SparQ), page_size)
 
     def own_parameters(self, parameters: SparQ, prompt_length: int, page_size: int) -> OwnParameters:
-        numbers = {"budget": parameters.budget or 0, "channels": parameters.channels}
-        return OwnParameters(numbers, ratio=parameters.budget_ratio or 0.0)
+        own = super().own_parameters(parameters, prompt_length, page_size)
+        return replace(own, numbers={**own.numbers, "channels": parameters.channels})
 
     def selector(self, server: Server) -> SparQSelector:
         return SparQSelector(server.step)

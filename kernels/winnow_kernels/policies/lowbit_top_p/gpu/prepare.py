@@ -105,9 +105,39 @@ def _round(
     dim_block: tl.constexpr,
 ) -> None:
     head_dim: tl.constexpr = codes.head_dim
-    # The matrix units take no fewer rows.
     head = tl.arange(0, _HEADS)
     is_head = head < shape.padded_group
+    dim = tl.arange(0, dim_block)
+    turned = rotated(query_ptr, queries, rotation_ptr, shape.group, head_dim, dim_block)
+    step = tl.div_rn(tl.max(tl.abs(turned), 1), _LEVELS)
+    levels = tl.floor(tl.div_rn(turned, tl.maximum(step, _TINY)[:, None]) + 0.5)
+    levels_ptr = scratch.levels + of_pair * head_dim + head[:, None] * head_dim + dim[None, :]
+    tl.store(levels_ptr, levels.to(tl.int8), mask=is_head[:, None] & (dim < head_dim)[None, :])
+    tl.store(scratch.sums + of_pair + head, tl.sum(levels, 1).to(tl.int32), mask=is_head)
+    tl.store(scratch.worths + of_pair + head, step * (scale_log2 * _STEPS / head_dim), mask=is_head)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotated(
+    query_ptr: tl.tensor,
+    queries: Vectors,
+    rotation_ptr: tl.tensor,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    dim_block: tl.constexpr,
+) -> tl.tensor:
+    """Return a group's queries, rotated as keys are: float32 [16, dim_block], 0 beyond them.
+
+    Args:
+        query_ptr: the first one.
+        queries: whose heads are strided.
+        rotation_ptr: ``KeyCodes.turn``.
+        group: how many they are.
+        head_dim: numbers of a query.
+        dim_block: a power of two that holds them.
+    """
+    # The matrix units take no fewer rows.
+    head = tl.arange(0, _HEADS)
     dim = tl.arange(0, dim_block)
     turned = tl.zeros([_HEADS, dim_block], tl.float32)
     channels: tl.constexpr = min(dim_block, _CHANNELS)
@@ -116,15 +146,10 @@ def _round(
         is_channel = channel < head_dim
         part = tl.load(
             query_ptr + head[:, None] * queries.head_stride + channel[None, :],
-            mask=(head < shape.group)[:, None] & is_channel[None, :],
+            mask=(head < group)[:, None] & is_channel[None, :],
             other=0.0,
         )
         turn_ptr = rotation_ptr + dim[None, :] * head_dim + channel[:, None]
         turn = tl.load(turn_ptr, mask=is_channel[:, None] & (dim < head_dim)[None, :], other=0.0)
         turned = tl.dot(part.to(turn.dtype), turn, turned, input_precision="ieee")
-    step = tl.div_rn(tl.max(tl.abs(turned), 1), _LEVELS)
-    levels = tl.floor(tl.div_rn(turned, tl.maximum(step, _TINY)[:, None]) + 0.5)
-    levels_ptr = scratch.levels + of_pair * head_dim + head[:, None] * head_dim + dim[None, :]
-    tl.store(levels_ptr, levels.to(tl.int8), mask=is_head[:, None] & (dim < head_dim)[None, :])
-    tl.store(scratch.sums + of_pair + head, tl.sum(levels, 1).to(tl.int32), mask=is_head)
-    tl.store(scratch.worths + of_pair + head, step * (scale_log2 * _STEPS / head_dim), mask=is_head)
+    return turned

@@ -272,7 +272,7 @@ def scores_of_tile(
     of_row: tl.constexpr = shape.columns // shape.padded_group
     in_block: tl.constexpr = _BLOCK // of_row
     line = tl.arange(0, tile // of_row)
-    line_block = _block_at(rows, row, begin, line // in_block, scored)
+    line_block = block_at(rows, row, begin, line // in_block, scored)
     # Loading the table twice, for lines and for blocks, would be waited for.
     each = tl.arange(0, blocks)
     block = tl.max(tl.reshape(line_block, [blocks, in_block]), 1) * codes.kv_heads + kv_head
@@ -320,7 +320,7 @@ def scores_of_tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _block_at(rows: Rows, row: tl.tensor, begin: tl.tensor, place: tl.tensor, scored: tl.tensor) -> tl.tensor:
+def block_at(rows: Rows, row: tl.tensor, begin: tl.tensor, place: tl.tensor, scored: tl.tensor) -> tl.tensor:
     """Return the blocks of a context that lie at places behind its token ``begin``; int64. The last one scored is the
     last.
     """
