@@ -24,3 +24,20 @@ def meet(counter_ptr: tl.tensor, arrivals: tl.tensor) -> None:
     while seen < arrivals:
         seen = tl.atomic_add(counter_ptr, 0, sem="acquire")
     tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def leave(counter_ptr: tl.tensor, arrivals: tl.tensor) -> tl.tensor:
+    """Return, without waiting, whether this program is the last that comes here; the counter is 0 then.
+
+    Args:
+        counter_ptr: of ``meet``.
+        arrivals: what it counts up to with this.
+    """
+    # What all threads of this program have written must be there before it arrives.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
+    if is_last:
+        tl.store(counter_ptr, 0)
+    tl.debug_barrier()
+    return is_last

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.conftest import INTERPRETED
@@ -143,9 +144,10 @@ MIXED_K = [top_k(200), top_k(150, ordered=True), None, top_k(100)]
 MIXED_LENGTHS = [450, 700, 300, 400]
 
 
-def anchors_at(case: Case, top: int, key: int) -> Anchors:
+def anchors_at(case: Case, top: int, cut: int, key: int) -> Anchors:
     anchors = case.no_anchors()
     anchors.tops.fill_(top)
+    anchors.cuts.fill_(cut)
     anchors.keys.fill_(key)
     return anchors
 
@@ -159,24 +161,25 @@ def test_the_last_step_changes_nothing(asked: list[Asked | None], device: torch.
     first = selected(case)
     check(case, first)
     assert_equal(selected(case, first.anchors), first)
-    # Those of other requests: far higher and far lower steps, and keys above and below all.
-    for top, key in ((5000, 1500), (-5000, 0), (150, 1530)):
-        other = selected(case, anchors_at(case, top, key))
+    # Those of other requests: far higher and far lower steps, and cuts and keys above and below all.
+    for top, cut, key in ((5000, 220, 1500), (-5000, 0, 0), (150, 200, 1530)):
+        other = selected(case, anchors_at(case, top, cut, key))
         assert_equal(other, first)
-        if case.by_key and key > 0:
-            assert WAS_OPEN in other.scratch.key_open
+        if cut > 0:
+            assert WAS_OPEN in (other.scratch.key_open if case.by_key else other.scratch.open)
 
 
-def test_a_sample_that_misleads_changes_nothing(device: torch.device) -> None:
-    case = Case.of(device, [900, 700], [top_p(0.5), top_p(0.8, min_tokens=300)], sharpness=3.0)
-    # The blocks of which it is taken tell nothing of the others.
-    slots = case.context.slots[:, [place for place in range(700) if place % 256 < 16]].flatten()
-    case.cache.keys[slots] *= 0.01
-    case.index.generations.written(slots)
-    case.index.ensure(slots // 16)
-    got = selected(case)
-    assert WAS_OPEN in got.scratch.open
-    check(case, got)
+def test_the_lowest_cut_of_the_last_steps_is_remembered(device: torch.device) -> None:
+    case = Case.of(device, [FACTOR * 500], [top_p(0.8)], sharpness=3.0)
+
+    def cuts(anchors: Anchors) -> Tensor:
+        after = selected(case, anchors).anchors
+        return after.cuts[after.slots]
+
+    own = cuts(case.no_anchors())
+    assert (own > 3).all()
+    assert (cuts(anchors_at(case, 0, 2, 0)) == 3).all()
+    assert torch.equal(cuts(anchors_at(case, 0, 250, 0)), own)
 
 
 @pytest.mark.parametrize("asked", [MIXED_P, MIXED_K], ids=["shares", "budgets"])

@@ -1,7 +1,4 @@
-"""Listing which tokens may be selected, from the marks of all: what comes after looks at these alone.
-
-Marks are read in words of four: of four heads of a token, or of several tokens where a group is smaller.
-"""
+"""Listing which tokens may be selected, from the marks of all: what comes after looks at these alone."""
 
 from __future__ import annotations
 
@@ -17,19 +14,10 @@ _LOW_BITS = tl.constexpr(0x7F7F7F7F)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def words_of(scratch: Scratch, pair: tl.tensor, unit: tl.tensor, is_unit: tl.tensor, shape: Shape) -> tl.tensor:
-    """Return the marks of a unit: int32 [unit × padded group ÷ 4]; 0 if it is none."""
-    count: tl.constexpr = shape.unit * shape.padded_group // 4
-    marks_ptr = scratch.marks + (pair * scratch.tokens + unit * shape.unit) * shape.padded_group
-    return tl.load(marks_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, count), mask=is_unit, other=0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def list_candidates(
     scratch: Scratch,
     pair: tl.tensor,
     unit: tl.tensor,
-    words: tl.tensor,
     sinks: tl.tensor,
     scored: tl.tensor,
     starts: tl.tensor,
@@ -38,10 +26,9 @@ def list_candidates(
     """List the tokens of a unit one of whose marks reaches its head's start, in order, and return how many they are.
 
     Args:
-        scratch: gets the list and its length.
+        scratch: with the marks; gets the list and its length.
         pair: of the unit.
         unit: its number.
-        words: int32, its marks (``words_of``).
         sinks: first tokens, which are none.
         scored: tokens, behind which there are none.
         starts: int32 [padded group]; from ``MARKS`` − 1 on of none.
@@ -51,7 +38,7 @@ def list_candidates(
     of_unit = pair * scratch.tokens + unit * shape.unit
     place = tl.arange(0, lines)[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
     token = unit * shape.unit + place
-    is_listed = _reach(words, starts, shape)
+    is_listed = _reach(scratch.marks + of_unit * shape.padded_group, starts, shape)
     is_listed = tl.reshape(is_listed, [lines, _LINE]) & (token >= sinks) & (token < scored)
     # Most is added up inside of lines, for which few threads must meet.
     one = is_listed.to(tl.int32)
@@ -65,54 +52,6 @@ def list_candidates(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def count_words(
-    histograms_ptr: tl.tensor,
-    unit: tl.tensor,
-    words: tl.tensor,
-    least: tl.tuple,
-    sinks: tl.tensor,
-    scored: tl.tensor,
-    shape: Shape,
-) -> None:
-    """Add a unit's marks to histograms.
-
-    Args:
-        histograms_ptr: of int32 [padded group, MARKS].
-        unit: its number.
-        words: int32, its marks (``words_of``).
-        least: from which marks on they are counted (``least_counted``).
-        sinks: first tokens, which are not.
-        scored: tokens, behind which none are.
-        shape: of the layer.
-    """
-    padded: tl.constexpr = shape.padded_group
-    byte = tl.arange(0, shape.unit * padded // 4) * 4
-    for part in range(4):
-        head = (byte * 0 + part) % padded if padded <= 4 else (byte + part) % padded
-        from_mark = tl.where(
-            part == 0, least[0], tl.where(part == 1, least[1], tl.where(part == 2, least[2], least[3]))
-        )
-        token = unit * shape.unit + (byte + part) // padded
-        marks = (words >> (8 * part)) & _HIGHEST
-        is_counted = (marks >= from_mark) & (token >= sinks) & (token < scored)
-        tl.atomic_add(histograms_ptr + head * (_HIGHEST + 1) + marks, 1, mask=is_counted, sem="relaxed")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def least_counted(scratch: Scratch, pair: tl.tensor, shape: Shape) -> tl.tuple:
-    """Return from which mark on those at each place of a word are counted: int32, of all words or of each."""
-    of_heads = scratch.counted_from + pair * shape.padded_group
-    byte = 0
-    if shape.padded_group > 4:
-        byte = tl.arange(0, shape.unit * shape.padded_group // 4) * 4
-    l0 = tl.load(of_heads + byte % shape.padded_group, cache_modifier=".cg")
-    l1 = tl.load(of_heads + (byte + 1) % shape.padded_group, cache_modifier=".cg")
-    l2 = tl.load(of_heads + (byte + 2) % shape.padded_group, cache_modifier=".cg")
-    l3 = tl.load(of_heads + (byte + 3) % shape.padded_group, cache_modifier=".cg")
-    return (l0, l1, l2, l3)  # type: ignore[return-value]
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def marks_at(scratch: Scratch, tokens: tl.tensor, is_token: tl.tensor, shape: Shape) -> tl.tensor:
     """Return the marks of ``tokens``, numbered through all pairs: int32 [tokens, padded group]; 0 for none."""
     head = tl.arange(0, shape.padded_group)
@@ -121,7 +60,7 @@ def marks_at(scratch: Scratch, tokens: tl.tensor, is_token: tl.tensor, shape: Sh
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reach(marks: tl.tensor, starts: tl.tensor, shape: Shape) -> tl.tensor:
+def _reach(marks_ptr: tl.tensor, starts: tl.tensor, shape: Shape) -> tl.tensor:
     """Return of which tokens of a unit a mark reaches its head's start: bool [tokens]. Four are compared at a time."""
     padded: tl.constexpr = shape.padded_group
     words: tl.constexpr = (padded + 3) // 4
@@ -136,6 +75,7 @@ def _reach(marks: tl.tensor, starts: tl.tensor, shape: Shape) -> tl.tensor:
     if of_word > 2:
         start |= start << (2 * bits)
     count: tl.constexpr = shape.unit * padded // 4
+    marks = tl.load(marks_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, count))
     marks = tl.reshape(marks, [count // words, words])
     start = start[None, :]
     # The highest bit of each byte: as it is where just one of the two has it, or else where nothing is borrowed.

@@ -1,4 +1,4 @@
-"""What comes after the marks, in one launch: counting, cutting, listing, writing. A pair's programs meet in between."""
+"""What comes after the marks: cutting and writing. The programs of a pair meet, as often as one needs all others."""
 
 from __future__ import annotations
 
@@ -17,18 +17,58 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     Shape,
     bounds_of,
 )
-from winnow_kernels.selection.gpu_meeting import meet
+from winnow_kernels.selection.gpu_meeting import leave, meet
 
 _IS_OPEN = tl.constexpr(IS_OPEN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def choose_kernel(
+def cut_kernel(
     rows: Rows,
     policies: Policies,
     shape: Shape,
     scratch: Scratch,
     anchors: Anchors,
+    window: tl.constexpr,
+    by_key: tl.constexpr,
+) -> None:
+    """List tokens that may be selected, count them, and find where the selection ends.
+
+    They are listed from where the last steps say; where that was too high, once more from further down. Grid: programs
+    that share a pair's units × rows × KV heads; a pair's must fit the device at once.
+    """
+    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    pair = row * shape.kv_heads + kv_head
+    _, scored, sinks = bounds_of(rows, policies, row, window)
+    sharing = tl.minimum(tl.cdiv(scored, shape.unit), tl.num_programs(0))
+    if tl.program_id(0) < sharing:
+        slot = tl.load(anchors.slots + row)
+        met_ptr = scratch.met + pair
+        arrivals, turn, is_open = sharing, sharing * 0, sharing * 0 + _IS_OPEN
+        while is_open == _IS_OPEN:
+            if by_key:
+                count_keys(pair, slot, sharing, turn, sinks, scored, shape, scratch, anchors)
+            else:
+                count_marks(pair, sharing, turn, sinks, scored, shape, scratch)
+            meet(met_ptr, arrivals)
+            if by_key:
+                if tl.program_id(0) == 0:
+                    cut_keys(row, pair, slot, turn, rows, policies, shape, scratch, anchors, window)
+            else:
+                cut_marks(row, kv_head, sharing, turn, rows, policies, shape, scratch, anchors, window)
+            meet(met_ptr, arrivals + sharing)
+            is_open = _open_of(pair, shape, scratch, by_key)
+            arrivals += 2 * sharing
+            turn += 1
+        leave(met_ptr, arrivals)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_kernel(
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
     selected: Selected,
     read: Counts,
     beliefs_ptr: tl.tensor,
@@ -40,43 +80,19 @@ def choose_kernel(
 ) -> None:
     """Write what is selected as slots, its counts, and what is believed of the masses.
 
-    Tokens are listed and counted from where the last step, or a sample, says; where that was too high, once more from
-    further down. Whoever is the last of a pair writes what is kept. Grid: programs that share a pair's units × rows ×
-    KV heads; a pair's must fit the device at once.
+    Whoever is the last of a pair writes what is kept. Grid: as of ``cut_kernel``.
     """
     row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
-    _, scored, sinks = bounds_of(rows, policies, row, window)
+    _, scored, _ = bounds_of(rows, policies, row, window)
     units = tl.cdiv(scored, shape.unit)
     sharing = tl.minimum(units, tl.num_programs(0))
     if tl.program_id(0) < sharing:
-        slot = tl.load(anchors.slots + row)
         met_ptr = scratch.met + pair
-        arrivals, turn, is_open = sharing, sharing * 0, sharing * 0 + _IS_OPEN
-        while is_open == _IS_OPEN:
-            if by_key:
-                count_keys(pair, slot, sharing, turn, sinks, scored, shape, scratch, anchors)
-            else:
-                count_marks(pair, sharing, sinks, scored, shape, scratch)
-            meet(met_ptr, arrivals)
-            if by_key:
-                if tl.program_id(0) == 0:
-                    cut_keys(row, pair, slot, turn, rows, policies, shape, scratch, anchors, window)
-            else:
-                cut_marks(row, pair, sharing, turn, rows, policies, shape, scratch, window)
-            meet(met_ptr, arrivals + sharing)
-            is_open = _open_of(pair, shape, scratch, by_key)
-            arrivals += 2 * sharing
-            turn += 1
         keep_taken(pair, sharing, units, shape, scratch, by_key)
-        meet(met_ptr, arrivals)
+        meet(met_ptr, sharing)
         write_taken(row, pair, sharing, rows, policies, shape, scratch, selected, window, by_key, in_order)
-        # What all threads have written must be there before anyone sees that this program is done.
-        tl.debug_barrier()
-        met = tl.atomic_add(met_ptr, 1, sem="acq_rel")
-        if met == arrivals + sharing - 1:
-            tl.store(met_ptr, 0)
-            tl.debug_barrier()
+        if leave(met_ptr, 2 * sharing):
             write_kept(
                 row,
                 kv_head,

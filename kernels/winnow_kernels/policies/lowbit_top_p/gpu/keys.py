@@ -10,7 +10,7 @@ import triton.language as tl
 
 from winnow_kernels.decode.predicted_attention import KEY_STEPS, LOWEST_KEY, STEPS
 from winnow_kernels.kernel_arguments import Rows
-from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at, words_of
+from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     IS_OPEN,
     KEYS,
@@ -95,8 +95,7 @@ def count_keys(
     starts = tl.where(head < shape.group, starts, _MARKS)
     histogram_ptr = scratch.key_histograms + pair * _KEYS
     for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
-        words = words_of(scratch, pair, unit, True, shape)
-        listed = list_candidates(scratch, pair, unit, words, sinks, scored, starts, shape)
+        listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
         # Other threads' entries are read from here on.
         tl.debug_barrier()
         of_unit = pair * scratch.tokens + unit * shape.unit

@@ -14,19 +14,18 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.coded_tokens import WINDOW
 from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
-from winnow_kernels.policies.lowbit_top_p.gpu.choice import choose_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.choice import cut_kernel, write_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.order import cap_kernel, order_count_kernel, order_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.state import SAMPLED, Anchors, Policies, Scratch, Shape
+from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch, Shape
 from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
 from winnow_kernels.selection.gpu_partition import programs_on
 
 _LOG2_E: Final = 1.4426950408889634
-# Programs on each multiprocessor that choose: as many as fit, of small groups of query heads and of large ones.
-_CHOOSING: Final = 16
-_CHOOSING_OF_MANY: Final = 8
-_MANY: Final = 4
+# Programs of one warp on each multiprocessor, which wait for those of their pair: so many that all run at once.
+_CUTTING: Final = 16
+_WRITING: Final = 24
 _REGISTERS: Final = 64 << 10
 
 
@@ -134,9 +133,11 @@ def launches(
     device = queries.device
     of_batch = (rows, policies, shape, scratch)
     by_unit = (programs_on(device, 4),)
-    # Single warps wait for nobody, but for those of their pair: so there are no more than run at once.
-    choosing = _CHOOSING_OF_MANY if shape.padded_group.value > _MANY else _CHOOSING
-    of_pair = min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(programs_on(device, choosing), pairs))
+
+    def shared_by(programs: int) -> tuple[int, int, int]:
+        # The interpreter runs programs one after another: none can wait for another.
+        most = programs_on(device, programs) if queries.is_cuda else 1
+        return min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(most, pairs)), batch.rows, kv_heads
 
     def score(*, again: bool) -> None:
         # Most often there is nothing to do again.
@@ -156,8 +157,7 @@ def launches(
         )
 
     def total(*, again: bool) -> None:
-        samples = 1 if by_key else triton.cdiv(batch.longest, SAMPLED)
-        grid = (samples, batch.rows, kv_heads)
+        grid = (batch.rows, kv_heads)
         total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
 
     steps = {
@@ -180,9 +180,11 @@ def launches(
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
         "total again": lambda: total(again=True),
-        "choose": lambda: choose_kernel[(of_pair if queries.is_cuda else 1, batch.rows, kv_heads)](
+        "cut": lambda: cut_kernel[shared_by(_CUTTING)](
+            *of_batch, anchors, window=WINDOW, by_key=by_key, num_warps=1, maxnreg=_REGISTERS // (32 * _CUTTING)
+        ),
+        "write": lambda: write_kernel[shared_by(_WRITING)](
             *of_batch,
-            anchors,
             selected,
             Counts.of(batch),
             beliefs,
@@ -192,7 +194,7 @@ def launches(
             by_key=by_key,
             in_order=in_order,
             num_warps=1,
-            maxnreg=_REGISTERS // (32 * choosing),
+            maxnreg=_REGISTERS // (32 * _WRITING),
         ),
     }
     if in_order:

@@ -16,13 +16,12 @@ from winnow_kernels.decode.coded_tokens import WHOLE_SHARE
 from winnow_kernels.decode.predicted_attention import FLOOR, LOWEST_KEY, ORDER_KEYS, STEPS
 from winnow_kernels.indexes.key_codes import BLOCK
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows
+from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE
 
 SPAN: Final = 1024
 """Tokens whose masses one program adds up."""
-SAMPLED: Final = 16384
-"""Tokens from which one program takes a sample at a time."""
-SPARE: Final = 8
-"""Steps that a sample may be wrong by."""
+SPARE: Final = 12
+"""Steps below what the last steps' cuts let expect from which on tokens are counted."""
 WORDS: Final = 512
 """Words of four marks that one program looks at together."""
 MARKS: Final = 256
@@ -45,6 +44,7 @@ _STEPS = tl.constexpr(STEPS)
 _UNIT_MARK = tl.constexpr(UNIT_MARK)
 _BLOCK = tl.constexpr(BLOCK)
 _WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
+_WHOLE_ABOVE = tl.constexpr(WHOLE_ABOVE)
 
 
 class Policies(NamedTuple):
@@ -88,12 +88,14 @@ class Shape(NamedTuple):
 class Anchors(NamedTuple):
     """Where a request's last step found what this one seeks. They make a selection fast, and never change it.
 
-    slots: int64 [rows], the rows' request slots; tops: int32 [slots, query heads], the highest step; keys: int32
-    [slots, KV heads], the lowest key that was taken.
+    slots: int64 [rows], the rows' request slots; tops: int32 [slots, query heads], the highest step; cuts: int32
+    [slots, query heads], how far above its floor a head's cut lay, in the last step or, if that was lower, in one
+    before; keys: int32 [slots, KV heads], the lowest key that was taken.
     """
 
     slots: Pointer
     tops: Pointer
+    cuts: Pointer
     keys: Pointer
 
     @classmethod
@@ -103,7 +105,7 @@ class Anchors(NamedTuple):
         def unknown(heads: int) -> Tensor:
             return torch.full((slots, heads), _UNKNOWN, dtype=torch.int32, device=rows.device)
 
-        return cls(rows, unknown(query_heads), unknown(kv_heads))
+        return cls(rows, unknown(query_heads), unknown(query_heads), unknown(kv_heads))
 
 
 class Scratch(NamedTuple):
@@ -112,8 +114,7 @@ class Scratch(NamedTuple):
     Of query heads, [pairs, padded group]: levels, int8 [..., head dim], of the rounded queries; sums, int32, of these;
     worths, float32, of a level, in steps; kept, float32, logarithm of the kept tokens' mass, in steps; tops, int32, the
     highest step; bases, int32, the step with the mark 0, a multiple of 8; floors, int32, the mark up to which nothing
-    is chosen by itself; starts, int32, the mark from which on tokens are listed; counted_from, int32, the
-    mark from which on marks are counted, ``MARKS`` where they are not; open, int32, where bases are
+    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, where bases are
     wrong, then where starts are (``IS_OPEN``) or were (``WAS_OPEN``); cuts, int32, the lowest mark that is taken;
     totals, float32, of all mass; rests, float32, of what is not selected.
 
@@ -127,8 +128,8 @@ class Scratch(NamedTuple):
     Of pairs: key_cuts, int32, the lowest key that is taken; key_ties, int32, how many tokens with that key are;
     key_open, int32, where too few are counted, or were.
 
-    All 0 between kernels: samples and histograms, int32 [pairs, padded group, MARKS], of marks; key_histograms, int32
-    [pairs, KEYS]; sampled, int32 [pairs], programs that are done; met, int32 [pairs], how often programs have met.
+    All 0 between kernels: histograms, int32 [pairs, padded group, MARKS], of marks; key_histograms, int32 [pairs,
+    KEYS]; met, int32 [pairs], how often programs have met.
 
     To put a selection in order: others, int32 [pairs], how many tokens are listed; listed, int32 [pairs, tokens], their
     positions; orders, uint8, same shape, their steps; order_counts and order_before, int32 [pairs, chunks, ORDERS], how
@@ -146,7 +147,6 @@ class Scratch(NamedTuple):
     bases: Pointer
     floors: Pointer
     starts: Pointer
-    counted_from: Pointer
     open: Pointer
     cuts: Pointer
     totals: Pointer
@@ -161,10 +161,8 @@ class Scratch(NamedTuple):
     key_cuts: Pointer
     key_ties: Pointer
     key_open: Pointer
-    samples: Pointer
     histograms: Pointer
     key_histograms: Pointer
-    sampled: Pointer
     met: Pointer
     others: Pointer
     listed: Pointer
@@ -221,7 +219,6 @@ class Scratch(NamedTuple):
             bases=zeros(padded),
             floors=zeros(padded),
             starts=zeros(padded),
-            counted_from=zeros(padded).fill_(MARKS),
             open=zeros(padded),
             cuts=zeros(padded),
             totals=zeros(padded, dtype=torch.float32),
@@ -236,10 +233,8 @@ class Scratch(NamedTuple):
             key_cuts=zeros(),
             key_ties=zeros(),
             key_open=zeros(),
-            samples=zeros(padded, MARKS),
             histograms=zeros(padded, MARKS),
             key_histograms=zeros(keys),
-            sampled=zeros(),
             met=zeros(),
             others=zeros(),
             listed=zeros(tokens),
@@ -325,6 +320,15 @@ def weight_of_kept(kept: tl.tensor, bases: tl.tensor) -> tl.tensor:
     # Apart, what is behind the point is the same to the last bit whatever the base.
     scale = tl.exp2((whole - (bases + _UNIT_MARK).to(tl.float32)) * (1.0 / _STEPS))
     return tl.exp2((kept - whole) * (1.0 / _STEPS)) * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def surest_start(share: tl.tensor, totals: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    """Return the mark below which all ``tokens`` together weigh no more than a share of a total leaves: int32."""
+    weight = (1.0 - share).to(tl.float32) * totals / tokens.to(tl.float32)
+    # One less, for what rounding adds up to.
+    start = tl.floor(tl.log2(tl.maximum(weight, 1e-30)) * _STEPS).to(tl.int32) + _UNIT_MARK - 1
+    return tl.where(share > _WHOLE_ABOVE, 0, tl.maximum(start, 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
