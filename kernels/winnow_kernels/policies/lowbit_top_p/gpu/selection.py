@@ -24,8 +24,7 @@ from winnow_kernels.selection.gpu_partition import programs_on
 
 _LOG2_E: Final = 1.4426950408889634
 # Programs of one warp on each multiprocessor, which wait for those of their pair: so many that all run at once.
-_CUTTING: Final = 16
-_WRITING: Final = 24
+_MEETING: Final = 16
 _REGISTERS: Final = 64 << 10
 
 
@@ -134,10 +133,10 @@ def launches(
     of_batch = (rows, policies, shape, scratch)
     by_unit = (programs_on(device, 4),)
 
-    def shared_by(programs: int) -> tuple[int, int, int]:
-        # The interpreter runs programs one after another: none can wait for another.
-        most = programs_on(device, programs) if queries.is_cuda else 1
-        return min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(most, pairs)), batch.rows, kv_heads
+    # The interpreter runs programs one after another: none can wait for another.
+    meeting = programs_on(device, _MEETING) if queries.is_cuda else 1
+    of_pair = min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(meeting, pairs))
+    by_unit_of_pair = (of_pair, batch.rows, kv_heads)
 
     def score(*, again: bool) -> None:
         # Most often there is nothing to do again.
@@ -180,10 +179,10 @@ def launches(
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
         "total again": lambda: total(again=True),
-        "cut": lambda: cut_kernel[shared_by(_CUTTING)](
-            *of_batch, anchors, window=WINDOW, by_key=by_key, num_warps=1, maxnreg=_REGISTERS // (32 * _CUTTING)
+        "cut": lambda: cut_kernel[by_unit_of_pair](
+            *of_batch, anchors, window=WINDOW, by_key=by_key, num_warps=1, maxnreg=_REGISTERS // (32 * _MEETING)
         ),
-        "write": lambda: write_kernel[shared_by(_WRITING)](
+        "write": lambda: write_kernel[by_unit_of_pair](
             *of_batch,
             selected,
             Counts.of(batch),
@@ -194,7 +193,7 @@ def launches(
             by_key=by_key,
             in_order=in_order,
             num_warps=1,
-            maxnreg=_REGISTERS // (32 * _WRITING),
+            maxnreg=_REGISTERS // (32 * _MEETING),
         ),
     }
     if in_order:
