@@ -175,7 +175,7 @@ def selected(
             in_order=any(asked is not None and (asked.ordered or asked.most > 0) for asked in case.asked),
             by_key=case.by_key,
         )
-    for name in ("samples", "histograms", "key_histograms", "sampled", "written"):
+    for name in ("histograms", "key_histograms", "met"):
         assert not getattr(scratch, name).any(), name
     counted = batch.counts.clone()
     counted[:, Count.READ_BYTES] = 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.gpu.conftest import INTERPRETED
@@ -14,7 +15,7 @@ from tests.kernels.gpu.selectors import cache_on, check_untouched
 from tests.kernels.parameters import lowbit_top_k_parameters, lowbit_top_p_parameters
 from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors
+from winnow_kernels.policies.lowbit_top_p.gpu.state import WAS_OPEN, Anchors
 
 # More than what one program scores, lists and puts in order; on a GPU more than any of a loop's rounds, too.
 LONG, FACTOR, EXAMPLES = (1100, 1, 10) if INTERPRETED else (70_000, 20, 60)
@@ -122,11 +123,11 @@ def test_a_key_that_beats_all_others(by_key: bool, device: torch.device) -> None
     case.index.generations.written(slot // 16 * 16)
     case.index.ensure(slot // 16)
     got = selected(case)
-    assert got.scratch.any_open[0] == 1
+    assert got.scratch.any_open == 1
     check(case, got)
     # Next time it is known.
     again = selected(case, got.anchors)
-    assert again.scratch.any_open[0] == 0
+    assert again.scratch.any_open == 0
     check(case, again)
 
 
@@ -143,9 +144,10 @@ MIXED_K = [top_k(200), top_k(150, ordered=True), None, top_k(100)]
 MIXED_LENGTHS = [450, 700, 300, 400]
 
 
-def anchors_at(case: Case, top: int, key: int) -> Anchors:
+def anchors_at(case: Case, top: int, cut: int, key: int) -> Anchors:
     anchors = case.no_anchors()
     anchors.tops.fill_(top)
+    anchors.cuts.fill_(cut)
     anchors.keys.fill_(key)
     return anchors
 
@@ -159,24 +161,25 @@ def test_the_last_step_changes_nothing(asked: list[Asked | None], device: torch.
     first = selected(case)
     check(case, first)
     assert_equal(selected(case, first.anchors), first)
-    # Those of other requests: far higher and far lower steps, and keys above and below all.
-    for top, key in ((5000, 1500), (-5000, 0), (150, 1530)):
-        other = selected(case, anchors_at(case, top, key))
+    # Those of other requests: far higher and far lower steps, and cuts and keys above and below all.
+    for top, cut, key in ((5000, 220, 1500), (-5000, 0, 0), (150, 200, 1530)):
+        other = selected(case, anchors_at(case, top, cut, key))
         assert_equal(other, first)
-        if case.by_key and key > 0:
-            assert other.scratch.any_open[1] == 1
+        if cut > 0:
+            assert WAS_OPEN in (other.scratch.key_open if case.by_key else other.scratch.open)
 
 
-def test_a_sample_that_misleads_changes_nothing(device: torch.device) -> None:
-    case = Case.of(device, [900, 700], [top_p(0.5), top_p(0.8, min_tokens=300)], sharpness=3.0)
-    # The blocks of which it is taken tell nothing of the others.
-    slots = case.context.slots[:, [place for place in range(700) if place % 256 < 16]].flatten()
-    case.cache.keys[slots] *= 0.01
-    case.index.generations.written(slots)
-    case.index.ensure(slots // 16)
-    got = selected(case)
-    assert got.scratch.any_open[1] == 1
-    check(case, got)
+def test_the_lowest_cut_of_the_last_steps_is_remembered(device: torch.device) -> None:
+    case = Case.of(device, [FACTOR * 500], [top_p(0.8)], sharpness=3.0)
+
+    def cuts(anchors: Anchors) -> Tensor:
+        after = selected(case, anchors).anchors
+        return after.cuts[after.slots]
+
+    own = cuts(case.no_anchors())
+    assert (own > 3).all()
+    assert (cuts(anchors_at(case, 0, 2, 0)) == 3).all()
+    assert torch.equal(cuts(anchors_at(case, 0, 250, 0)), own)
 
 
 @pytest.mark.parametrize("asked", [MIXED_P, MIXED_K], ids=["shares", "budgets"])

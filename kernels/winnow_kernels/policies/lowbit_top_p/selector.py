@@ -115,7 +115,7 @@ class CodedSelector(Selector):
         scratch, group = self._scratch, self._group
         pairs = rows * self._kv_heads
         is_open = scratch.key_open[:pairs] if self.by_key else scratch.open[:pairs, :group]
-        return bool(scratch.any_open[0]), float((is_open != 0).double().mean())
+        return bool(scratch.any_open), float((is_open != 0).double().mean())
 
 
 class LowBitTopPSelector(CodedSelector):

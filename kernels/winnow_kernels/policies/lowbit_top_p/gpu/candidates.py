@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from winnow_kernels.policies.lowbit_top_p.gpu.state import MARKS, UNIT, Scratch, Shape
+from winnow_kernels.policies.lowbit_top_p.gpu.state import MARKS, Scratch, Shape
 
-_UNIT = tl.constexpr(UNIT)
 _LINE = tl.constexpr(16)
 _HIGHEST = tl.constexpr(MARKS - 1)
 _HIGH_BITS = tl.constexpr(-0x7F7F7F80)
@@ -27,7 +26,7 @@ def list_candidates(
     """List the tokens of a unit one of whose marks reaches its head's start, in order, and return how many they are.
 
     Args:
-        scratch: with the marks.
+        scratch: with the marks; gets the list and its length.
         pair: of the unit.
         unit: its number.
         sinks: first tokens, which are none.
@@ -35,10 +34,10 @@ def list_candidates(
         starts: int32 [padded group]; from ``MARKS`` − 1 on of none.
         shape: of the layer.
     """
-    lines: tl.constexpr = _UNIT // _LINE
-    of_unit = pair.to(tl.int64) * scratch.tokens + unit * _UNIT
+    lines: tl.constexpr = shape.unit // _LINE
+    of_unit = pair * scratch.tokens + unit * shape.unit
     place = tl.arange(0, lines)[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
-    token = unit * _UNIT + place
+    token = unit * shape.unit + place
     is_listed = _reach(scratch.marks + of_unit * shape.padded_group, starts, shape)
     is_listed = tl.reshape(is_listed, [lines, _LINE]) & (token >= sinks) & (token < scored)
     # Most is added up inside of lines, for which few threads must meet.
@@ -47,7 +46,9 @@ def list_candidates(
     of_lines = tl.sum(one, 1)
     before = tl.cumsum(of_lines, 0) - of_lines
     tl.store(scratch.local + of_unit + before[:, None] + inside - 1, place.to(tl.int16), mask=is_listed)
-    return tl.sum(of_lines, 0)
+    listed = tl.sum(of_lines, 0)
+    tl.store(scratch.counts + pair * scratch.units + unit, listed)
+    return listed
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -73,7 +74,7 @@ def _reach(marks_ptr: tl.tensor, starts: tl.tensor, shape: Shape) -> tl.tensor:
         start |= start << bits
     if of_word > 2:
         start |= start << (2 * bits)
-    count: tl.constexpr = _UNIT * padded // 4
+    count: tl.constexpr = shape.unit * padded // 4
     marks = tl.load(marks_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, count))
     marks = tl.reshape(marks, [count // words, words])
     start = start[None, :]
@@ -85,7 +86,7 @@ def _reach(marks_ptr: tl.tensor, starts: tl.tensor, shape: Shape) -> tl.tensor:
     elif of_word > 1:
         own: tl.constexpr = 0x8080 if in_words == 2 else 0x80
         of_tokens = (reach >> (tl.arange(0, of_word) * bits)[None, :]) & own
-        is_high = tl.reshape(of_tokens, [_UNIT]) != 0
+        is_high = tl.reshape(of_tokens, [shape.unit]) != 0
     else:
-        is_high = tl.reshape(reach, [_UNIT]) != 0
+        is_high = tl.reshape(reach, [shape.unit]) != 0
     return is_high

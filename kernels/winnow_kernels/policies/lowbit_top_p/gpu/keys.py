@@ -12,10 +12,11 @@ from winnow_kernels.decode.predicted_attention import KEY_STEPS, LOWEST_KEY, STE
 from winnow_kernels.kernel_arguments import Rows
 from winnow_kernels.policies.lowbit_top_p.gpu.candidates import list_candidates, marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
+    IS_OPEN,
     KEYS,
     MARKS,
-    UNIT,
     UNIT_MARK,
+    WAS_OPEN,
     Anchors,
     Policies,
     Scratch,
@@ -30,10 +31,14 @@ _LOWEST = tl.constexpr(LOWEST_KEY)
 _SMALLEST = tl.constexpr(2.0**-100)
 _MARKS = tl.constexpr(MARKS)
 _STEPS = tl.constexpr(float(STEPS))
-_UNIT = tl.constexpr(UNIT)
 _UNIT_MARK = tl.constexpr(UNIT_MARK)
 _LISTED = tl.constexpr(64)
+# Two octaves below the last step's lowest key, and four more each time that these are too few.
 _COUNTED_BELOW = tl.constexpr(2 * KEY_STEPS)
+_LESS_EACH_TURN = tl.constexpr(4 * KEY_STEPS)
+_KEYS_AT_A_TIME = tl.constexpr(256)
+_IS_OPEN = tl.constexpr(IS_OPEN)
+_WAS_OPEN = tl.constexpr(WAS_OPEN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -54,51 +59,46 @@ def key_of(marks: tl.tensor, floors: tl.tensor, totals: tl.tensor, shape: Shape)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def key_kernel(
-    rows: Rows,
-    policies: Policies,
+def count_keys(
+    pair: tl.tensor,
+    slot: tl.tensor,
+    sharing: tl.tensor,
+    turn: tl.tensor,
+    sinks: tl.tensor,
+    scored: tl.tensor,
     shape: Shape,
     scratch: Scratch,
     anchors: Anchors,
-    window: tl.constexpr,
-    again: tl.constexpr,
 ) -> None:
-    """List tokens whose keys may be high, and count these.
+    """List the tokens of this program's units whose keys may be high, and count these keys.
 
-    Pairs of which too few were counted are counted ``again``, all their tokens. Grid: programs that share a pair's
-    units × rows × KV heads.
+    Args:
+        pair: of the units.
+        slot: of the request.
+        sharing: programs that share the units.
+        turn: how often they were counted before: each time fewer tokens are left out.
+        sinks: first tokens, which are not listed.
+        scored: tokens, behind which there are none.
+        shape: of the layer.
+        scratch: with the marks; gets the lists, the keys and the counts.
+        anchors: of the layer.
     """
-    if again:  # noqa: SIM102  # A condition of the launch and one of the batch.
-        if tl.load(scratch.any_open + 1) == 0:
-            return
-    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    pair = row * shape.kv_heads + kv_head
-    if again:  # noqa: SIM102  # A condition of the launch and one of the batch.
-        if tl.load(scratch.key_open + pair) == 0:
-            return
-    _, scored, sinks = bounds_of(rows, policies, row, window)
-    if scored == 0:
-        return
     head = tl.arange(0, shape.padded_group)
     of_heads = pair * shape.padded_group + head
     floors = tl.load(scratch.floors + of_heads)
     totals = tl.load(scratch.totals + of_heads, mask=head < shape.group, other=1.0)
-    anchor_ptr = anchors.keys + tl.load(anchors.slots + row) * shape.kv_heads + kv_head
-    lowest = tl.maximum(tl.load(anchor_ptr) - _COUNTED_BELOW, 0)
-    if again:
-        lowest = lowest * 0
+    lowest = _lowest_counted(slot, turn, shape, anchors)
     # Where the mean is so high, a head's own share is no lower.
     share = (lowest + _LOWEST).to(tl.float32) * (1.0 / _KEY_STEPS)
     starts = tl.floor((share + tl.log2(totals)) * _STEPS).to(tl.int32) + _UNIT_MARK
     starts = tl.where(lowest > 0, tl.maximum(starts, 1), 0)
     starts = tl.where(head < shape.group, starts, _MARKS)
     histogram_ptr = scratch.key_histograms + pair * _KEYS
-    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), tl.num_programs(0)):
+    for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
         listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
-        tl.store(scratch.counts + pair * scratch.units + unit, listed)
         # Other threads' entries are read from here on.
         tl.debug_barrier()
-        of_unit = pair * scratch.tokens + unit * _UNIT
+        of_unit = pair * scratch.tokens + unit * shape.unit
         for begin in range(0, listed, _LISTED):
             each = begin + tl.arange(0, _LISTED)
             is_listed = each < listed
@@ -110,43 +110,61 @@ def key_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def key_cut_kernel(
+def cut_keys(
+    row: tl.tensor,
+    pair: tl.tensor,
+    slot: tl.tensor,
+    turn: tl.tensor,
     rows: Rows,
     policies: Policies,
     shape: Shape,
     scratch: Scratch,
     anchors: Anchors,
     window: tl.constexpr,
-    again: tl.constexpr,
 ) -> None:
-    """Find the lowest key that each pair takes. Grid: rows × KV heads.
+    """Find the lowest key that a pair takes, or leave it open where too few tokens were counted.
 
-    A pair of which too few tokens were counted is open: all are counted, and the kernel runs, ``again``.
+    Args:
+        row: of the batch.
+        pair: of the row.
+        slot: of the request.
+        turn: how often its keys were counted before.
+        rows: of the batch.
+        policies: of the rows.
+        shape: of the layer.
+        scratch: with the counts, which become 0.
+        anchors: of the layer; remember the key.
+        window: newest tokens that are kept.
     """
-    if again:  # noqa: SIM102  # A condition of the launch and one of the batch.
-        if tl.load(scratch.any_open + 1) == 0:
-            return
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair = row * shape.kv_heads + kv_head
     length, scored, sinks = bounds_of(rows, policies, row, window)
-    is_due = scored > 0
-    if again:
-        is_due &= tl.load(scratch.key_open + pair) != 0
-    if is_due:
-        key = tl.arange(0, _KEYS)
-        histogram_ptr = scratch.key_histograms + pair * _KEYS + key
-        counts = tl.load(histogram_ptr)
-        tl.store(histogram_ptr, counts * 0)
-        budget = tl.load(policies.budgets + row) - (length - scored + sinks)
-        wanted = tl.maximum(tl.minimum(budget, scored - sinks), 0)
-        above = tl.cumsum(counts, 0, reverse=True) - counts
-        # The lowest key above which the budget is not yet full; beyond all keys if nothing is wanted.
-        cut = tl.min(tl.where((above < wanted) & (counts > 0), key, _KEYS), 0)
-        tl.store(scratch.key_cuts + pair, cut)
-        tl.store(scratch.key_ties + pair, wanted - tl.sum(tl.where(key > cut, counts, 0), 0))
-        tl.store(anchors.keys + tl.load(anchors.slots + row) * shape.kv_heads + kv_head, cut)
-        if not again:
-            is_few = tl.sum(counts, 0) < wanted
-            tl.store(scratch.key_open + pair, is_few.to(tl.int32))
-            if is_few:
-                tl.store(scratch.any_open + 1, 1)
+    budget = tl.load(policies.budgets + row) - (length - scored + sinks)
+    wanted = tl.maximum(tl.minimum(budget, scored - sinks), 0)
+    lowest = _lowest_counted(slot, turn, shape, anchors)
+    # The lowest key above which the budget is not yet full; beyond all keys if nothing is wanted.
+    cut = wanted * 0 + _KEYS
+    above, spare = wanted * 0, wanted
+    key = tl.arange(0, _KEYS_AT_A_TIME)
+    histogram_ptr = scratch.key_histograms + pair * _KEYS + key
+    for part in tl.static_range(_KEYS // _KEYS_AT_A_TIME):
+        first = _KEYS - (part + 1) * _KEYS_AT_A_TIME
+        counts = tl.load(histogram_ptr + first, cache_modifier=".cg")
+        higher = above + tl.cumsum(counts, 0, reverse=True) - counts
+        is_taken = (higher < wanted) & (counts > 0)
+        cut = tl.minimum(cut, tl.min(tl.where(is_taken, first + key, _KEYS), 0))
+        spare = tl.minimum(spare, tl.min(tl.where(is_taken, wanted - higher, wanted), 0))
+        above += tl.sum(counts, 0)
+    for part in tl.static_range(_KEYS // _KEYS_AT_A_TIME):
+        tl.store(histogram_ptr + part * _KEYS_AT_A_TIME, tl.zeros([_KEYS_AT_A_TIME], tl.int32))
+    is_open = (above < wanted) & (lowest > 0)
+    tl.store(scratch.key_cuts + pair, cut)
+    # Of those with this key, so many are taken.
+    tl.store(scratch.key_ties + pair, spare)
+    tl.store(scratch.key_open + pair, tl.where(is_open, _IS_OPEN, tl.where(turn > 0, _WAS_OPEN, 0)))
+    tl.store(anchors.keys + slot * shape.kv_heads + tl.program_id(2), cut, mask=above >= wanted)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lowest_counted(slot: tl.tensor, turn: tl.tensor, shape: Shape, anchors: Anchors) -> tl.tensor:
+    """Return from which key on tokens are counted, by the last step's lowest one; 0 for all."""
+    lowest = tl.load(anchors.keys + slot * shape.kv_heads + tl.program_id(2))
+    return tl.maximum(lowest - _COUNTED_BELOW - turn * _LESS_EACH_TURN, 0)

@@ -48,7 +48,7 @@ def prepare_kernel(
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length, scored, sinks = bounds_of(rows, policies, row, window)
     if (tl.program_id(0) == 0) & (kv_head == 0):
-        tl.store(scratch.any_open + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(scratch.any_open, 0)
     if scored > 0:
         of_pair = (row * shape.kv_heads + kv_head) * shape.padded_group
         query_ptr = queries.pointer + row * queries.row_stride + kv_head * shape.group * queries.head_stride

@@ -14,22 +14,18 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.coded_tokens import WINDOW
 from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
-from winnow_kernels.policies.lowbit_top_p.gpu.counts import count_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.cuts import cut_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.keys import key_cut_kernel, key_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.choice import cut_kernel, write_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.order import cap_kernel, order_count_kernel, order_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.slots import list_kernel, slot_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.state import SAMPLED, UNIT, Anchors, Policies, Scratch, Shape
+from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch, Shape
 from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
 from winnow_kernels.selection.gpu_partition import programs_on
 
 _LOG2_E: Final = 1.4426950408889634
-# Programs that share a pair's sample.
-_SAMPLING: Final = 4
-# Programs on each multiprocessor that list tokens.
-_LISTING: Final = 24
+# Programs of one warp on each multiprocessor, which wait for those of their pair: so many that all run at once.
+_MEETING: Final = 16
+_REGISTERS: Final = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -136,12 +132,15 @@ def launches(
     device = queries.device
     of_batch = (rows, policies, shape, scratch)
     by_unit = (programs_on(device, 4),)
-    # Single warps wait for nobody.
-    of_pair = min(triton.cdiv(batch.longest, UNIT), triton.cdiv(programs_on(device, _LISTING), pairs))
-    by_list = (of_pair, batch.rows, kv_heads)
+
+    # The interpreter runs programs one after another: none can wait for another.
+    meeting = programs_on(device, _MEETING) if queries.is_cuda else 1
+    of_pair = min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(meeting, pairs))
+    by_unit_of_pair = (of_pair, batch.rows, kv_heads)
 
     def score(*, again: bool) -> None:
-        score_kernel[(programs_on(device, launch.programs),)](
+        # Most often there is nothing to do again.
+        score_kernel[(programs_on(device, 2 if again else launch.programs),)](
             rows,
             policies,
             codes,
@@ -157,24 +156,8 @@ def launches(
         )
 
     def total(*, again: bool) -> None:
-        samples = 1 if by_key else min(_SAMPLING, triton.cdiv(batch.longest, SAMPLED))
-        grid = (samples, batch.rows, kv_heads)
-        total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
-
-    def count(*, again: bool) -> None:
-        if by_key:
-            key_kernel[by_list](*of_batch, anchors, window=WINDOW, again=again, num_warps=1)
-        else:
-            count_kernel[by_list](*of_batch, window=WINDOW, again=again, num_warps=1)
-
-    def cut(*, again: bool) -> None:
         grid = (batch.rows, kv_heads)
-        if by_key:
-            key_cut_kernel[grid](*of_batch, anchors, window=WINDOW, again=again, num_warps=4)
-        else:
-            # The sums of all marks of all heads, in float64.
-            warps = 8 if shape.padded_group.value > 8 else 4
-            cut_kernel[grid](*of_batch, window=WINDOW, again=again, num_warps=warps)
+        total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
 
     steps = {
         "prepare": lambda: prepare_kernel[(batch.rows, kv_heads, 2)](
@@ -196,12 +179,10 @@ def launches(
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
         "total again": lambda: total(again=True),
-        "count": lambda: count(again=False),
-        "cut": lambda: cut(again=False),
-        "count again": lambda: count(again=True),
-        "cut again": lambda: cut(again=True),
-        "list": lambda: list_kernel[by_list](*of_batch, window=WINDOW, by_key=by_key, num_warps=1),
-        "slots": lambda: slot_kernel[by_list](
+        "cut": lambda: cut_kernel[by_unit_of_pair](
+            *of_batch, anchors, window=WINDOW, by_key=by_key, num_warps=1, maxnreg=_REGISTERS // (32 * _MEETING)
+        ),
+        "write": lambda: write_kernel[by_unit_of_pair](
             *of_batch,
             selected,
             Counts.of(batch),
@@ -212,6 +193,7 @@ def launches(
             by_key=by_key,
             in_order=in_order,
             num_warps=1,
+            maxnreg=_REGISTERS // (32 * _MEETING),
         ),
     }
     if in_order:

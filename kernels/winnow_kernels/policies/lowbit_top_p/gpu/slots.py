@@ -12,7 +12,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.candidates import marks_at
 from winnow_kernels.policies.lowbit_top_p.gpu.keys import key_of
 from winnow_kernels.policies.lowbit_top_p.gpu.order import order_of
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
-    UNIT,
+    MARKS,
     Policies,
     Scratch,
     Shape,
@@ -25,7 +25,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
 )
 from winnow_kernels.selection.gpu_slots import slots_at
 
-_UNIT = tl.constexpr(UNIT)
+_MARKS = tl.constexpr(MARKS)
 _UNITS = tl.constexpr(256)
 _LISTED = tl.constexpr(64)
 _KEPT = tl.constexpr(128)
@@ -36,43 +36,44 @@ _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def list_kernel(
-    rows: Rows,
-    policies: Policies,
-    shape: Shape,
-    scratch: Scratch,
-    window: tl.constexpr,
-    by_key: tl.constexpr,
+def keep_taken(
+    pair: tl.tensor, sharing: tl.tensor, units: tl.tensor, shape: Shape, scratch: Scratch, by_key: tl.constexpr
 ) -> None:
-    """Leave in each unit's list what is taken; with ``by_key``, by keys, and what ties with the lowest.
+    """Leave in the lists of this program's units what is taken, and what ties with the lowest key.
 
-    Grid: programs that share a pair's units × rows × KV heads.
+    Args:
+        pair: of the units.
+        sharing: programs that share them.
+        units: all units of the pair.
+        shape: of the layer.
+        scratch: with the lists and the cuts.
+        by_key: whether there are budgets, or shares.
     """
-    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    pair = row * shape.kv_heads + kv_head
     head = tl.arange(0, shape.padded_group)
-    _, scored, _ = bounds_of(rows, policies, row, window)
-    cuts = tl.load(scratch.cuts + pair * shape.padded_group + head)
-    key_cut = tl.load(scratch.key_cuts + pair)
-    for unit in range(tl.program_id(0), tl.cdiv(scored, _UNIT), tl.num_programs(0)):
+    cuts = tl.load(
+        scratch.cuts + pair * shape.padded_group + head, mask=head < shape.group, other=_MARKS, cache_modifier=".cg"
+    )
+    key_cut = tl.load(scratch.key_cuts + pair, cache_modifier=".cg")
+    for unit in range(tl.program_id(0), units, sharing):
         counts_ptr = scratch.counts + pair * scratch.units + unit
-        of_unit = pair * scratch.tokens + unit * _UNIT
+        of_unit = pair * scratch.tokens + unit * shape.unit
         list_ptr = scratch.local + of_unit
         candidates = tl.load(counts_ptr)
         count, ties = candidates * 0, candidates * 0
         for begin in range(0, candidates, _LISTED):
             each = begin + tl.arange(0, _LISTED)
             is_listed = each < candidates
-            place = tl.load(list_ptr + each, mask=is_listed, other=0).to(tl.int32)
+            # Without waiting for how many there are.
+            place = tl.load(list_ptr + each, mask=each < shape.unit, other=0).to(tl.int32) & (shape.unit - 1)
             entry = place
             if by_key:
-                keys = tl.load(scratch.keys + of_unit + each, mask=is_listed, other=-1).to(tl.int32)
+                keys = tl.load(scratch.keys + of_unit + each, mask=each < shape.unit, other=0).to(tl.int32)
                 is_tie = is_listed & (keys == key_cut)
                 is_taken = is_listed & (keys >= key_cut)
                 ties += tl.sum(is_tie.to(tl.int32), 0)
                 entry = tl.where(is_tie, -1 - place, place)
             else:
-                marks = marks_at(scratch, of_unit + place, is_listed, shape)
+                marks = marks_at(scratch, of_unit + place, each < shape.unit, shape)
                 is_taken = is_listed & (tl.max((marks >= cuts[None, :]).to(tl.int32), 1) > 0)
             one = is_taken.to(tl.int32)
             # Nothing is written where other threads have yet to read.
@@ -85,51 +86,57 @@ def list_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def slot_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
+def write_taken(
+    row: tl.tensor,
+    pair: tl.tensor,
+    sharing: tl.tensor,
     rows: Rows,
     policies: Policies,
     shape: Shape,
     scratch: Scratch,
     selected: Selected,
-    read: Counts,
-    beliefs_ptr: tl.tensor,
-    key_bytes: tl.tensor,
-    code_bytes: tl.tensor,
     window: tl.constexpr,
     by_key: tl.constexpr,
     in_order: tl.constexpr,
 ) -> None:
-    """Write what is listed as slots, and as positions where it is to be put in order.
+    """Write what is left in the lists of this program's units as slots, and as positions if it is to be put in order.
 
-    Whoever is the last of a pair writes what is kept, the count, and what is believed of the masses. Grid: programs
-    that share a pair's units × rows × KV heads.
+    Args:
+        row: of the batch.
+        pair: of the units.
+        sharing: programs that share them.
+        rows: of the batch.
+        policies: of the rows.
+        shape: of the layer.
+        scratch: with the lists; gets the masses of what is taken.
+        selected: gets the slots.
+        window: newest tokens that are kept.
+        by_key: whether there are budgets, or shares.
+        in_order: whether the order of a selection may matter.
     """
-    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    pair = row * shape.kv_heads + kv_head
     head = tl.arange(0, shape.padded_group)
     of_heads = pair * shape.padded_group + head
     length, scored, sinks = bounds_of(rows, policies, row, window)
     kept = length - scored + sinks
     spare = 0
     if by_key:
-        spare = tl.load(scratch.key_ties + pair)
+        spare = tl.load(scratch.key_ties + pair, cache_modifier=".cg")
     table_ptr = rows.page_table + row * rows.table_stride
     of_tokens = pair * scratch.tokens
     floors = tl.load(scratch.floors + of_heads)
-    units = tl.cdiv(scored, _UNIT)
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
         of_unit = pair * scratch.units + unit
         listed, ties = tl.load(scratch.counts + of_unit), 0
         before = listed_before(scratch.counts, pair, unit, scratch)
         if by_key:
             ties = listed_before(scratch.ties, pair, unit, scratch)
             before = before - ties + tl.minimum(ties, spare)
-        list_ptr = scratch.local + of_tokens + unit * _UNIT
+        list_ptr = scratch.local + of_tokens + unit * shape.unit
         taken = tl.zeros([shape.padded_group], tl.float32)
         for begin in range(0, listed, _LISTED):
             each = begin + tl.arange(0, _LISTED)
             is_taken = each < listed
-            entry = tl.load(list_ptr + each, mask=is_taken, other=0).to(tl.int32)
+            entry = tl.load(list_ptr + each, mask=each < shape.unit, other=0).to(tl.int32)
             place = each
             if by_key:
                 is_tie = is_taken & (entry < 0)
@@ -137,7 +144,7 @@ def slot_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in
                 is_taken &= ties + tl.cumsum(is_tie.to(tl.int32), 0) <= tl.where(is_tie, spare, 0x7FFFFFFF)
                 place = tl.cumsum(is_taken.to(tl.int32), 0) - 1
                 ties += tl.sum(is_tie.to(tl.int32), 0)
-            position = unit * _UNIT + entry
+            position = unit * shape.unit + entry
             slot = slots_at(table_ptr, position, is_taken, rows.page_size)
             is_written = is_taken & (kept + before + place < selected.width)
             tl.store(selected.slots + pair * selected.width + kept + before + place, slot, mask=is_written)
@@ -153,37 +160,12 @@ def slot_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in
             if by_key:
                 before += tl.sum(is_taken.to(tl.int32), 0)
         tl.store(scratch.taken + of_unit * shape.padded_group + head, taken)
-    # What all threads have written must be there before anyone sees that this program is done.
-    tl.debug_barrier()
-    if tl.program_id(0) < units:
-        done = tl.atomic_add(scratch.written + pair, 1, sem="acq_rel")
-        if done == tl.minimum(units, tl.num_programs(0)) - 1:
-            tl.store(scratch.written + pair, 0)
-            tl.debug_barrier()
-            _finish(
-                row,
-                kv_head,
-                spare,
-                rows,
-                policies,
-                shape,
-                scratch,
-                selected,
-                read,
-                beliefs_ptr,
-                key_bytes,
-                code_bytes,
-                window,
-                by_key,
-                in_order,
-            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish(
+def write_kept(
     row: tl.tensor,
     kv_head: tl.tensor,
-    spare: tl.tensor,
     rows: Rows,
     policies: Policies,
     shape: Shape,
@@ -197,16 +179,35 @@ def _finish(
     by_key: tl.constexpr,
     in_order: tl.constexpr,
 ) -> None:
+    """Write what a pair keeps in any case, its count, and what is believed of the masses.
+
+    Args:
+        row: of the batch.
+        kv_head: of the row.
+        rows: of the batch.
+        policies: of the rows.
+        shape: of the layer.
+        scratch: with the masses of what is taken.
+        selected: gets the slots and the count.
+        read: gets the bytes that were read.
+        beliefs_ptr: ``ReportedShares.beliefs``.
+        key_bytes: bytes of a key.
+        code_bytes: bytes of its codes.
+        window: newest tokens that are kept.
+        by_key: whether there are budgets, or shares.
+        in_order: whether the order of a selection may matter.
+    """
     pair = row * shape.kv_heads + kv_head
     head = tl.arange(0, shape.padded_group)
     of_heads = pair * shape.padded_group + head
     length, scored, sinks = bounds_of(rows, policies, row, window)
     kept = length - scored + sinks
-    units = tl.cdiv(scored, _UNIT)
+    units = tl.cdiv(scored, shape.unit)
     table_ptr = rows.page_table + row * rows.table_stride
     bases = tl.load(scratch.bases + of_heads)
     others = listed_before(scratch.counts, pair, units, scratch)
     if by_key:
+        spare = tl.load(scratch.key_ties + pair, cache_modifier=".cg")
         all_ties = listed_before(scratch.ties, pair, units, scratch)
         others += tl.minimum(all_ties, spare) - all_ties
     for begin in range(0, kept, _KEPT):
@@ -247,5 +248,6 @@ def listed_before(counts_ptr: tl.tensor, pair: tl.tensor, units: tl.tensor, scra
     total = units * 0
     for begin in range(0, units, _UNITS):
         unit = begin + tl.arange(0, _UNITS)
-        total += tl.sum(tl.load(counts_ptr + pair * scratch.units + unit, mask=unit < units, other=0), 0)
+        counts = tl.load(counts_ptr + pair * scratch.units + unit, mask=unit < units, other=0, cache_modifier=".cg")
+        total += tl.sum(counts, 0)
     return total

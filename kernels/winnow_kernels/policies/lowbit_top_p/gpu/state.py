@@ -16,15 +16,14 @@ from winnow_kernels.decode.coded_tokens import WHOLE_SHARE
 from winnow_kernels.decode.predicted_attention import FLOOR, LOWEST_KEY, ORDER_KEYS, STEPS
 from winnow_kernels.indexes.key_codes import BLOCK
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows
+from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE
 
 SPAN: Final = 1024
 """Tokens whose masses one program adds up."""
-SAMPLED: Final = 4096
-"""Tokens from which one program takes a sample at a time."""
-SPARE: Final = 8
-"""Steps that a sample may be wrong by."""
-UNIT: Final = 512
-"""Tokens that one program lists, and whose slots it writes."""
+SPARE: Final = 12
+"""Steps below what the last steps' cuts let expect from which on tokens are counted."""
+WORDS: Final = 512
+"""Words of four marks that one program looks at together."""
 MARKS: Final = 256
 """What a token's step is written down as: so much above its head's base, from 0. The last is no token's."""
 KEYS: Final = triton.next_power_of_2(1 - LOWEST_KEY)
@@ -35,12 +34,17 @@ CHUNK: Final = 128
 """Listed tokens that one program puts in order."""
 UNIT_MARK: Final = -FLOOR * STEPS
 """The mark in whose weight masses are added up."""
+IS_OPEN: Final = 1
+"""What is not settled yet."""
+WAS_OPEN: Final = 2
+"""What was not settled the first time."""
 
 _UNKNOWN: Final = -(2**30)
 _STEPS = tl.constexpr(STEPS)
 _UNIT_MARK = tl.constexpr(UNIT_MARK)
 _BLOCK = tl.constexpr(BLOCK)
 _WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
+_WHOLE_ABOVE = tl.constexpr(WHOLE_ABOVE)
 
 
 class Policies(NamedTuple):
@@ -61,29 +65,37 @@ class Policies(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A layer's heads as codes are scored: several tokens share a row of the matrix units where a group is small."""
+    """A layer's heads as codes are scored: several tokens share a row of the matrix units where a group is small.
+
+    A unit is what a program lists, and whose slots it writes.
+    """
 
     kv_heads: Constant
     group: Constant
     padded_group: Constant
     columns: Constant
+    unit: Constant
 
     @classmethod
     def of(cls, kv_heads: int, group: int) -> Shape:
         """Return it for ``group`` query heads of each of ``kv_heads``."""
         padded = triton.next_power_of_2(group)
-        return cls(*(tl.constexpr(size) for size in (kv_heads, group, padded, max(8, padded))))
+        return cls(
+            *(tl.constexpr(size) for size in (kv_heads, group, padded, max(8, padded), WORDS * 4 // max(4, padded)))
+        )
 
 
 class Anchors(NamedTuple):
     """Where a request's last step found what this one seeks. They make a selection fast, and never change it.
 
-    slots: int64 [rows], the rows' request slots; tops: int32 [slots, query heads], the highest step; keys: int32
-    [slots, KV heads], the lowest key that was taken.
+    slots: int64 [rows], the rows' request slots; tops: int32 [slots, query heads], the highest step; cuts: int32
+    [slots, query heads], how far above its floor a head's cut lay, in the last step or, if that was lower, in one
+    before; keys: int32 [slots, KV heads], the lowest key that was taken.
     """
 
     slots: Pointer
     tops: Pointer
+    cuts: Pointer
     keys: Pointer
 
     @classmethod
@@ -93,7 +105,7 @@ class Anchors(NamedTuple):
         def unknown(heads: int) -> Tensor:
             return torch.full((slots, heads), _UNKNOWN, dtype=torch.int32, device=rows.device)
 
-        return cls(rows, unknown(query_heads), unknown(kv_heads))
+        return cls(rows, unknown(query_heads), unknown(query_heads), unknown(kv_heads))
 
 
 class Scratch(NamedTuple):
@@ -102,9 +114,9 @@ class Scratch(NamedTuple):
     Of query heads, [pairs, padded group]: levels, int8 [..., head dim], of the rounded queries; sums, int32, of these;
     worths, float32, of a level, in steps; kept, float32, logarithm of the kept tokens' mass, in steps; tops, int32, the
     highest step; bases, int32, the step with the mark 0, a multiple of 8; floors, int32, the mark up to which nothing
-    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, not 0 where bases
-    were wrong, then where starts were; cuts, int32, the lowest mark that is taken; totals, float32, of all
-    mass; rests, float32, of what is not selected.
+    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, where bases are
+    wrong, then where starts are (``IS_OPEN``) or were (``WAS_OPEN``); cuts, int32, the lowest mark that is taken;
+    totals, float32, of all mass; rests, float32, of what is not selected.
 
     Of tokens: marks, uint8 [pairs, tokens, padded group], steps above the base; local, int16 [pairs, tokens], which
     tokens of a unit may be taken, then which are, in order, as −1 − token where a budget may end before it; keys,
@@ -114,17 +126,17 @@ class Scratch(NamedTuple):
     int32, how many are listed and how many of these are ties; taken, float32 [..., padded group], their mass.
 
     Of pairs: key_cuts, int32, the lowest key that is taken; key_ties, int32, how many tokens with that key are;
-    key_open, int32, not 0 where too few were counted.
+    key_open, int32, where too few are counted, or were.
 
-    All 0 between kernels: samples and histograms, int32 [pairs, padded group, MARKS], of marks; key_histograms, int32
-    [pairs, KEYS]; sampled and written, int32 [pairs], programs that are done.
+    All 0 between kernels: histograms, int32 [pairs, padded group, MARKS], of marks; key_histograms, int32 [pairs,
+    KEYS]; met, int32 [pairs], how often programs have met.
 
     To put a selection in order: others, int32 [pairs], how many tokens are listed; listed, int32 [pairs, tokens], their
     positions; orders, uint8, same shape, their steps; order_counts and order_before, int32 [pairs, chunks, ORDERS], how
     many of a chunk are in each step, and how many precede these; lost, float32 [pairs, chunks, padded group], the mass
     that a cap cuts off.
 
-    any_open: int32 [2], whether there are open heads or pairs, to mark and to count.
+    any_open: int32 [1], whether heads are open that are to be marked again.
     """
 
     levels: Pointer
@@ -149,11 +161,9 @@ class Scratch(NamedTuple):
     key_cuts: Pointer
     key_ties: Pointer
     key_open: Pointer
-    samples: Pointer
     histograms: Pointer
     key_histograms: Pointer
-    sampled: Pointer
-    written: Pointer
+    met: Pointer
     others: Pointer
     listed: Pointer
     orders: Pointer
@@ -193,7 +203,7 @@ class Scratch(NamedTuple):
         pairs, padded = rows * kv_heads, shape.padded_group.value
         spans = -(-tokens // SPAN)
         tokens = spans * SPAN
-        units = tokens // UNIT
+        units = tokens // shape.unit.value
         chunks = tokens // CHUNK
         key_tokens, keys = (tokens, KEYS) if with_keys else (1, 1)
 
@@ -223,18 +233,16 @@ class Scratch(NamedTuple):
             key_cuts=zeros(),
             key_ties=zeros(),
             key_open=zeros(),
-            samples=zeros(padded, MARKS),
             histograms=zeros(padded, MARKS),
             key_histograms=zeros(keys),
-            sampled=zeros(),
-            written=zeros(),
+            met=zeros(),
             others=zeros(),
             listed=zeros(tokens),
             orders=zeros(tokens, dtype=torch.uint8),
             order_counts=zeros(chunks, ORDERS),
             order_before=zeros(chunks, ORDERS),
             lost=zeros(chunks, padded, dtype=torch.float32),
-            any_open=torch.zeros(2, dtype=torch.int32, device=device),
+            any_open=torch.zeros(1, dtype=torch.int32, device=device),
             tokens=tokens,
             spans=spans,
             units=units,
@@ -312,6 +320,15 @@ def weight_of_kept(kept: tl.tensor, bases: tl.tensor) -> tl.tensor:
     # Apart, what is behind the point is the same to the last bit whatever the base.
     scale = tl.exp2((whole - (bases + _UNIT_MARK).to(tl.float32)) * (1.0 / _STEPS))
     return tl.exp2((kept - whole) * (1.0 / _STEPS)) * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def surest_start(share: tl.tensor, totals: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    """Return the mark below which all ``tokens`` together weigh no more than a share of a total leaves: int32."""
+    weight = (1.0 - share).to(tl.float32) * totals / tokens.to(tl.float32)
+    # One less, for what rounding adds up to.
+    start = tl.floor(tl.log2(tl.maximum(weight, 1e-30)) * _STEPS).to(tl.int32) + _UNIT_MARK - 1
+    return tl.where(share > _WHOLE_ABOVE, 0, tl.maximum(start, 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
