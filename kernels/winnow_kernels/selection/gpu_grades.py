@@ -31,7 +31,7 @@ SAMPLED: Final = 16
 """One token in so many is in the sample."""
 SAMPLE_GRADES: Final = 4
 """Neighbouring grades that are one in the sample."""
-MOST_PARTS: Final = 16
+MAX_PARTS: Final = 16
 """Programs that share out a context's tokens."""
 
 _TILE: Final = 4096
@@ -39,7 +39,7 @@ _GRADES = tl.constexpr(GRADES)
 _SAMPLED = tl.constexpr(SAMPLED)
 _SAMPLE_GRADES = tl.constexpr(SAMPLE_GRADES)
 _BINS = tl.constexpr(GRADES // SAMPLE_GRADES)
-_MOST_PARTS = tl.constexpr(MOST_PARTS)
+_MAX_PARTS = tl.constexpr(MAX_PARTS)
 _LINE = tl.constexpr(16)
 _COUNTED = tl.constexpr(256)
 _TAKEN = tl.constexpr(256)
@@ -56,7 +56,7 @@ class GradeBuffers(NamedTuple):
         samples: int32 [rows, KV heads, GRADES ÷ SAMPLE_GRADES]; of how many tokens of the sample have which grades.
         histograms: int32 [rows, KV heads, GRADES]; of listed tokens.
         listed: int32 [rows, KV heads, tokens]; positions, each part's from its first token on.
-        counts: int32 [rows, KV heads, MOST_PARTS]; how many a part lists.
+        counts: int32 [rows, KV heads, MAX_PARTS]; how many a part lists.
         unsorted: int32 [rows, KV heads, width]; selected positions that are still to be sorted.
         tokens: of a row and head, whole multiples of 4,096.
     """
@@ -82,7 +82,7 @@ class GradeBuffers(NamedTuple):
             samples=zeros(GRADES // SAMPLE_GRADES),
             histograms=zeros(GRADES),
             listed=zeros(tokens),
-            counts=zeros(MOST_PARTS),
+            counts=zeros(MAX_PARTS),
             unsorted=zeros(width),
             tokens=tokens,
         )
@@ -119,7 +119,7 @@ def select_by_grade(
     """
     kv_heads = selection.slots.shape[1]
     of_rows = (rows, Rows.of(batch), buffers)
-    grid = (min(MOST_PARTS, buffers.tokens // _TILE), batch.rows, kv_heads)
+    grid = (min(MAX_PARTS, buffers.tokens // _TILE), batch.rows, kv_heads)
     _list_kernel[grid](*of_rows, selection.slots.shape[2], tile=_TILE, num_warps=8)
     _take_kernel[grid](*of_rows, Selected.of(selection), Counts.of(batch), key_bytes, tile=_TILE, num_warps=8)
     if any_by_score:
@@ -156,7 +156,7 @@ def _list_kernel(parameters: TopRows, rows: Rows, buffers: GradeBuffers, width: 
         tl.store(list_ptr + listed + rank, place, mask=is_listed)
         tl.atomic_add(histogram_ptr + grades, 1, mask=is_listed, sem="relaxed")
         listed += tl.sum(of_lines, 0)
-    tl.store(buffers.counts + pair * _MOST_PARTS + tl.program_id(0), listed)
+    tl.store(buffers.counts + pair * _MAX_PARTS + tl.program_id(0), listed)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -192,8 +192,8 @@ def _take_kernel(
     # How many of those that have the grade ``cut`` are taken: the first ones.
     room = wanted - tl.sum(tl.where(grade > cut, histogram, 0), 0)
 
-    parts = tl.arange(0, _MOST_PARTS)
-    sizes = tl.load(buffers.counts + pair * _MOST_PARTS + parts, mask=parts <= part, other=0)
+    parts = tl.arange(0, _MAX_PARTS)
+    sizes = tl.load(buffers.counts + pair * _MAX_PARTS + parts, mask=parts <= part, other=0)
     # Unlisted, all tokens of a part are looked at.
     sizes = tl.where(are_listed, sizes, tl.where(parts <= part, tl.minimum(size, earlier - parts * size), 0))
     before = tl.where(parts < part, sizes, 0)

@@ -33,6 +33,7 @@ def test_policies_that_read_low_bit_keys_are_measured_with_each_number_of_bits()
     coded = [one for one in sweep(8192, (2, 4)) if one.is_coded]
     asked = {(one.name, one.parameters().get("p"), one.parameters().get("budget"), one.bits) for one in coded}
     budgets = (256, 512, 1024, 2048, 4096)
+    expected: list[tuple[str, float | None, int | None]]
     expected = [("lowbit_top_p", p, None) for p in (0.5, 0.75, 0.9, 0.95, 0.99)]
     expected += [("lowbit_top_k", None, budget) for budget in (128, *budgets)]
     expected += [("quoka", None, budget) for budget in budgets]

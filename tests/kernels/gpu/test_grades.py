@@ -94,4 +94,4 @@ def test_some_more_are_listed_than_are_taken(device: torch.device) -> None:
     assert (listed < length - 1).all()
     assert torch.equal(buffers.histograms.sum(-1), listed)
     if not INTERPRETED:
-        assert (listed < 1.1 * budget).all()
+        assert (listed < 1.3 * budget).all()

@@ -16,7 +16,7 @@ from winnow_kernels.indexes.pages import PageGenerations
 
 SLOTS, LAYERS = 512, 2
 Pages = PageBounds | KeyCodes
-KINDS = [PageBounds, KeyCodes]
+KINDS: list[type[Pages]] = [PageBounds, KeyCodes]
 # Numbers of an index that may differ: torch and Triton add up in different orders, and what is at the edge of two codes
 # may get either. A mean's code moves the 16 tokens of its block.
 SLIPS = 32

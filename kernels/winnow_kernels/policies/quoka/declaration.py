@@ -13,7 +13,10 @@ from winnow_kernels.policies.quoka.selector import KIND, QuokaSelector
 
 
 class QuokaDeclaration(StepBudgetDeclaration[QuokaDecode]):
-    """Single tokens, for which every key's code is read."""
+    """Single tokens, for which every key's code is read.
+
+    The crossovers are those of reading every key: no server was timed with codes.
+    """
 
     kind = KIND
     crossover = Crossover(cpu=28_672, cuda=32_768)

@@ -31,7 +31,6 @@ from winnow_kernels.selection.gpu_top import TopRows, token_counts
 
 assert GRADES == 2 * COSINE_STEPS
 
-_SPAN: Final = 1024
 # Of a multiprocessor; and of each program, for what is small, and for CUDA.
 _SHARED_BYTES: Final = 227 * 1024
 _RESERVED_BYTES: Final = 2048
@@ -157,7 +156,6 @@ def select(
         pairs,
         width,
         pair_block=triton.next_power_of_2(pairs),
-        span=_SPAN,
         tile=launch.tile,
         stages=launch.stages,
         in_words=launch.in_words,
@@ -228,7 +226,6 @@ def _score_kernel(
     pairs: tl.tensor,
     width: tl.tensor,
     pair_block: tl.constexpr,
-    span: tl.constexpr,
     tile: tl.constexpr,
     stages: tl.constexpr,
     in_words: tl.constexpr,
@@ -242,10 +239,10 @@ def _score_kernel(
     all_pairs = tl.arange(0, pair_block)
     in_batch = all_pairs < pairs
     earlier, _all_sinks, wanted, count = token_counts(parameters, rows, all_pairs // shape.kv_heads, in_batch)
-    spans = tl.where((wanted >= 0) & (count <= width), tl.cdiv(earlier, span), 0)
-    own, end = own_share(spans)
+    tiles = tl.where((wanted >= 0) & (count <= width), tl.cdiv(earlier, tile), 0)
+    own, end = own_share(tiles)
     while own < end:
-        pair, first, after = owner_of(own, spans)
+        pair, first, after = owner_of(own, tiles)
         last = tl.minimum(end, after)
         of_pair = pair.to(tl.int64)
         row, kv_head = (pair // shape.kv_heads).to(tl.int64), pair % shape.kv_heads
@@ -254,7 +251,8 @@ def _score_kernel(
         scale = tl.load(means.scales + of_pair)
         grades_ptr = buffers.grades + of_pair * buffers.tokens + number
         sample_ptr = buffers.samples + of_pair * _BINS
-        for begin in tl.range((own - first) * span, tl.minimum((last - first) * span, scored), tile, num_stages=stages):
+        behind = tl.minimum((last - first) * tile, scored)
+        for begin in tl.range((own - first) * tile, behind, tile, num_stages=stages):
             products = scores_of_tile(rows, row, kv_head, begin, scored, 0, codes, shape, query, tile, in_words)
             norms = _norms_of_tile(rows, row, kv_head, begin, scored, codes, shape, lengths, tile)
             steps = tl.floor(tl.div_rn(products * scale, tl.maximum(norms, _TINY)))
@@ -282,7 +280,7 @@ def _norms_of_tile(
 ) -> tl.tensor:
     """Return how long a tile's keys are, nearly (``KeyCodes.norms``): float32 [lines, columns], token by token.
 
-    It loads what ``scores_of_tile`` has loaded; the compiler sees that.
+    ``scores_of_tile`` loads the residuals' factors, too: compiled, both are one load.
     """
     in_block: tl.constexpr = _BLOCK // shape.columns
     line = tl.arange(0, tile // shape.columns)
