@@ -30,26 +30,16 @@ def _bounds(cache: LayerCache, page_size: int, layers: int = 1) -> PageBounds:
     return PageBounds([cache] * layers, PageGenerations(cache.slots, page_size, CPU))
 
 
-def _upper(queries: Tensor, keys: Tensor) -> list[float]:
-    """The upper score of a page with these keys, [tokens, head dim], for each of the group's queries."""
+def _upper(queries: Tensor, keys: Tensor) -> float:
+    """The greatest upper score of a page with these keys, [tokens, head dim], for any of the group's queries."""
     scores = []
     for query in queries.double():
         total = 0.0
         for channel in range(DIM):
             least, most = float(keys[:, channel].min()), float(keys[:, channel].max())
             total += max(float(query[channel]) * least, float(query[channel]) * most)
-        scores.append(total * SCALE)
-    return scores
-
-
-def _promise(upper: dict[int, list[float]]) -> dict[int, float]:
-    """What pages promise that have these upper scores: each head's softmax over them, summed over the group."""
-    promise = dict.fromkeys(upper, 0.0)
-    for of_head in zip(*upper.values(), strict=True):
-        mass = sum(math.exp(score) for score in of_head)
-        for page, score in zip(upper, of_head, strict=True):
-            promise[page] += math.exp(score) / mass
-    return promise
+        scores.append(total)
+    return max(scores)
 
 
 def _expected(
@@ -68,12 +58,11 @@ def _expected(
     newest = (length - 1) // page_size
     first = min(math.ceil(sinks / page_size), newest)
     upper = {}
-    for page in range(newest):
+    for page in range(first, newest):
         slots = context.slots[request, page * page_size : (page + 1) * page_size]
         upper[page] = _upper(own, cache.keys[slots, head])
-    promise = _promise(upper)
     wanted = max(0, math.ceil(budget / page_size) - 1 - first)
-    others = sorted(range(first, newest), key=lambda page: promise[page], reverse=True)[:wanted]
+    others = sorted(upper, key=lambda page: upper[page], reverse=True)[:wanted]
     positions = list(range(length - 1, newest * page_size - 1, -1))
     for page in [*range(first), *others]:
         positions += range(page * page_size, (page + 1) * page_size)

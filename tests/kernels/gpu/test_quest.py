@@ -26,10 +26,9 @@ from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.quest.reference import QuestStep
-from winnow_kernels.selection.gpu_pages import MAX_PAGES
+from winnow_kernels.selection.gpu_pages import MAX_PAGES, PageBuffers
 
 SLOTS = 4096
-SCALE = 0.125
 CPU = torch.device("cpu")
 # Budget in pages, full layers, whether the order matters.
 Row = tuple[int, int, bool]
@@ -42,7 +41,7 @@ def _bounds(cache: LayerCache) -> PageBounds:
 
 
 def _reference(row: int, context: Context, bounds: PageBounds, budget: int) -> QuestStep:
-    return QuestStep(context.rows([row]), SCALE, None, [quest_parameters(budget * PAGE_SIZE, 0)], bounds)
+    return QuestStep(context.rows([row]), 1.0, None, [quest_parameters(budget * PAGE_SIZE, 0)], bounds)
 
 
 def _select(
@@ -62,8 +61,8 @@ def _select(
             rows.budgets[row], rows.full_layers[row], rows.by_score[row] = own
     kv_heads = bounds.bounds[layer].shape[1]
     selection = untouched(batch, kv_heads, width)
-    buffers = quest.QuestBuffers.empty(batch.rows, kv_heads, queries.shape[1], batch.page_table.shape[1], device)
-    quest.select(layer, queries.to(device), bounds.bounds[layer].to(device), batch, rows, selection, buffers, SCALE)
+    buffers = PageBuffers.empty(batch.rows, kv_heads, batch.page_table.shape[1], device)
+    quest.select(layer, queries.to(device), bounds.bounds[layer].to(device), batch, rows, selection, buffers)
     assert batch.counts.sum() == batch.counts[:, Count.READ_BYTES].sum()
     return selection, batch.counts[:, Count.READ_BYTES].tolist()
 
@@ -111,9 +110,10 @@ def test_rows_are_the_references_and_other_families_stay_untouched(
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_of_equal_scores_the_earlier_page_comes_first(is_ordered: bool, device: torch.device) -> None:
     kv_heads, group, head_dim = 2, 4, 64
-    # Pages of five kinds, which score alike for each query head.
-    kinds = integers((5, kv_heads, head_dim), 2, seed=0)
-    keys = kinds[torch.arange(SLOTS // PAGE_SIZE) % 5].repeat_interleave(PAGE_SIZE, 0)
+    keys = integers((SLOTS, kv_heads, head_dim), 1, seed=0)
+    # A few channels with another number for each page: not all pages reach the highest score.
+    keys[:, :, :5] *= integers((SLOTS // PAGE_SIZE, kv_heads, 5), 2, seed=2).repeat_interleave(PAGE_SIZE, 0)
+    keys[:, :, 5:] = 0
     cache = LayerCache(keys, keys)
     context = scattered_context([603, 500], SLOTS)
     queries = integers((2, kv_heads * group, head_dim), 1, seed=1)
@@ -125,12 +125,10 @@ def test_of_equal_scores_the_earlier_page_comes_first(is_ordered: bool, device: 
         newest = (int(context.lengths[row]) - 1) // PAGE_SIZE
         pages = context.slots[[row], : newest * PAGE_SIZE : PAGE_SIZE] // PAGE_SIZE
         grouped = queries[[row]].view(1, kv_heads, group, head_dim)
-        upper = bounds.upper_scores(0, grouped, pages, torch.tensor([newest]), Meter(1, CPU))
-        promise = (upper * SCALE).softmax(-1).sum(2)[0]
+        upper = bounds.upper_scores(0, grouped, pages, torch.tensor([newest]), Meter(1, CPU)).amax(2)[0]
         in_newest = int(context.lengths[row]) - newest * PAGE_SIZE
         for head in range(kv_heads):
-            # Sums in another order may tell apart what is alike.
-            ranked = ((promise[head] * 2**16).round()).sort(descending=True, stable=True)
+            ranked = upper[head].sort(descending=True, stable=True)
             assert ranked.values[0] > ranked.values[11] == ranked.values[12]
             best = ranked.indices[:12]
             own = selection.slots[row, head, in_newest : in_newest + 12 * PAGE_SIZE : PAGE_SIZE].cpu() // PAGE_SIZE
@@ -161,4 +159,4 @@ def test_a_selection_that_has_no_room_is_the_whole_context(device: torch.device)
 
 def test_contexts_that_no_program_can_hold_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^pages: "):
-        quest.QuestBuffers.empty(1, 1, 4, MAX_PAGES + 1, CPU)
+        PageBuffers.empty(1, 1, MAX_PAGES + 1, CPU)

@@ -59,9 +59,8 @@ def _launch() -> None:
     snapkv.select(0, _batch(512), snapkv.StoredRows.empty(ROWS, 1, KV_HEADS, 16, CPU), SELECTION)
     for pages, (head_dim, group) in zip((2048, 8192, MAX_PAGES), (*SCORED, SCORED[0]), strict=True):
         bounds = torch.empty(16, KV_HEADS, 2 * head_dim, dtype=torch.bfloat16)
-        own = of_other_kinds(quest.QuestRows, ROWS, CPU)
-        buffers = quest.QuestBuffers.empty(ROWS, KV_HEADS, KV_HEADS * group, pages, CPU)
-        quest.select(0, _queries(head_dim, group), bounds, _batch(pages), own, SELECTION, buffers, 0.1)
+        own, buffers = of_other_kinds(quest.QuestRows, ROWS, CPU), PageBuffers.empty(ROWS, KV_HEADS, pages, CPU)
+        quest.select(0, _queries(head_dim, group), bounds, _batch(pages), own, SELECTION, buffers)
     _launch_delta()
     top = of_other_kinds(TopRows, ROWS, CPU)
     for head_dim, group in SCORED:

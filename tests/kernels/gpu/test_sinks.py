@@ -22,6 +22,7 @@ from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.quest.reference import QuestStep
 from winnow_kernels.policies.quoka import gpu as quoka
 from winnow_kernels.policies.quoka.reference import QuokaStep
+from winnow_kernels.selection.gpu_pages import PageBuffers
 from winnow_kernels.selection.gpu_top import TopRows
 from winnow_kernels.selection.pages import pages_kept, pages_of
 
@@ -68,10 +69,10 @@ def test_quest(sinks: int, page_size: int, is_ordered: bool, device: torch.devic
     rows.sinks.fill_(sinks)
     rows.by_score.fill_(is_ordered)
     selection = untouched(batch, KV_HEADS, WIDTH)
-    buffers = quest.QuestBuffers.empty(batch.rows, KV_HEADS, QUERIES.shape[1], batch.page_table.shape[1], device)
-    quest.select(0, QUERIES.to(device), bounds.bounds[0].to(device), batch, rows, selection, buffers, 0.125)
+    buffers = PageBuffers.empty(batch.rows, KV_HEADS, batch.page_table.shape[1], device)
+    quest.select(0, QUERIES.to(device), bounds.bounds[0].to(device), batch, rows, selection, buffers)
     parameters = [quest_parameters(budget, 0, sinks) for budget in BUDGETS]
-    expected = QuestStep(context, 0.125, None, parameters, bounds).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
+    expected = QuestStep(context, 1.0, None, parameters, bounds).select(0, QUERIES, CACHE, Meter(len(LENGTHS), CPU))
     for row, length in enumerate(LENGTHS):
         newest = _newest(length, page_size)
         check_equal(selection, row, expected, row, ordered=slice(None if is_ordered else newest))

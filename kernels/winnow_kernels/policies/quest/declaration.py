@@ -36,7 +36,7 @@ class QuestDeclaration(Declaration[Quest]):
         return OwnParameters({"pages": pages, "full_layers": parameters.full_layers})
 
     def selector(self, server: Server) -> QuestSelector:
-        return QuestSelector(server)
+        return QuestSelector(server.indexes[PageBounds], server.step)
 
 
 DECLARATION = QuestDeclaration()

@@ -1,15 +1,13 @@
 """Quest's selection from the bounds of pages (``reference``), in two launches for each layer.
 
 The first scores the complete pages: it must read a page's bounds once for all query heads of a group, 1 / page size of
-the bytes of its keys and values, and writes 4 bytes for each page and query head. The second, one program for each row
-and KV head, reads these for the softmax of each query head, and selects.
+the bytes of its keys and values, and writes 4 bytes a page. The second selects, one program for each row and KV head.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,36 +26,6 @@ _MIN_GROUP: Final = 16
 _WHOLE = tl.constexpr(WHOLE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
 _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
-# Below any score, but finite: a context of one page has no scores.
-_LOWEST = tl.constexpr(-1e30)
-_LOG2_E: Final = 1.4426950408889634
-
-
-class QuestBuffers(NamedTuple):
-    """Scratch of the selector, the same in all layers.
-
-    Attributes:
-        pages: what each KV head's pages promise, and those selected.
-        upper: float32 [rows, query heads, pages]; upper scores, before scaling.
-    """
-
-    pages: PageBuffers
-    upper: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, kv_heads: int, query_heads: int, pages: int, device: torch.device) -> QuestBuffers:
-        """Return buffers for contexts of ``pages`` pages.
-
-        Raises:
-            ValueError: these are more than ``MAX_PAGES``.
-        """
-        buffers = PageBuffers.empty(rows, kv_heads, pages, device)
-        return cls(buffers, torch.zeros(rows, query_heads, pages, dtype=torch.float32, device=device))
-
-    @staticmethod
-    def bytes_of_row(kv_heads: int, query_heads: int, pages: int) -> int:
-        """Return the bytes of a row's buffers."""
-        return (8 * kv_heads + 4 * query_heads) * pages
 
 
 class QuestRows(NamedTuple):
@@ -84,8 +52,7 @@ def select(
     batch: DecodeBatch,
     rows: QuestRows,
     selection: DeviceSelection,
-    buffers: QuestBuffers,
-    scale: float,
+    buffers: PageBuffers,
 ) -> None:
     """Write the slots and counts of the kind's rows in ``layer``, and count the bounds that are read.
 
@@ -99,8 +66,7 @@ def select(
         batch: the batch.
         rows: parameters of its rows.
         selection: what is written to.
-        buffers: scratch.
-        scale: what upper scores are multiplied by before the softmax.
+        buffers: with one head for each KV head.
     """
     kv_heads = selection.slots.shape[1]
     query_heads, head_dim = queries.shape[1:]
@@ -108,7 +74,7 @@ def select(
     pairs = batch.rows * kv_heads
     assert bounds.is_contiguous()
     heads = Heads.sized(query_heads, kv_heads, head_dim)
-    of_rows = (rows, Rows.of(batch), buffers.pages, buffers.upper, Selected.of(selection))
+    of_rows = (rows, Rows.of(batch), buffers, Selected.of(selection))
     _score_kernel[(programs_on(bounds.device, SCORING_PROGRAMS),)](
         Vectors.of(queries),
         bounds,
@@ -126,8 +92,6 @@ def select(
         Counts.of(batch),
         layer,
         2 * head_dim * bounds.element_size(),
-        scale * _LOG2_E,
-        group=query_heads // kv_heads,
         pages=triton.next_power_of_2(pages),
         num_warps=warps_of(pages),
     )
@@ -140,7 +104,6 @@ def _score_kernel(
     parameters: QuestRows,
     rows: Rows,
     buffers: PageBuffers,
-    upper_ptr: tl.tensor,
     selected: Selected,
     heads: Heads,
     layer: tl.tensor,
@@ -182,7 +145,7 @@ def _score_kernel(
         complete = (tl.load(rows.lengths + row) - 1) // rows.page_size
         own_table_ptr = rows.page_table + row * rows.table_stride
         own_bounds_ptr = bounds_ptr + head * 2 * heads.head_dim
-        own_upper_ptr = upper_ptr + pair.to(tl.int64) * heads.group * buffers.width
+        own_scores_ptr = buffers.scores + pair.to(tl.int64) * buffers.width
         for number in tl.range(part - first, tl.minimum(end, after) - first, num_stages=3):
             place = number * block + tl.arange(0, block)
             is_complete = place < complete
@@ -193,10 +156,8 @@ def _score_kernel(
             minima = tl.load(maxima_ptr + heads.head_dim, mask=is_bound, other=0.0)
             upper = tl.dot(maxima, positive, input_precision="ieee")
             upper = tl.dot(minima, negative, upper, input_precision="ieee")
-            # One head after another: all at once would go through shared memory, which the loads need.
-            for own in tl.static_range(heads.group):
-                of_head = tl.sum(tl.where(member[None, :] == own, upper, 0.0), axis=1)
-                tl.store(own_upper_ptr + own * buffers.width + place, of_head, mask=is_complete)
+            promise = tl.max(tl.where(is_member[None, :], upper, -float("inf")), axis=1)
+            tl.store(own_scores_ptr + place, promise, mask=is_complete)
         part = tl.minimum(end, after)
 
 
@@ -205,13 +166,10 @@ def _select_kernel(
     parameters: QuestRows,
     rows: Rows,
     buffers: PageBuffers,
-    upper_ptr: tl.tensor,
     selected: Selected,
     counts: Counts,
     layer: tl.tensor,
     bounds_bytes: tl.tensor,
-    scale: tl.tensor,
-    group: tl.constexpr,
     pages: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -228,33 +186,6 @@ def _select_kernel(
     tl.store(selected.counts + row_and_head, tokens)
     scored = ((length - 1) // rows.page_size).to(tl.int64)
     tl.atomic_add(counts.pointer + row * counts.row_stride + _READ_BYTES, scored * bounds_bytes, sem="relaxed")
-    scores_ptr = buffers.scores + row_and_head * buffers.width
-    _write_promise(
-        upper_ptr + row_and_head * group * buffers.width, buffers.width, scores_ptr, scored, scale, group, pages
-    )
     sinks = tl.load(parameters.sinks + row)
     is_ordered = tl.load(parameters.by_score + row) != 0
     select_pages(rows, row, buffers, selected, row_and_head, length, kept, 1, sinks, is_ordered, 1, pages)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_promise(
-    upper_ptr: tl.tensor,
-    width: tl.tensor,
-    scores_ptr: tl.tensor,
-    scored: tl.tensor,
-    scale: tl.tensor,
-    group: tl.constexpr,
-    pages: tl.constexpr,
-) -> None:
-    """Write what the first ``scored`` pages promise: each query head's softmax over them, summed over the group."""
-    page = tl.arange(0, pages)
-    is_scored = page < scored
-    promise = tl.zeros([pages], tl.float32)
-    for member in range(group):
-        upper = tl.load(upper_ptr + member * width + page, mask=is_scored, other=_LOWEST) * scale
-        weights = tl.exp2(upper - tl.max(upper, axis=0))
-        promise += weights / tl.sum(weights, axis=0)
-    tl.store(scores_ptr + page, promise, mask=is_scored)
-    # What was stored is read by other threads.
-    tl.debug_barrier()

@@ -1,11 +1,9 @@
 """Quest (Tang et al., "Query-Aware Sparsity for Efficient Long-Context LLM Inference", arXiv 2406.10774, section 3.2).
 
-A page's upper score is the highest that a key within its bounds could have. Each KV head attends to its most promising
-pages, to the page of the newest token and to those that hold sinks (the paper has none). The paper ranks pages for each
-query head. Here the query heads of a group share one rank, so that a KV head never reads more than the budget: the
-softmax over the pages of each head's upper scores, summed over the group. A head whose scores are large does not
-outvote the others so, as it would if the highest score of any head counted: on real text that holds 1 to 3 points of
-the attention less (``benchmarks/NOTES.md``, section 12).
+A page is as promising as the highest score that a key within its bounds could have. Each KV head attends to its most
+promising pages, to the page of the newest token and to those that hold sinks (the paper has none). Quest ranks pages
+for each query head; here a page's rank is that of the query head of the group that scores it highest, so that a KV head
+never reads more than the budget.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from winnow_kernels.selection.tokens import Selection
 
 
 class QuestStep(FullLayersStep["QuestStep"]):
-    """Attend to the newest page, then to those of the sinks, then to the others in the order of what they promise.
+    """Attend to the newest page, then to those of the sinks, then to the others in the order of their upper scores.
 
     Attributes:
         index_built_tokens: for each request, the tokens of the pages whose bounds this step had to compute.
@@ -64,9 +62,8 @@ class QuestStep(FullLayersStep["QuestStep"]):
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
         upper = self._bounds.upper_scores(layer, grouped, self._pages, self._newest_page, meter)
-        upper = (upper * self.scale).masked_fill(~self._is_earlier[:, None, None], -torch.inf)
         # One page more, the longest context's newest, has no bounds as yet.
-        promise = F.pad(upper.softmax(-1).sum(2), (0, 1))
+        promise = F.pad(upper.amax(2), (0, 1))
         recent = torch.ones_like(self._newest_page)
         order = order_pages(promise, self._newest_page, recent, self._sinks, self._width)
         return select_pages(self.context, order, self._counts, self._page_size)

@@ -8,7 +8,6 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_selector import (
     Entry,
     Selector,
-    Server,
     complete_pages,
     count_extended,
     rows_within,
@@ -19,7 +18,8 @@ from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.policies.quest import gpu
-from winnow_kernels.policies.quest.gpu import QuestBuffers, QuestRows
+from winnow_kernels.policies.quest.gpu import QuestRows
+from winnow_kernels.selection.gpu_pages import PageBuffers
 
 KIND = "quest"
 
@@ -27,12 +27,12 @@ KIND = "quest"
 class QuestSelector(Selector):
     """Pages by the bounds of their keys."""
 
-    def __init__(self, server: Server) -> None:
-        self._bounds, self._scale = server.indexes[PageBounds], server.scale
-        step = server.step
-        sizes = (step.slots.shape[1], server.query_heads, step.batch.page_table.shape[1])
-        self._rows = rows_within(QuestBuffers.bytes_of_row(*sizes), step.rows)
-        self._buffers = QuestBuffers.empty(self._rows, *sizes, step.slots.device)
+    def __init__(self, bounds: PageBounds, step: Step) -> None:
+        """``step`` is the largest that there will be."""
+        self._bounds = bounds
+        pages = step.batch.page_table.shape[1]
+        self._rows = rows_within(8 * step.slots.shape[1] * pages, step.rows)
+        self._buffers = PageBuffers.empty(self._rows, step.slots.shape[1], pages, step.slots.device)
 
     def stage(self, request: Request, length: int) -> int:
         return stage_of_pages(request, length)
@@ -56,8 +56,7 @@ class QuestSelector(Selector):
                 parameters.own(KIND, "full_layers"),
                 parameters.by_score,
             )
-            selection = part.selection(layer)
-            gpu.select(layer, queries[rows], bounds, part.batch, of_rows, selection, self._buffers, self._scale)
+            gpu.select(layer, queries[rows], bounds, part.batch, of_rows, part.selection(layer), self._buffers)
 
     def finish(self, step: Step, statistics: Statistics) -> None:
         count_extended(step, step.parameters.own(KIND, "pages"), statistics)
