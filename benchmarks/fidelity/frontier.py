@@ -40,7 +40,10 @@ def is_of(row: Mapping[str, Any], policy: AttentionPolicy) -> bool:
 
 
 def better(record: FidelityRecord, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of other policies that read no more than a row's, and lose less by more than the noise floor.
+    """Yield the rows of other policies that read no more than a row's, and lose less by more than noise.
+
+    Noise is the floor, dense attention against itself, and what a row's loss may be with other prompts: they lose less
+    than the lower end of its interval.
 
     They are of the same model, text and context, and decode after the same prefill.
 
@@ -57,7 +60,7 @@ def dominating(record: FidelityRecord, policy: AttentionPolicy) -> list[str]:
     """Return other policies, the low-bit ones too, that are better somewhere and nowhere worse.
 
     They read no more wherever ``policy`` was measured, and lose no more, within the noise floor; somewhere they lose
-    less by more than that.
+    less by more than noise (``better``).
 
     Raises:
         ValueError: the floor was not measured somewhere.
@@ -81,7 +84,9 @@ def described(row: Mapping[str, Any]) -> str:
 
 
 def _beats(other: Mapping[str, Any], row: Mapping[str, Any], floor: float) -> bool:
-    return bool(other["kv_read_ratio"] <= row["kv_read_ratio"] and other["kl"] < row["kl"] - floor)
+    # A mean that one prompt makes may be far above what other prompts would give.
+    least = row["intervals"]["kl"][0] if row["intervals"] else row["kl"]
+    return bool(other["kv_read_ratio"] <= row["kv_read_ratio"] and other["kl"] < least - floor)
 
 
 def _beside(record: FidelityRecord, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -37,6 +37,13 @@ def test_what_is_better(other: dict[str, Any], is_better: bool) -> None:
     assert [one["kl"] for one in found] == ([other["kl"]] if is_better else [])
 
 
+@pytest.mark.parametrize(("kl", "is_better"), [(0.003, True), (0.007, False)])
+def test_what_is_better_than_other_prompts_might_give(kl: float, is_better: bool) -> None:
+    own = OWN | {"intervals": {"kl": [0.006, 0.03]}}
+    other = row(kl=kl, kv_read_ratio=0.1)
+    assert (list(better(record("gpu", FLOOR, own, other), own)) == [other]) is is_better
+
+
 def test_without_a_floor_there_is_no_frontier() -> None:
     with pytest.raises(ValueError, match="m, 2,048 tokens: dense attention was not measured once more"):
         list(better(record("gpu", OWN), OWN))
