@@ -18,8 +18,8 @@ class LowBitTopKDeclaration(StepBudgetDeclaration[LowBitTopK]):
 
     On a CPU it was slower than dense attention at 16,384 and 30,000 tokens: the codes of all keys are unpacked.
 
-    On a GPU layers were timed, no server yet: with 8 requests a layer was faster than dense attention at 8,192 tokens,
-    and slower at 4,096.
+    On a GPU layers were timed, no server yet: with 8 requests a layer took 0.44 of dense attention's time at 32,768
+    tokens and a budget of 1,024, and 0.25 at 131,072 and 4,096.
     """
 
     kind = KIND
