@@ -15,8 +15,8 @@ from winnow_kernels.policies.quoka.selector import KIND, QuokaSelector
 class QuokaDeclaration(StepBudgetDeclaration[QuokaDecode]):
     """Single tokens, for which every key's code is read.
 
-    The crossovers are those of reading every key: no server was timed with codes. On a GPU a layer with 8 requests and a
-    budget of 1,024 took 0.85 of dense attention's time at 8,192 tokens, 0.4 at 32,768 and 0.22 at 131,072.
+    The crossovers are those of reading every key: no server was timed with codes. On a GPU a layer with 8 requests and
+    a budget of 1,024 took 0.85 of dense attention's time at 8,192 tokens, 0.4 at 32,768 and 0.22 at 131,072.
     """
 
     kind = KIND
