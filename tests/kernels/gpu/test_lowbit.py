@@ -169,6 +169,15 @@ def test_the_last_step_changes_nothing(asked: list[Asked | None], device: torch.
             assert WAS_OPEN in (other.scratch.key_open if case.by_key else other.scratch.open)
 
 
+def test_everything_is_taken_whatever_another_request_took(device: torch.device) -> None:
+    # So few tokens hold nearly all that a cap cuts where there is next to nothing.
+    case = Case.of(device, [FACTOR * 400], [top_p(0.9995, max_tokens=290 * FACTOR)], sharpness=8.0)
+    first = selected(case)
+    check(case, first)
+    assert first.selection.counts.tolist() == [[290 * FACTOR]]
+    assert_equal(selected(case, anchors_at(case, 0, 100, 0)), first)
+
+
 def test_the_lowest_cut_of_the_last_steps_is_remembered(device: torch.device) -> None:
     case = Case.of(device, [FACTOR * 500], [top_p(0.8)], sharpness=3.0)
 

@@ -81,7 +81,9 @@ def total_kernel(
             share = tl.load(policies.shares + row)
             # Unknown, it is far below all.
             expected = floors + tl.load(anchors.cuts + of_request, mask=head < shape.group, other=0) - _SPARE
-            start = tl.maximum(expected, surest_start(share, total, scored - sinks))
+            surest = surest_start(share, total, scored - sinks)
+            # What takes everything lists everything, whatever another request's steps took.
+            start = tl.where(surest > 0, tl.maximum(expected, surest), 0)
             # The highest is counted in any case.
             tl.store(scratch.starts + of_heads, tl.minimum(start, tl.maximum(tops - bases, 1)), mask=is_due)
         tl.store(anchors.tops + of_request, tops, mask=is_due)
