@@ -102,6 +102,23 @@ class Selector(ABC):
         """Add what only this kind of policy knows to the requests' statistics."""
 
 
+class PageIndexSelector(Selector):
+    """A kind of policy that selects by entries of pages, which are built for a request's complete pages first."""
+
+    def __init__(self, index: PageIndex) -> None:
+        self._index = index
+
+    def stage(self, request: Request, length: int) -> int:
+        return stage_of_pages(request, length)
+
+    def enter(self, request: Request, slot: int, context: Context) -> Entry:
+        del request, slot
+        generations = self._index.generations
+        # The page before the newest token's, if that begins one, is built with the step.
+        pages = generations.complete_pages(context, 0, max(0, int(context.lengths[0]) - 2))
+        return Entry(built_tokens=self._index.ensure(pages) * generations.page_size)
+
+
 def rows_within(bytes_of_row: int, rows: int) -> int:
     """Return for how many rows there is scratch: a power of two, or all."""
     fit = max(1, SCRATCH_BYTES // bytes_of_row)
@@ -137,14 +154,6 @@ def count_capped(step: Step, capped: Tensor, acts: Tensor, statistics: Statistic
     """Count the step in rows where ``acts`` is true and a cap has cut: where ``capped``, int32 [rows], is not 0."""
     steps = ((capped > 0) & acts).double()
     statistics.rows[:, Field.CAPPED_STEPS].index_add_(0, step.request_slots, steps)
-
-
-def complete_pages(index: PageIndex, context: Context) -> Entry:
-    """Build the entries of a request's complete pages."""
-    generations = index.generations
-    # The page before the newest token's, if that begins one, is built with the step.
-    pages = generations.complete_pages(context, 0, max(0, int(context.lengths[0]) - 2))
-    return Entry(built_tokens=index.ensure(pages) * generations.page_size)
 
 
 def note_budgets(step: Step, budgets: Tensor, statistics: Statistics) -> None:

@@ -94,6 +94,19 @@ def _store_packed(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _turned(
+    slots_ptr: tl.tensor, own: tl.tensor, turned: tl.tensor, codes: Coding, head_dim: tl.constexpr
+) -> tl.tensor:
+    """Return ``turned``, float32 [keys, dim block], and what a key's ``own`` numbers add to the rotated key."""
+    dim = tl.arange(0, codes.dim_block)
+    is_own = own < head_dim
+    vectors = tl.load(slots_ptr + own[None, :], mask=is_own[None, :], other=0.0)
+    turn_ptr = codes.rotation + dim[None, :] * head_dim + own[:, None]
+    turn = tl.load(turn_ptr, mask=is_own[:, None] & (dim < head_dim)[None, :], other=0.0)
+    return tl.dot(vectors.to(turn.dtype), turn, turned, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
     layer, head = tl.program_id(1), tl.program_id(2)
     page_size: tl.constexpr = codes.page_size
@@ -104,17 +117,14 @@ def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
     keys_ptr = layer_keys(pools.addresses, pools.first, layer) + head * pools.head_stride
     blocks: tl.constexpr = page_size // _BLOCK
     slot = page.to(tl.int64) * page_size + tl.arange(0, page_size)
+    slots_ptr = keys_ptr + slot[:, None] * pools.slot_stride
     turned = tl.zeros([page_size, dim_block], tl.float32)
-    dtype: tl.constexpr = codes.rotation.dtype.element_ty
-    # Matrix units take all at once. They do not multiply float32 exactly: what does holds its operands in registers.
-    at_once: tl.constexpr = _DIMS_IN_REGISTERS if dtype == tl.float32 else dim_block
-    for start in range(0, head_dim, at_once):
-        own = start + tl.arange(0, at_once)
-        is_own = own < head_dim
-        vectors = tl.load(keys_ptr + slot[:, None] * pools.slot_stride + own[None, :], mask=is_own[None, :], other=0.0)
-        turn_ptr = codes.rotation + dim[None, :] * head_dim + own[:, None]
-        turn = tl.load(turn_ptr, mask=is_own[:, None] & is_dim[None, :], other=0.0)
-        turned = tl.dot(vectors.to(dtype), turn, turned, input_precision="ieee")
+    if codes.rotation.dtype.element_ty == tl.float32:
+        # Matrix units do not multiply these exactly: what does holds its operands in registers.
+        for start in range(0, head_dim, _DIMS_IN_REGISTERS):
+            turned = _turned(slots_ptr, start + tl.arange(0, _DIMS_IN_REGISTERS), turned, codes, head_dim)
+    else:
+        turned = _turned(slots_ptr, dim, turned, codes, head_dim)
     by_block = tl.reshape(turned, [blocks, _BLOCK, dim_block])
     first_block = layer.to(tl.int64) * codes.layer_blocks + page.to(tl.int64) * blocks
     block = (first_block + tl.arange(0, blocks)) * pools.kv_heads + head

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.kernel_arguments import Counts, Number, Pointer, Rows, Selected
+from winnow_kernels.selection.gpu_lists import ranks_of
 from winnow_kernels.selection.gpu_slots import slots_at
 from winnow_kernels.selection.gpu_top import TopRows, Unsorted, sort_selected, token_counts, write_always
 
@@ -149,13 +150,10 @@ def _list_kernel(parameters: TopRows, rows: Rows, buffers: GradeBuffers, width: 
         # Behind the part's end there is memory still.
         grades = tl.load(grades_ptr + place).to(tl.int32)
         is_listed = (grades >= least) & (place >= sinks) & (place < end)
-        # Most is added up inside of lines, for which few threads must meet.
-        one = is_listed.to(tl.int32)
-        of_lines = tl.sum(one, 1)
-        rank = (tl.cumsum(of_lines, 0) - of_lines)[:, None] + tl.cumsum(one, 1) - 1
-        tl.store(list_ptr + listed + rank, place, mask=is_listed)
+        ranks, more = ranks_of(is_listed)
+        tl.store(list_ptr + listed + ranks, place, mask=is_listed)
         tl.atomic_add(histogram_ptr + grades, 1, mask=is_listed, sem="relaxed")
-        listed += tl.sum(of_lines, 0)
+        listed += more
     tl.store(buffers.counts + pair * _MAX_PARTS + tl.program_id(0), listed)
 
 

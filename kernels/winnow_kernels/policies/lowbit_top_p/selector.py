@@ -11,14 +11,12 @@ from torch import Tensor
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_selector import (
     Entry,
-    Selector,
+    PageIndexSelector,
     Server,
-    complete_pages,
     count_capped,
     count_extended,
     count_shares,
     rows_within,
-    stage_of_pages,
 )
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.request import Request
@@ -32,7 +30,7 @@ from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 KIND = "lowbit_top_p"
 
 
-class CodedSelector(Selector):
+class CodedSelector(PageIndexSelector):
     """Tokens by the codes of their keys.
 
     Attributes:
@@ -47,6 +45,7 @@ class CodedSelector(Selector):
 
     def __init__(self, server: Server) -> None:
         self._codes = server.indexes[KeyCodes]
+        super().__init__(self._codes)
         self._scale = server.scale
         step, cache = server.step, server.caches[0]
         kv_heads = cache.kv_heads
@@ -70,13 +69,6 @@ class CodedSelector(Selector):
     def capped(self, step: Step) -> Tensor:
         """Return where it is noted that a cap has cut a selection: int32 [rows]."""
         return self.nothing[: step.rows]
-
-    def stage(self, request: Request, length: int) -> int:
-        return stage_of_pages(request, length)
-
-    def enter(self, request: Request, slot: int, context: Context) -> Entry:
-        del request, slot
-        return complete_pages(self._codes, context)
 
     def begin(self, step: Step, *, ordered: bool) -> None:
         self._ordered = ordered

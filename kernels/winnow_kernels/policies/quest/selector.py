@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.gpu_selector import (
-    Entry,
-    Selector,
-    complete_pages,
-    count_extended,
-    rows_within,
-    stage_of_pages,
-)
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.decode.gpu_selector import PageIndexSelector, count_extended, rows_within
 from winnow_kernels.decode.gpu_step import Step
-from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.policies.quest import gpu
@@ -24,22 +16,16 @@ from winnow_kernels.selection.gpu_pages import PageBuffers
 KIND = "quest"
 
 
-class QuestSelector(Selector):
+class QuestSelector(PageIndexSelector):
     """Pages by the bounds of their keys."""
 
     def __init__(self, bounds: PageBounds, step: Step) -> None:
         """``step`` is the largest that there will be."""
+        super().__init__(bounds)
         self._bounds = bounds
         pages = step.batch.page_table.shape[1]
         self._rows = rows_within(8 * step.slots.shape[1] * pages, step.rows)
         self._buffers = PageBuffers.empty(self._rows, step.slots.shape[1], pages, step.slots.device)
-
-    def stage(self, request: Request, length: int) -> int:
-        return stage_of_pages(request, length)
-
-    def enter(self, request: Request, slot: int, context: Context) -> Entry:
-        del request, slot
-        return complete_pages(self._bounds, context)
 
     def begin(self, step: Step, *, ordered: bool) -> None:
         del ordered

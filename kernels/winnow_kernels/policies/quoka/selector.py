@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.gpu_selector import (
-    Entry,
-    Selector,
+    PageIndexSelector,
     Server,
-    complete_pages,
     count_extended,
     note_budgets,
     rows_within,
-    stage_of_pages,
 )
 from winnow_kernels.decode.gpu_step import Step
-from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.policies.quoka import gpu
@@ -26,23 +22,17 @@ from winnow_kernels.selection.gpu_top import TopRows
 KIND = "quoka"
 
 
-class QuokaSelector(Selector):
+class QuokaSelector(PageIndexSelector):
     """Keys by the cosine of their angle to the queries."""
 
     def __init__(self, server: Server) -> None:
         self._codes = server.indexes[KeyCodes]
+        super().__init__(self._codes)
         step, cache = server.step, server.caches[0]
         shape = (cache.kv_heads, cache.head_dim, step.batch.longest, step.slots.shape[2])
         self._rows = rows_within(gpu.Scratch.empty(1, *shape, torch.device("meta")).bytes, step.rows)
         self._scratch = gpu.Scratch.empty(self._rows, *shape, step.slots.device)
         self._ordered = True
-
-    def stage(self, request: Request, length: int) -> int:
-        return stage_of_pages(request, length)
-
-    def enter(self, request: Request, slot: int, context: Context) -> Entry:
-        del request, slot
-        return complete_pages(self._codes, context)
 
     def begin(self, step: Step, *, ordered: bool) -> None:
         self._ordered = ordered

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.policies.lowbit_top_p.gpu.state import MARKS, Scratch, Shape
+from winnow_kernels.selection.gpu_lists import ranks_of
 
 _LINE = tl.constexpr(16)
 _HIGHEST = tl.constexpr(MARKS - 1)
@@ -40,13 +41,8 @@ def list_candidates(
     token = unit * shape.unit + place
     is_listed = _reach(scratch.marks + of_unit * shape.padded_group, starts, shape)
     is_listed = tl.reshape(is_listed, [lines, _LINE]) & (token >= sinks) & (token < scored)
-    # Most is added up inside of lines, for which few threads must meet.
-    one = is_listed.to(tl.int32)
-    inside = tl.cumsum(one, 1)
-    of_lines = tl.sum(one, 1)
-    before = tl.cumsum(of_lines, 0) - of_lines
-    tl.store(scratch.local + of_unit + before[:, None] + inside - 1, place.to(tl.int16), mask=is_listed)
-    listed = tl.sum(of_lines, 0)
+    ranks, listed = ranks_of(is_listed)
+    tl.store(scratch.local + of_unit + ranks, place.to(tl.int16), mask=is_listed)
     tl.store(scratch.counts + pair * scratch.units + unit, listed)
     return listed
 

@@ -148,7 +148,6 @@ def _cut(
     tl.store(scratch.open + of_head, tl.where(is_open, _IS_OPEN, tl.where(turn > 0, _WAS_OPEN, 0)))
     surest = surest_start(share, total, scored - sinks)
     tl.store(scratch.starts + of_head, tl.where((counted < least) | (start <= surest), 0, surest), mask=is_open)
-    # A step's cut is low for a while: of neighbouring steps some need far more tokens than others.
-    remembered = tl.minimum(cut - floor, tl.load(anchor_ptr) + 1)
-    is_first = tl.load(anchor_ptr) < 0
-    tl.store(anchor_ptr, tl.where(is_first, cut - floor, remembered), mask=is_open == 0)
+    # A low cut is remembered for a while: of neighbouring steps some need far more tokens than others.
+    above, anchor = cut - floor, tl.load(anchor_ptr)
+    tl.store(anchor_ptr, tl.where(anchor < 0, above, tl.minimum(above, anchor + 1)), mask=is_open == 0)
