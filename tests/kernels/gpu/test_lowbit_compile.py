@@ -7,8 +7,8 @@ import pytest
 from tests.kernels.gpu.compiling import SHARED_LIMIT, Compiled, compile_launches
 from tests.kernels.gpu.lowbit_launch import launch
 
-# What may be put aside once a pair: by scoring between two of them, by cutting where a head's counts are looked at.
-LOCAL_BYTES = {"score_kernel": 256, "cut_kernel": 64}
+# What may be put aside once a pair: by scoring between two of them, by keeping where a list was too short.
+LOCAL_BYTES = {"score_kernel": 256, "keep_kernel": 256}
 
 
 def compiled(head_dim: int, group: int, bits: int, page_size: int, by_key: bool) -> list[Compiled]:

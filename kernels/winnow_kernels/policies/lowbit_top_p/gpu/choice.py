@@ -1,4 +1,4 @@
-"""What comes after the marks: cutting and writing. The programs of a pair meet, as often as one needs all others."""
+"""What comes after the marks: counting, cutting, keeping and writing."""
 
 from __future__ import annotations
 
@@ -23,6 +23,31 @@ _IS_OPEN = tl.constexpr(IS_OPEN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def count_kernel(
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
+    anchors: Anchors,
+    window: tl.constexpr,
+    by_key: tl.constexpr,
+) -> None:
+    """List tokens that may be selected, from where the last steps say, and count them.
+
+    Grid: programs that share a pair's units × rows × KV heads.
+    """
+    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    pair = row * shape.kv_heads + kv_head
+    _, scored, sinks = bounds_of(rows, policies, row, window)
+    turn = scored * 0
+    if by_key:
+        slot = tl.load(anchors.slots + row)
+        count_keys(pair, slot, tl.num_programs(0), turn, sinks, scored, shape, scratch, anchors)
+    else:
+        count_marks(pair, tl.num_programs(0), turn, sinks, scored, shape, scratch)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def cut_kernel(
     rows: Rows,
     policies: Policies,
@@ -32,35 +57,57 @@ def cut_kernel(
     window: tl.constexpr,
     by_key: tl.constexpr,
 ) -> None:
-    """List tokens that may be selected, count them, and find where the selection ends.
+    """Find where the selection ends by what was counted.
 
-    They are listed from where the last steps say; where that was too high, once more from further down. Grid: programs
-    that share a pair's units × rows × KV heads; a pair's must fit the device at once.
+    Grid: programs that share a pair's query heads × rows × KV heads.
+    """
+    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    _, scored, _ = bounds_of(rows, policies, row, window)
+    if scored > 0:
+        _cut(row, kv_head, tl.num_programs(0), scored * 0, rows, policies, shape, scratch, anchors, window, by_key)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def keep_kernel(
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
+    anchors: Anchors,
+    window: tl.constexpr,
+    by_key: tl.constexpr,
+) -> None:
+    """Leave in the lists what is selected.
+
+    Where the last steps led to a list too short, the pair's programs first list, count and cut once more from further
+    down, and meet in between. Grid: as of ``count_kernel``; a pair's programs must fit the device at once.
     """
     row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
     _, scored, sinks = bounds_of(rows, policies, row, window)
-    sharing = tl.minimum(tl.cdiv(scored, shape.unit), tl.num_programs(0))
+    units = tl.cdiv(scored, shape.unit)
+    sharing = tl.minimum(units, tl.num_programs(0))
     if tl.program_id(0) < sharing:
-        slot = tl.load(anchors.slots + row)
         met_ptr = scratch.met + pair
-        arrivals, turn, is_open = sharing, sharing * 0, sharing * 0 + _IS_OPEN
-        while is_open == _IS_OPEN:
-            if by_key:
-                count_keys(pair, slot, sharing, turn, sinks, scored, shape, scratch, anchors)
-            else:
-                count_marks(pair, sharing, turn, sinks, scored, shape, scratch)
-            meet(met_ptr, arrivals)
-            if by_key:
-                if tl.program_id(0) == 0:
-                    cut_keys(row, pair, slot, turn, rows, policies, shape, scratch, anchors, window)
-            else:
-                cut_marks(row, kv_head, sharing, turn, rows, policies, shape, scratch, anchors, window)
-            meet(met_ptr, arrivals + sharing)
-            is_open = _open_of(pair, shape, scratch, by_key)
-            arrivals += 2 * sharing
-            turn += 1
-        leave(met_ptr, arrivals)
+        arrivals, turn = sharing, sharing * 0
+        is_open = _open_of(pair, shape, scratch, by_key)
+        if is_open == _IS_OPEN:
+            slot = tl.load(anchors.slots + row)
+            while is_open == _IS_OPEN:
+                turn += 1
+                # All have seen that it is open before anyone can change that.
+                meet(met_ptr, arrivals)
+                if by_key:
+                    count_keys(pair, slot, sharing, turn, sinks, scored, shape, scratch, anchors)
+                else:
+                    count_marks(pair, sharing, turn, sinks, scored, shape, scratch)
+                meet(met_ptr, arrivals + sharing)
+                _cut(row, kv_head, sharing, turn, rows, policies, shape, scratch, anchors, window, by_key)
+                meet(met_ptr, arrivals + 2 * sharing)
+                is_open = _open_of(pair, shape, scratch, by_key)
+                arrivals += 3 * sharing
+            leave(met_ptr, arrivals)
+        keep_taken(pair, sharing, units, shape, scratch, by_key)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,19 +127,15 @@ def write_kernel(
 ) -> None:
     """Write what is selected as slots, its counts, and what is believed of the masses.
 
-    Whoever is the last of a pair writes what is kept. Grid: as of ``cut_kernel``.
+    Whoever is the last of a pair writes what is kept. Grid: as of ``count_kernel``.
     """
     row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
     _, scored, _ = bounds_of(rows, policies, row, window)
-    units = tl.cdiv(scored, shape.unit)
-    sharing = tl.minimum(units, tl.num_programs(0))
+    sharing = tl.minimum(tl.cdiv(scored, shape.unit), tl.num_programs(0))
     if tl.program_id(0) < sharing:
-        met_ptr = scratch.met + pair
-        keep_taken(pair, sharing, units, shape, scratch, by_key)
-        meet(met_ptr, sharing)
         write_taken(row, pair, sharing, rows, policies, shape, scratch, selected, window, by_key, in_order)
-        if leave(met_ptr, 2 * sharing):
+        if leave(scratch.met + pair, sharing):
             write_kept(
                 row,
                 kv_head,
@@ -109,6 +152,29 @@ def write_kernel(
                 by_key,
                 in_order,
             )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cut(
+    row: tl.tensor,
+    kv_head: tl.tensor,
+    sharing: tl.tensor,
+    turn: tl.tensor,
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
+    anchors: Anchors,
+    window: tl.constexpr,
+    by_key: tl.constexpr,
+) -> None:
+    if by_key:
+        if tl.program_id(0) == 0:
+            pair = row * shape.kv_heads + kv_head
+            slot = tl.load(anchors.slots + row)
+            cut_keys(row, pair, slot, turn, rows, policies, shape, scratch, anchors, window)
+    else:
+        cut_marks(row, kv_head, sharing, turn, rows, policies, shape, scratch, anchors, window)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -14,7 +14,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.coded_tokens import WINDOW
 from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
-from winnow_kernels.policies.lowbit_top_p.gpu.choice import cut_kernel, write_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.choice import count_kernel, cut_kernel, keep_kernel, write_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.order import cap_kernel, order_count_kernel, order_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
@@ -23,7 +23,9 @@ from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
 from winnow_kernels.selection.gpu_partition import programs_on
 
 _LOG2_E: Final = 1.4426950408889634
-# Programs of one warp on each multiprocessor, which wait for those of their pair: so many that all run at once.
+# Programs of one warp on each multiprocessor that wait for nobody.
+_ALONE: Final = 24
+# Those that may wait for others of their pair: so many that all run at once.
 _MEETING: Final = 16
 _REGISTERS: Final = 64 << 10
 
@@ -133,10 +135,15 @@ def launches(
     of_batch = (rows, policies, shape, scratch)
     by_unit = (programs_on(device, 4),)
 
+    def sharing(programs: int) -> tuple[int, int, int]:
+        of_pair = min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(programs, pairs))
+        return of_pair, batch.rows, kv_heads
+
+    by_unit_of_pair = sharing(programs_on(device, _ALONE))
     # The interpreter runs programs one after another: none can wait for another.
-    meeting = programs_on(device, _MEETING) if queries.is_cuda else 1
-    of_pair = min(triton.cdiv(batch.longest, shape.unit.value), triton.cdiv(meeting, pairs))
-    by_unit_of_pair = (of_pair, batch.rows, kv_heads)
+    by_unit_meeting = sharing(programs_on(device, _MEETING) if queries.is_cuda else 1)
+    by_head = (1 if by_key else shape.group.value, batch.rows, kv_heads)
+    chosen_by = {"window": WINDOW, "by_key": by_key}
 
     def score(*, again: bool) -> None:
         # Most often there is nothing to do again.
@@ -179,8 +186,10 @@ def launches(
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
         "total again": lambda: total(again=True),
-        "cut": lambda: cut_kernel[by_unit_of_pair](
-            *of_batch, anchors, window=WINDOW, by_key=by_key, num_warps=1, maxnreg=_REGISTERS // (32 * _MEETING)
+        "count": lambda: count_kernel[by_unit_of_pair](*of_batch, anchors, **chosen_by, num_warps=1),
+        "cut": lambda: cut_kernel[by_head](*of_batch, anchors, **chosen_by, num_warps=1),
+        "keep": lambda: keep_kernel[by_unit_meeting](
+            *of_batch, anchors, **chosen_by, num_warps=1, maxnreg=_REGISTERS // (32 * _MEETING)
         ),
         "write": lambda: write_kernel[by_unit_of_pair](
             *of_batch,
@@ -189,11 +198,9 @@ def launches(
             beliefs,
             cache.vector_bytes,
             bytes_of_key(cache.head_dim, index.bits),
-            window=WINDOW,
-            by_key=by_key,
+            **chosen_by,
             in_order=in_order,
             num_warps=1,
-            maxnreg=_REGISTERS // (32 * _MEETING),
         ),
     }
     if in_order:
