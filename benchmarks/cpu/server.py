@@ -32,8 +32,7 @@ from benchmarks.cpu import server_figures
 from benchmarks.cpu.answer_timing import TimedServer, Timing
 from benchmarks.cpu.server_figures import DENSE, NATIVE, Kind, Series
 from benchmarks.needle_prompt import needle_prompt
-from benchmarks.serving import noop_server
-from benchmarks.serving.noop_server import NOOP
+from benchmarks.serving.server_plugins import NOOP, NOOP_ATTENTION, python_path
 from tests.runtime import runtime_server
 from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
@@ -259,8 +258,8 @@ def serve_native(model: Path, folder: Path) -> Iterator[TimedServer]:
 def serve_noop(model: Path, folder: Path) -> Iterator[TimedServer]:
     """Serve with attention that does nothing, prompts in the chunks that Winnow's server takes."""
     log = folder / "noop.log"
-    with _serve(model, log, "torch_native", [], PYTHONPATH=noop_server.python_path()) as server:
-        noop_server.check_log(log)
+    with _serve(model, log, "torch_native", [], PYTHONPATH=python_path(NOOP_ATTENTION)) as server:
+        NOOP_ATTENTION.check_log(log)
         yield server
 
 

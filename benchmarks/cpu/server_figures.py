@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.serving.noop_server import NOOP
+from benchmarks.serving.server_plugins import NOOP
 from winnow_evaluation.writing import markdown_table
 
 DENSE: Final = "dense"

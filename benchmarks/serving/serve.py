@@ -28,10 +28,11 @@ out. Time to first token:
 
 Random weights give diffuse attention: a policy that reads as much as it needs, such as ``tactic``, reads far more than
 with a trained model, and one with a cap reads the cap. The bytes read are in the rows. ``--attending NAME=SHARE``
-searches, before each batch, for the ``p`` with which such a policy attends to what it would with a trained model:
+searches, before each batch, for the ``p`` with which such a policy attends to what it would with a trained model. Where
+even the lowest ``p`` reads more, ``--gain`` gives queries larger weights: logits have it as their deviation.
 
-    python -m benchmarks.serving.serve run --context 32768,98304 --policy 'lowbit_top_p' --attending lowbit_top_p=0.06 \
-        --policy 'lowbit_top_k={"decode": {"policy": "lowbit_top_k", "budget_ratio": 0.06}}'
+    python -m benchmarks.serving.serve run --context 32768,98304 --gain 3.5 --policy 'lowbit_top_p' \
+        --attending lowbit_top_p=0.06 --policy 'lowbit_top_k={"decode": {"policy": "lowbit_top_k", "budget": 512}}'
 """
 
 from __future__ import annotations
@@ -56,10 +57,16 @@ from benchmarks.command_line import numbers
 from benchmarks.folders import RESULTS
 from benchmarks.model_shapes import ModelShape, shape_named, write_model
 from benchmarks.records import Record, Row, header_from_outside, headers_of, merged
-from benchmarks.serving import noop_server
 from benchmarks.serving.batch_timing import BatchServer, BatchTiming, median_timing, timing_of
 from benchmarks.serving.gpu_memory import PeakMemory
-from benchmarks.serving.noop_server import NOOP
+from benchmarks.serving.server_plugins import (
+    GAIN_SETTING,
+    NOOP,
+    NOOP_ATTENTION,
+    PEAKED_ATTENTION,
+    ServerPlugin,
+    python_path,
+)
 from tests.runtime import runtime_server
 from winnow_kernels.policies.attention_policy import parse_policy
 
@@ -206,6 +213,10 @@ def run(
     winnow_environment: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the server with Winnow; may be repeated.")
     ] = None,
+    gain: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of queries: deviation of their logits. SGLang's own random weights attend evenly."),
+    ] = None,
     delta_layers: Annotated[str, typer.Option(help="Of the model's profile; its shape's if empty.")] = "",
     interval: Annotated[int, typer.Option(min=1, help="Every how many tokens the watched stream sends some.")] = 1,
     fresh_prompts: Annotated[bool, typer.Option("--fresh-prompts", help="Ask no prompt twice.")] = False,
@@ -247,6 +258,7 @@ def run(
     about = header_from_outside() | {
         "server_arguments": server_arguments,
         "winnow_environment": environment,
+        "gain": gain,
         "delta_layers": layers,
         "fresh_prompts": fresh_prompts,
         "chunked_prefill_size": chunked_prefill_size,
@@ -260,7 +272,7 @@ def run(
         logs = log_folder or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         for backend in names:
-            own = environment_of(backend, environment)
+            own = environment_of(backend, environment, gain)
             try:
                 for measured in serve_and_measure(folder, backend, plan, arguments[backend], logs, own, failures):
                     console.print(progress(measured))
@@ -330,14 +342,23 @@ def kinds_asked(contestants: Sequence[Contestant]) -> set[str]:
     return names - {DENSE}
 
 
-def environment_of(backend: str, of_winnow: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a server's environment, beside that of this process."""
-    if backend == WINNOW:
-        return of_winnow
-    if backend == NOOP_BACKEND:
-        plugins = f"{_STOCK['SGLANG_PLUGINS']},{noop_server.PLUGIN}"
-        return {"SGLANG_PLUGINS": plugins, "PYTHONPATH": noop_server.python_path()}
-    return _STOCK
+def environment_of(backend: str, of_winnow: Mapping[str, str], gain: float | None = None) -> Mapping[str, str]:
+    """Return a server's environment, beside that of this process; ``gain`` is that of its queries, if they get one."""
+    environment = dict(of_winnow if backend == WINNOW else _STOCK)
+    if gain is not None:
+        environment[GAIN_SETTING] = str(gain)
+    plugins = _plugins_of(backend, environment)
+    if plugins:
+        environment["PYTHONPATH"] = python_path(*plugins)
+        if backend != WINNOW:
+            environment["SGLANG_PLUGINS"] = ",".join([_STOCK["SGLANG_PLUGINS"], *(plugin.name for plugin in plugins)])
+    return environment
+
+
+def _plugins_of(backend: str, environment: Mapping[str, str]) -> list[ServerPlugin]:
+    """Return the plugins of the benchmark's own that a server uses."""
+    used = [NOOP_ATTENTION] if backend == NOOP_BACKEND else []
+    return [*used, PEAKED_ATTENTION] if GAIN_SETTING in environment else used
 
 
 def arguments_of(plan: Plan, backend: str, backends: Sequence[str]) -> list[str]:
@@ -386,8 +407,8 @@ def serve_and_measure(
         BatchServer(runtime.url, plan.largest_batch) as server,
     ):
         try:
-            if backend == NOOP_BACKEND:
-                noop_server.check_log(log)
+            for plugin in _plugins_of(backend, environment):
+                plugin.check_log(log)
             yield from measure(server, backend, plan, shape_named(plan.model), failures)
         except (RuntimeError, httpx.HTTPError):
             console.print(Text(log.read_text(errors="replace")[-4000:]))

@@ -29,8 +29,7 @@ from benchmarks.cpu.server_figures import (
     suggested_crossovers,
 )
 from benchmarks.needle_prompt import needle_prompt
-from benchmarks.serving import noop_server
-from benchmarks.serving.noop_server import NOOP
+from benchmarks.serving.server_plugins import NOOP, NOOP_ATTENTION
 from winnow_evaluation.machine import surroundings
 
 NEEDLE = Path("models/needle")
@@ -191,12 +190,12 @@ def test_prompts_have_their_exact_length(length: int) -> None:
 
 
 def test_sglang_would_find_the_plugin_that_does_nothing() -> None:
-    [plugin] = distributions(path=[str(noop_server.FOLDER)])
+    [plugin] = distributions(path=[str(NOOP_ATTENTION.folder)])
     [entry] = plugin.entry_points
     assert (entry.group, entry.value) == ("sglang.srt.plugins", "noop_attention:register")
-    source = (noop_server.FOLDER / f"{entry.module}.py").read_text()
+    source = (NOOP_ATTENTION.folder / f"{entry.module}.py").read_text()
     assert f"def {entry.attr}(" in source
-    assert f'"{noop_server.NOTICE}"' in source
+    assert f'"{NOOP_ATTENTION.notice}"' in source
 
 
 def test_numbers() -> None:

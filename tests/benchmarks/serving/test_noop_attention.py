@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from benchmarks.serving import noop_server
+from benchmarks.serving.server_plugins import NOOP_ATTENTION
 
 LAYER = SimpleNamespace(tp_q_head_num=4, v_head_dim=8, layer_id=1)
 
@@ -39,7 +39,9 @@ class Dense(AttentionBackend):  # type: ignore[misc]
 def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in list(ATTENTION_BACKENDS):
         monkeypatch.setitem(ATTENTION_BACKENDS, name, Dense)
-    spec = importlib.util.spec_from_file_location(noop_server.PLUGIN, noop_server.FOLDER / f"{noop_server.PLUGIN}.py")
+    spec = importlib.util.spec_from_file_location(
+        NOOP_ATTENTION.name, NOOP_ATTENTION.folder / f"{NOOP_ATTENTION.name}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -67,13 +69,13 @@ def test_keys_and_values_are_written_and_zeros_answered(plugin: ModuleType, name
     backend.forward(queries, None, None, LAYER, batch)
     backend.forward(queries, keys, values, LAYER, batch, save_kv_cache=False)
     assert len(pool.written) == 1
-    assert plugin.IN_PLACE == noop_server.NOTICE
+    assert NOOP_ATTENTION.notice == plugin.IN_PLACE
 
 
 def test_a_server_that_does_not_use_it_is_refused(tmp_path: Any) -> None:
     log = tmp_path / "noop.log"
     log.write_text("ready")
     with pytest.raises(RuntimeError, match="has not loaded"):
-        noop_server.check_log(log)
-    log.write_text(f"WARNING {noop_server.NOTICE}")
-    noop_server.check_log(log)
+        NOOP_ATTENTION.check_log(log)
+    log.write_text(f"WARNING {NOOP_ATTENTION.notice}")
+    NOOP_ATTENTION.check_log(log)

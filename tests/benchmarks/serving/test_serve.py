@@ -12,7 +12,6 @@ import typer
 
 from benchmarks.model_shapes import SHAPES, shape_named, write_model
 from benchmarks.records import Record, merged
-from benchmarks.serving import noop_server
 from benchmarks.serving.batch_timing import BatchTiming, Stream, median_timing, read_stream, timing_of
 from benchmarks.serving.serve import (
     Cell,
@@ -31,6 +30,7 @@ from benchmarks.serving.serve import (
     with_attending,
     with_borrowed_baselines,
 )
+from benchmarks.serving.server_plugins import NOOP_ATTENTION
 from sglang_winnow.delta_profiles import delta_profile
 
 MODEL = "Llama-3.1-8B"
@@ -285,10 +285,10 @@ def test_attention_that_does_nothing_takes_the_place_of_the_first_dense_backend(
     with pytest.raises(typer.BadParameter, match="noop needs a backend"):
         arguments_of(plan, "noop", ["noop", "winnow"])
     environment = environment_of("noop", {"WINNOW_POLICIES": ""})
-    assert environment["SGLANG_PLUGINS"].split(",") == ["winnow_cpu", noop_server.PLUGIN]
-    assert str(noop_server.FOLDER) in environment["PYTHONPATH"]
+    assert environment["SGLANG_PLUGINS"].split(",") == ["winnow_cpu", NOOP_ATTENTION.name]
+    assert str(NOOP_ATTENTION.folder) in environment["PYTHONPATH"]
     assert environment_of("winnow", {"WINNOW_POLICIES": ""}) == {"WINNOW_POLICIES": ""}
-    assert noop_server.PLUGIN not in environment_of("fa3", {})["SGLANG_PLUGINS"]
+    assert NOOP_ATTENTION.name not in environment_of("fa3", {})["SGLANG_PLUGINS"]
 
 
 def test_a_gain_is_told_as_a_part_of_its_bound() -> None:
