@@ -110,20 +110,31 @@ def summary_table(path: Path) -> str:
 
 
 def overview_table(path: Path) -> str:
-    """Return what policies read and lose on the model with the longest contexts: fidelity there, and RULER's tasks.
+    """Return what policies read and lose on the model that RULER's tasks were asked of: fidelity, and these tasks.
 
     Presets come first, those that RULER's tasks were not asked with, too.
 
     Args:
-        path: the record of fidelity; that of RULER's tasks, ``accuracy-MODEL.json``, lies beside it.
+        path: the record of fidelity; those of RULER's tasks, ``accuracy-MODEL.json`` and
+            ``accuracy-presets-MODEL.json``, lie beside it. A length that was not asked about with all tasks is left
+            out.
     """
     record = FidelityRecord.read(path)
-    model = max(record.rows, key=lambda row: int(row["context"]))["model"]
+    asked_over_http = [row for row in record.rows if path.with_name(f"accuracy-{row['model']}.json").is_file()]
+    model = max(asked_over_http, key=lambda row: int(row["context"]))["model"]
     rows = [row for row in _longest(_named(record)) if row["model"] == model]
-    ruler = AccuracyRecord.read(path.with_name(f"accuracy-{model}.json"))
-    lost = {(pool.policy, pool.length): pool.difference for pool in ruler.pools if pool.task == ALL}
+    before, now = (AccuracyRecord.read(path.with_name(f"accuracy-{name}{model}.json")) for name in ("", "presets-"))
+    # What was asked once more is not what it was before.
+    lost = {
+        (pool.policy, pool.length): pool.difference
+        for ruler in (before, now)
+        for pool in ruler.pools
+        if pool.task == ALL
+        and pool.length in _complete_lengths(ruler)
+        and (ruler is now or pool.policy not in _asked(now))
+    }
     lengths = sorted({length for _, length in lost})
-    asked = {name: _policy(given) for name, given in ruler.runs[0].options["policies"].items()}
+    asked = {name: _policy(given) for ruler in (before, now) for name, given in _asked(ruler).items()}
     table = []
     for name, policy in ({"dense": AttentionPolicy()} | _sparse_presets() | asked).items():
         row = next((row for row in rows if is_of(row, policy)), None)
@@ -133,6 +144,15 @@ def overview_table(path: Path) -> str:
         table.append((name, reads, kl, *(number(lost.get((name, length)), "+.1f") for length in lengths)))
     headings = ("", "KV read %", "KL, nats", *(f"RULER {length // 1024}K, points" for length in lengths))
     return markdown_table(headings, table)
+
+
+def _asked(ruler: AccuracyRecord) -> Mapping[str, Any]:
+    policies: Mapping[str, Any] = ruler.runs[0].options["policies"]
+    return policies
+
+
+def _complete_lengths(ruler: AccuracyRecord) -> set[int]:
+    return {length for run in ruler.runs if run.complete for length in run.options["lengths"]}
 
 
 def _sparse_presets() -> dict[str, AttentionPolicy]:

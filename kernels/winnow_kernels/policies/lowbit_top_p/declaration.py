@@ -19,12 +19,12 @@ class LowBitTopPDeclaration(Declaration[LowBitTopP]):
     On a CPU it was slower than dense attention at 16,384 and 30,000 tokens of the shipped model, whose attention is
     diffuse: at p = 0.9 two fifths of a context are read.
 
-    On a GPU layers were timed, no server yet. With 8 requests a layer took 0.86 of dense attention's time at 8,192
-    tokens, 0.41 at 32,768 and 0.25 at 131,072; 1.2 at 4,096. With one request it took 1.1 at 32,768.
+    On a GPU layers were timed. With 8 requests a layer took 0.82 of dense attention's time at 8,192 tokens, 0.38 at
+    32,768 and 0.23 at 131,072; 1.2 at 4,096. With one request it took 1.14 at 32,768, which decides the crossover.
     """
 
     kind = KIND
-    crossover = Crossover(cpu=32_768, cuda=8192)
+    crossover = Crossover(cpu=32_768, cuda=32_768)
     columns = Columns(("least", "most"))
     index = KeyCodes
     buffer_bytes = SCRATCH_BYTES
