@@ -29,14 +29,18 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def runtime_server(model: Path, *arguments: str, log: Path, **environment: str) -> Iterator[Runtime]:
+def runtime_server(
+    model: Path, *arguments: str, log: Path, python: str = sys.executable, **environment: str
+) -> Iterator[Runtime]:
     """Serve the model in folder ``model`` on a free port until the block ends; its output goes to the file ``log``.
+
+    The server runs in the environment of the interpreter ``python``.
 
     Raises:
         RuntimeError: the server ended, or was not ready within ``START_SECONDS``.
     """
     port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     settings = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
     # SGLang compiles a few functions for the CPU when a request first needs them, which takes longer than the request.

@@ -20,8 +20,13 @@ SUPPORTED = {
     "transformers": "5.12.1",
     "flashinfer-python": "0.6.14",
 }
-CPU = {"cuda": False, "device": "CPU (x86_64, 2 threads)", "platform": "sglang_winnow.platform"}
-CUDA = {"cuda": True, "device": "NVIDIA H100", "platform": "sglang.srt.platforms.cuda"}
+CPU = {
+    "cuda": False,
+    "device": "CPU (x86_64, 2 threads)",
+    "platform": "sglang_winnow.platform",
+    "problem": None,
+}
+CUDA = CPU | {"cuda": True, "device": "NVIDIA H100", "platform": "sglang.srt.platforms.cuda"}
 
 
 class Machine:
@@ -147,20 +152,46 @@ def test_release_candidate_counts_as_its_number() -> None:
     assert doctor.check_version("sglang", "0.5.17rc1", SpecifierSet(">=0.5.16"), "").status is doctor.Status.OK
 
 
+def test_a_server_that_would_not_start_fails(machine: Machine) -> None:
+    machine.facts = CPU | {"problem": "the server does not start, because SGLang has no such function"}
+    result = run()
+    assert result.exit_code == 1
+    assert "hooks on SGLang: the server does not start, because SGLang has no such function" in result.output
+
+
+def probing_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "module_command", lambda *_: [sys.executable, "-c", code])
+
+
 def test_probe_reports_the_childs_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_PROBE", "raise SystemExit('no such device')")
+    probing_runs("raise SystemExit('no such device')", monkeypatch)
     with pytest.raises(doctor.ProbeError, match=r"^no such device$"):
         doctor.probe()
 
 
 def test_probe_reads_past_what_libraries_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_PROBE", f"print('noise'); print({json.dumps(json.dumps(CPU))})")
+    probing_runs(f"print('noise'); print({json.dumps(json.dumps(CPU))})", monkeypatch)
     assert doctor.probe() == CPU
 
 
 def test_probe_finds_this_machines_platform() -> None:
     facts = doctor.probe()
     assert facts["platform"] == ("sglang.srt.platforms.cuda" if facts["cuda"] else "sglang_winnow.platform")
+    assert facts["problem"] is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "problem"),
+    [
+        ("WINNOW_POLICIES", "none_such", "the server does not start, because WINNOW_POLICIES: no decode policy"),
+        ("SGLANG_PLUGINS", "other", "SGLang does not load Winnow's plugin; unset SGLANG_PLUGINS"),
+    ],
+)
+def test_probe_finds_what_keeps_a_server_from_starting(
+    setting: str, value: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting, value)
+    assert problem in str(doctor.probe()["problem"])
 
 
 def test_doctor_imports_neither_torch_nor_sglang() -> None:

@@ -7,7 +7,6 @@ import json
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow_kernels.policies.attention_policy import setting_for
+from winnow_service.cli.terminal import module_command
 from winnow_service.errors import ServiceError
 from winnow_service.policies.presets import PRESETS
 from winnow_service.runtime.client import RuntimeClient, authorization
@@ -38,13 +38,7 @@ RUNTIME_REMEDY = "install the runtime: pip install 'sglang-winnow[runtime]'"
 PROBE_TIMEOUT_SECONDS = 180
 
 # Runs in a process of its own: the service's never imports torch or sglang.
-_PROBE = """
-import json, platform, torch
-from sglang.srt.platforms import current_platform
-cuda = torch.cuda.is_available()
-device = torch.cuda.get_device_name(0) if cuda else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-print(json.dumps({"cuda": cuda, "device": device, "platform": type(current_platform).__module__}))
-"""
+_PROBE = "sglang_winnow.self_check"
 _CPU_PLATFORM = "sglang_winnow.platform"
 
 
@@ -141,7 +135,7 @@ def sglang_requirements() -> dict[str, SpecifierSet]:
 
 
 def device_checks() -> Iterator[Check]:
-    """Check the device that torch finds and the platform that SGLang would run on."""
+    """Check the device that torch finds, the platform that SGLang would run on, and whether it takes Winnow's hooks."""
     try:
         facts = probe()
     except ProbeError as error:
@@ -156,17 +150,20 @@ def device_checks() -> Iterator[Check]:
         "inactive with CUDA" if facts["cuda"] else "active without CUDA",
         "" if active != facts["cuda"] else remedy,
     )
+    problem = facts["problem"]
+    found = "not in force" if problem else "in force"
+    yield Check("hooks on SGLang", found, "in force, or the server does not start", str(problem or ""))
 
 
 def probe() -> dict[str, object]:
-    """Ask torch and SGLang, in a process of their own, for ``cuda``, ``device`` and ``platform``.
+    """Ask torch and SGLang, in a process of their own, for what ``sglang_winnow.self_check`` tells.
 
     Raises:
         ProbeError: the process failed, or took longer than ``PROBE_TIMEOUT_SECONDS``.
     """
     try:
         result = subprocess.run(
-            [sys.executable, "-c", _PROBE],
+            module_command(_PROBE, []),
             capture_output=True,
             text=True,
             check=False,
