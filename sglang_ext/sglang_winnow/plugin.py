@@ -20,6 +20,8 @@ from sglang_winnow.key_bits import index_settings
 from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import ServedModel, served_model
+from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.releases import require_supported
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -43,6 +45,7 @@ def register() -> None:
         SystemExit: the environment, or SGLang, is not what the hooks need.
     """
     with refusing_to_start():
+        require_supported()
         served_policies()
         index_settings()
         crossover_tokens("quest")
@@ -116,7 +119,7 @@ def _later_parameters() -> frozenset[str]:
 
 
 def _limits(manager: TokenizerManager) -> Limits:
-    arguments = manager.server_args
+    arguments = resolved(manager.server_args)
     return Limits(
         vocab_size=manager.model_config.vocab_size,
         model=_served_model(manager),

@@ -20,6 +20,8 @@ from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import METRICS, UNCACHED_TOKENS
 from sglang_winnow.server_information import block_of
+from sglang_winnow.sglang_versions.arguments import attention_backends
+from sglang_winnow.sglang_versions.releases import CACHE_CHECKPOINTS, runs
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 # Subclasses and other implementations insert and free in ways of their own.
 SERVED_CACHES: Final = ("RadixCache", "ChunkCache")
+# Its requests do not enter by the methods that hooks are on: it is served where prefixes are not kept at all.
+SERVED_WHILE_DISABLED: Final = ("UnifiedRadixCache",)
 # No key that a client sends may begin like this: it could name another's namespace.
 NAMESPACE_PREFIX: Final = "winnow-"
 
@@ -189,7 +193,8 @@ def add_next_chunk(add_chunked_req: Callable[..., Req | None], adder: PrefillAdd
 def require_served_cache(cache: BasePrefixCache, context: TreeCacheBuildContext) -> None:
     """Raise SystemExit if SGLang has chosen a cache that would share what must not be shared."""
     chosen = type(cache).__name__
-    if NAME in context.server_args.get_attention_backends() and chosen not in SERVED_CACHES:
+    served = chosen in SERVED_CACHES or (chosen in SERVED_WHILE_DISABLED and cache.disable)
+    if NAME in attention_backends(context.server_args) and not served:
         raise SystemExit(
             f"Winnow: the server does not start, because --attention-backend {NAME}"
             f" does not serve the prefix cache {chosen}."
@@ -215,14 +220,24 @@ def _whole(length: int, step: int) -> int:
 _RADIX_CACHE: Final = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _RADIX_KEY: Final = "sglang.srt.mem_cache.radix_cache.RadixKey"
 _ADDER: Final = "sglang.srt.managers.schedule_policy.PrefillAdder"
+
+
+def _hooks_on_insertion() -> tuple[Hook, ...]:
+    if runs(CACHE_CHECKPOINTS):
+        return ()
+    return (
+        Hook(f"{_RADIX_CACHE}.cache_unfinished_req", cache_unfinished, HookType.AROUND),
+        Hook(f"{_RADIX_CACHE}.cache_finished_req", cache_finished, HookType.AROUND),
+    )
+
+
 HOOKS: Final[tuple[Any, ...]] = (
     Hook("sglang.srt.mem_cache.registry.create_tree_cache", require_served_cache, HookType.AFTER),
     Hook("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER),
     Hook(f"{_RADIX_KEY}.page_aligned", align, HookType.AROUND),
     Hook(f"{_RADIX_KEY}.match", match, HookType.AROUND),
     Hook(f"{_RADIX_KEY}.child_key", child_key, HookType.AROUND),
-    Hook(f"{_RADIX_CACHE}.cache_unfinished_req", cache_unfinished, HookType.AROUND),
-    Hook(f"{_RADIX_CACHE}.cache_finished_req", cache_finished, HookType.AROUND),
+    *_hooks_on_insertion(),
     Hook(f"{_ADDER}.add_one_req", add_request, HookType.AROUND),
     Hook(f"{_ADDER}.add_one_req_ignore_eos", add_request_without_cache, HookType.AROUND),
     Hook(f"{_ADDER}.add_chunked_req", add_next_chunk, HookType.AROUND),

@@ -19,6 +19,7 @@ from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
+from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
@@ -80,7 +81,7 @@ class WinnowDeviceBackend(AttentionBackend):
         """Note the requests of a batch, before its forward pass and in the order of the passes."""
         self.requests.begin(requests)
         self._states = [request.winnow_state for request in requests]
-        self._slots = [request.req_pool_idx for request in requests]
+        self._slots = [slot_of(request) for request in requests]
         if batch.forward_mode.is_decode():
             self._lengths = batch.seq_lens_cpu.tolist()
             needed = self._decode.needed(self._states, self._lengths)
