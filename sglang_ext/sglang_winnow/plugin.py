@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow import attention_registration, metrics, openai_forms, radix, reporting, server_information
+from sglang_winnow import (
+    attention_registration,
+    chunk_ends,
+    metrics,
+    openai_forms,
+    radix,
+    reporting,
+    server_information,
+)
 from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
 from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.crossover import crossover_tokens
@@ -144,6 +152,7 @@ HOOKS: Final = (
     *metrics.HOOKS,
     *server_information.HOOKS,
     *radix.HOOKS,
+    *chunk_ends.HOOKS,
     *reporting.HOOKS,
     *openai_forms.HOOKS,
     Hook("sglang.srt.server_args.ServerArgs.__repr__", _hide_keys, HookType.AFTER),

@@ -20,10 +20,14 @@ ARGUMENTS_DECLARED: Final = Version("0.5.19")
 ARGUMENT_HANDLERS: Final = Version("0.5.19")
 # A request's slot is a field of its ``kv``.
 KV_OF_REQUEST: Final = Version("0.5.19")
+# The default prefix cache is ``UnifiedRadixCache``; until then it is ``RadixCache``.
+UNIFIED_CACHE: Final = Version("0.5.19")
+# The cache inserts of a request that ends, and the caller frees the rest; until then the cache did both.
+INSERTED_AT_END: Final = Version("0.5.21")
 
 # Data-parallel attention is asked for by its size alone.
 ATTENTION_DATA_SIZE: Final = Version("0.5.22")
-# Finished and unfinished requests enter the radix cache by ``checkpoint``.
+# Finished and unfinished requests enter the prefix cache by ``checkpoint``; a request's tokens are in its row alone.
 CACHE_CHECKPOINTS: Final = Version("0.5.22")
 
 logger = logging.getLogger(__name__)
