@@ -80,13 +80,13 @@ def test_the_dense_backend_answers_what_is_its_own() -> None:
     assert dense.forward_metadata is other
 
 
-@pytest.mark.skipif(not hasattr(AttentionBackend, "shared_read_ends"), reason="nobody asks")
 def test_the_dense_backend_says_until_when_decode_reads_what_is_shared() -> None:
     backend: Any = object.__new__(WinnowDeviceBackend)
     backend._dense = SimpleNamespace(shared_read_ends=lambda mode: ("dense", mode))
-    base = object.__new__(WinnowAttentionBackend).shared_read_ends(ForwardMode.EXTEND)
     assert backend.shared_read_ends(ForwardMode.DECODE) == ("dense", ForwardMode.DECODE)
-    assert backend.shared_read_ends(ForwardMode.EXTEND) is base
+    if hasattr(AttentionBackend, "shared_read_ends"):
+        of_base = object.__new__(WinnowAttentionBackend).shared_read_ends(ForwardMode.EXTEND)
+        assert backend.shared_read_ends(ForwardMode.EXTEND) is of_base
 
 
 @pytest.mark.parametrize("backend", [WinnowAttentionBackend, WinnowDeviceBackend])
@@ -94,9 +94,8 @@ def test_the_dense_backend_says_until_when_decode_reads_what_is_shared() -> None
 def test_methods_take_what_sglang_passes(backend: type, method: str) -> None:
     passed = inspect.signature(getattr(AttentionBackend, method)).parameters
     taken = inspect.signature(getattr(backend, method)).parameters
-    assert (
-        list(passed)[: len(taken)] == list(taken)[: len(passed)] or list(taken)[: len(passed) - 1] == list(passed)[:-1]
-    )
+    positional = [name for name, taker in taken.items() if taker.kind is taker.POSITIONAL_OR_KEYWORD]
+    assert list(passed)[: len(positional)] == positional
 
 
 def test_requests_of_a_batch_are_noted_by_what_sglang_passes() -> None:
