@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+from sglang_winnow import start
 from sglang_winnow.attention_backend import WinnowAttentionBackend
 from sglang_winnow.device import variants
 from sglang_winnow.device.backend import WinnowDeviceBackend
@@ -36,6 +37,12 @@ BACKEND = SimpleNamespace(variants={"dense": 0, "quest": 1, "any": 2}, label="qu
 def test_an_older_release_is_refused() -> None:
     with pytest.raises(ValueError, match=r"SGLang 0\.5\.15 is older than 0\.5\.16, the oldest that Winnow runs on"):
         require_supported(Version("0.5.15"))
+
+
+def test_an_older_sglang_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "require_supported", lambda: require_supported(Version("0.5.15")))
+    with pytest.raises(SystemExit, match=r"Winnow: the server does not start, because SGLang 0\.5\.15 is older than "):
+        start.register()
 
 
 @pytest.mark.parametrize("release", [OLDEST, RUNNING, NEWEST])
