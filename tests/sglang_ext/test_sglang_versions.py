@@ -31,6 +31,16 @@ from sglang_winnow.sglang_versions.releases import (
     runs,
 )
 
+METHODS = (
+    "forward_decode",
+    "forward_extend",
+    "get_cuda_graph_seq_len_fill_value",
+    "init_cuda_graph_state",
+    "init_forward_metadata",
+    "init_forward_metadata_in_graph",
+    "init_forward_metadata_out_graph",
+    "on_after_cuda_graph_warmup",
+)
 BACKEND = SimpleNamespace(variants={"dense": 0, "quest": 1, "any": 2}, label="quest", capturing=None)
 
 
@@ -97,7 +107,7 @@ def test_the_dense_backend_says_until_when_decode_reads_what_is_shared() -> None
 
 
 @pytest.mark.parametrize("backend", [WinnowAttentionBackend, WinnowDeviceBackend])
-@pytest.mark.parametrize("method", ["forward_decode", "forward_extend", "init_forward_metadata_out_graph"])
+@pytest.mark.parametrize("method", METHODS)
 def test_methods_take_what_sglang_passes(backend: type, method: str) -> None:
     passed = inspect.signature(getattr(AttentionBackend, method)).parameters
     taken = inspect.signature(getattr(backend, method)).parameters
