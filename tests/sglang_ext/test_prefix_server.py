@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -17,6 +18,11 @@ from tests.sglang_ext.conftest import SERVED_MODEL
 QUOKA = {"prefill": {"policy": "quoka", "budget": 64, "block": 64}}
 QUOKA_WITHOUT_SINKS = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "sinks": 0}}
 QUEST = {"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}
+QUEST_KEPT = QUEST | {"keep": True}
+# It reads everything, as dense attention does, and is not known to.
+COVERED_KEPT = {"decode": {"policy": "quest", "budget": 4096}, "keep": True}
+SNAPKV_KEPT = {"decode": {"policy": "snapkv", "observation_window": 32, "budget": 64}, "keep": True}
+BOTH_KEPT = QUEST | QUOKA | {"keep": True}
 DENSE: dict[str, Any] = {}
 LENGTH = 600
 IN_PAGES, IN_BLOCKS = 592, 576
@@ -92,3 +98,64 @@ def test_what_was_decoded_sparsely_is_computed_again(http: httpx.Client) -> None
         response = http.post("/generate", json={"input_ids": document, "sampling_params": sampling | custom})
         turn = [*document, *response.json()["output_ids"], *prompt(6, 20)]
         assert answer(http, turn, DENSE)["cached_tokens"] == cached
+
+
+def conversation(http: httpx.Client, policy: Any, turns: list[list[int]], key: str) -> list[Any]:
+    """Return the answers to turns; a key that ends with # is another for each of them, so that nothing is found."""
+    return [
+        answer(http, turn, policy, extra_key=f"{key}{number if key.endswith('#') else ''}")
+        for number, turn in enumerate(turns)
+    ]
+
+
+def eight_turns(http: httpx.Client, policy: Any, seed: int) -> list[list[int]]:
+    turns = [prompt(seed, 200)]
+    for number in range(7):
+        one = answer(http, turns[-1], policy, extra_key=f"lead {seed}")
+        generated = [token for _, token, _ in one["output_token_logprobs"]]
+        turns.append([*turns[-1], *generated, *prompt(seed + number, 20)])
+    return turns
+
+
+def test_a_conversation_that_is_kept_is_not_computed_again_and_goes_on_as_without_a_cache(http: httpx.Client) -> None:
+    turns = eight_turns(http, COVERED_KEPT, 20)
+    kept = conversation(http, COVERED_KEPT, turns, "kept")
+    computed = conversation(http, {}, turns, "computed #")
+    for one, other in zip(kept, computed, strict=True):
+        assert scores(one) == pytest.approx(scores(other), abs=1e-4)
+    # With overlap scheduling, the KV of the last token is computed too.
+    assert [one["cached_tokens"] for one in kept] == [0, *((len(turn) + 12) // 16 * 16 for turn in turns[:-1])]
+    assert [one["cached_tokens"] for one in computed] == [0] * 8
+    of_answers = [one["attention"]["decode"]["kept_tokens"] for one in kept]
+    assert of_answers == [(len(turn) + 12) // 16 * 16 - len(turn) for turn in turns]
+    assert computed[0]["attention"]["decode"]["kept_tokens"] is None
+
+
+@pytest.mark.parametrize("policy", [QUEST_KEPT, SNAPKV_KEPT, BOTH_KEPT], ids=["quest", "snapkv", "quest and quoka"])
+def test_a_sparse_conversation_that_is_kept_is_the_same_each_time(http: httpx.Client, policy: Any) -> None:
+    seed = 40 + len(json.dumps(policy))
+    turns = eight_turns(http, policy, seed)
+    first, second = (conversation(http, policy, turns, key) for key in ("first", "second"))
+    for one, other in zip(first, second, strict=True):
+        assert scores(one) == pytest.approx(scores(other), abs=1e-4)
+        assert one["cached_tokens"] == other["cached_tokens"]
+    step = 64 if policy == BOTH_KEPT else 16
+    window = 32 if policy == SNAPKV_KEPT else 1
+    ends = [min(len(before) + 12, len(turn) - window) for before, turn in pairwise(turns)]
+    assert [one["cached_tokens"] for one in first] == [0, *(end // step * step for end in ends)]
+
+
+def test_nobody_else_finds_what_was_kept(http: httpx.Client) -> None:
+    turn = eight_turns(http, QUEST_KEPT, 60)[-1]
+    others = [
+        DENSE,
+        QUOKA,
+        BOTH_KEPT,
+        SNAPKV_KEPT,
+        {"decode": QUEST["decode"] | {"budget": 80}, "keep": True},
+        QUEST_KEPT | {"early_termination": {}},
+    ]
+    assert [answer(http, turn, policy, extra_key="lead 60")["cached_tokens"] for policy in others] == [0] * 6
+    assert answer(http, turn, QUEST, extra_key="lead 60")["cached_tokens"] == (len(turn) - 1) // 16 * 16
+    assert answer(http, turn, QUEST_KEPT, extra_key="lead 61")["cached_tokens"] == 0
+    assert answer(http, turn, QUEST_KEPT, extra_key="lead 60")["cached_tokens"] > 0
