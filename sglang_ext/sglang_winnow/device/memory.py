@@ -16,6 +16,7 @@ from sglang_winnow.hooks import Hook
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.parallelism import attention_ranks_of
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.gpu_step import StepBuffers
@@ -58,7 +59,7 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     available = profile(configurator, *arguments, **named)
     if resolved(configurator.server_args).attention_backend != NAME:
         return available
-    model, tp_size = configurator.model_config, configurator.ps.attn_tp_size
+    model, tp_size = configurator.model_config, attention_ranks_of(configurator)
     kinds = enabled_kinds()
     shape = PoolShape(
         model.num_hidden_layers,

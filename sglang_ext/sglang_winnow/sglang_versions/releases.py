@@ -22,9 +22,12 @@ ARGUMENT_HANDLERS: Final = Version("0.5.19")
 KV_OF_REQUEST: Final = Version("0.5.19")
 # The default prefix cache is ``UnifiedRadixCache``; until then it is ``RadixCache``.
 UNIFIED_CACHE: Final = Version("0.5.19")
+# A decode batch's CUDA graphs have variants by attention (``attention_graph_variants``).
+ATTENTION_GRAPH_VARIANTS: Final = Version("0.5.20")
 # The cache inserts of a request that ends, and the caller frees the rest; until then the cache did both.
 INSERTED_AT_END: Final = Version("0.5.21")
-
+# The ranks are known from the runtime's context alone, no more from the object that sizes the KV cache.
+PARALLELISM_IN_CONTEXT: Final = Version("0.5.21")
 # Data-parallel attention is asked for by its size alone.
 ATTENTION_DATA_SIZE: Final = Version("0.5.22")
 # Finished and unfinished requests enter the prefix cache by ``checkpoint``; a request's tokens are in its row alone.
