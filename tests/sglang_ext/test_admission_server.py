@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from sglang_winnow.sampling_parameters import SamplingParameters
+from sglang_winnow.sglang_versions.releases import NATIVE_CONTRACT, runs
 from tests.models import ModelShape
 from tests.runtime import Runtime
 from tests.sglang_ext.conftest import SERVED_MODEL as MODEL
@@ -146,7 +147,22 @@ def test_bad_requests_are_refused_by_name(server: Server, request_: tuple[str, d
     path, body = request_
     answer = server.post(path, body)
     assert answer.status_code == 400, answer.text
-    assert message in answer.text
+    by_sglang = contract_error(body) if path == "/generate" else None
+    if by_sglang is None:
+        assert message in answer.text
+    else:
+        assert answer.json() == {"error": by_sglang}
+
+
+def contract_error(body: dict[str, Any]) -> str | None:
+    """Return what SGLang itself says of the types in a native body; None if they are right, or not looked at."""
+    if not runs(NATIVE_CONTRACT):
+        return None
+    from sglang.srt.entrypoints.api_contract import generate_contract_error  # noqa: PLC0415
+
+    error: str | None = generate_contract_error(body)
+    assert error is None or error.startswith(("invalid type: ", "unknown field "))
+    return error
 
 
 def test_streams_are_refused_too(server: Server) -> None:
