@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow import attention_registration, metrics, openai_forms, radix, reporting, server_information
+from sglang_winnow import (
+    attention_registration,
+    chunk_ends,
+    metrics,
+    openai_forms,
+    radix,
+    reporting,
+    server_information,
+)
 from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
 from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.crossover import crossover_tokens
@@ -20,6 +28,8 @@ from sglang_winnow.key_bits import index_settings
 from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import ServedModel, served_model
+from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, runs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -37,7 +47,7 @@ _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register() -> None:
-    """Offer the attention backend and install the hooks; SGLang calls this in each of its processes.
+    """Offer the attention backend and install the hooks.
 
     Raises:
         SystemExit: the environment, or SGLang, is not what the hooks need.
@@ -116,7 +126,7 @@ def _later_parameters() -> frozenset[str]:
 
 
 def _limits(manager: TokenizerManager) -> Limits:
-    arguments = manager.server_args
+    arguments = resolved(manager.server_args)
     return Limits(
         vocab_size=manager.model_config.vocab_size,
         model=_served_model(manager),
@@ -141,11 +151,16 @@ HOOKS: Final = (
     *metrics.HOOKS,
     *server_information.HOOKS,
     *radix.HOOKS,
+    *chunk_ends.HOOKS,
     *reporting.HOOKS,
     *openai_forms.HOOKS,
     Hook("sglang.srt.server_args.ServerArgs.__repr__", _hide_keys, HookType.AFTER),
     Hook("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", _attach_before_queueing, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", _check_before_anything_else, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_after_tokenizing, HookType.AFTER),
-    Hook(f"{_TOKENIZER_MANAGER}._init_req_state", _forget_unused_states, HookType.AFTER),
+    *(
+        []
+        if runs(UNUSED_STATES_REMOVED)
+        else [Hook(f"{_TOKENIZER_MANAGER}._init_req_state", _forget_unused_states, HookType.AFTER)]
+    ),
 )

@@ -12,6 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.policies.declarations import DECLARATIONS
 from winnow_kernels.policies.registry import POLICIES_SETTING
@@ -100,7 +101,7 @@ def _reasons_of_indexes(runner: ModelRunner) -> Iterator[str]:
 
 
 def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:
-    arguments = runner.server_args
+    arguments = resolved(runner.server_args)
     refused = {
         "speculative decoding (--speculative-algorithm)": arguments.speculative_algorithm is not None,
         "mixed chunks (--enable-mixed-chunk)": arguments.enable_mixed_chunk,
@@ -113,7 +114,7 @@ def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:
         "two-batch overlap (--enable-two-batch-overlap)": arguments.enable_two_batch_overlap,
         "tensor parallelism on CPUs (--tensor-parallel-size)": arguments.tp_size > 1 and not _runs_triton(),
         "pipeline parallelism (--pipeline-parallel-size)": arguments.pp_size > 1,
-        "data-parallel attention (--enable-dp-attention)": arguments.enable_dp_attention,
+        "data-parallel attention (--enable-dp-attention)": splits_attention_by_data(runner.server_args),
         "data parallelism (--data-parallel-size)": arguments.dp_size > 1,
         "context parallelism (--attention-context-parallel-size)": arguments.attn_cp_size > 1,
         "context parallelism in decode (--decode-context-parallel-size)": arguments.dcp_size > 1,

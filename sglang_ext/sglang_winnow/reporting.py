@@ -19,6 +19,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import ATTENDED_TOKENS, CONTEXT_TOKENS, DENSE_BYTES, METRICS, READ_BYTES, REQUESTS
+from sglang_winnow.sglang_versions.arguments import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -36,7 +37,7 @@ def note_rows(
     result: GenerationBatchResult, worker: TpModelWorker, batch: ScheduleBatch | None, *_: object, **__: object
 ) -> None:
     """After a forward pass, note the counters of the batch's requests on its result, as ``winnow_rows``."""
-    if batch is not None and worker.server_args.attention_backend == NAME:
+    if batch is not None and resolved(worker.server_args).attention_backend == NAME:
         result.winnow_rows = worker.model_runner.attn_backend.statistics.snapshot(batch.req_pool_indices)
 
 
@@ -85,7 +86,8 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
     else:
         rows, index = kept
         row = rows[index].cpu()
-    cost = json.dumps(answer(row, policy, req.cached_tokens, req.retraction_count), separators=(",", ":"))
+    told = answer(row, policy, req.cached_tokens, req.winnow_state.kept_answer, req.retraction_count)
+    cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":
         # Its client may be gone.
         logger.info("The attention of request %s until it was aborted: %s", req.rid, cost)

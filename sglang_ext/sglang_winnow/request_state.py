@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.contract.fields import Parameters
 from winnow_kernels.decode.request import PromptSelection
 from winnow_kernels.decode.statistics import Statistics
@@ -30,6 +31,7 @@ class RequestState:
         prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
         last_prefill: where the last prefill ended; after a retraction, behind the prompt.
         kept: what its policy keeps of the prompt, from the first prefill on; None for all.
+        kept_answer: generated tokens whose KV was kept for later turns when the request ended.
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
             since the last prefill.
     """
@@ -41,6 +43,7 @@ class RequestState:
     prefilled: int = 0
     last_prefill: int = 0
     kept: PromptSelection | None = None
+    kept_answer: int = 0
     stage: int = -1
 
     @property
@@ -71,7 +74,7 @@ class RequestTable:
     def begin(self, requests: Sequence[Req]) -> None:
         """Note the slots of a batch's requests; call before each forward pass, in the order of the passes."""
         for request in requests:
-            slot = request.req_pool_idx
+            slot = slot_of(request)
             state: RequestState = request.winnow_state
             if slot is None or self._by_slot.get(slot) is state:
                 continue

@@ -73,14 +73,15 @@ class Server:
         """Return how many tokens the cache holds; SGLang tells it as of a moment ago, so that 0 is waited for."""
         deadline = time.monotonic() + 10
         while True:
-            used = int(self.http.get("/get_load").raise_for_status().json()[0]["num_tokens"])
+            used = int(self.http.get("/v1/loads").raise_for_status().json()["loads"][0]["num_used_tokens"])
             if used == 0 or time.monotonic() > deadline:
                 return used
             time.sleep(0.1)
 
 
 def body(prompt: list[int], policy: str, tokens: int) -> dict[str, Any]:
-    parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    # For requests that ignore the end of a text later releases keep room for all that they may generate.
+    parameters = {"temperature": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
     custom = {"custom_params": {PARAMETER: json.dumps(POLICIES[policy])}}
     return {"input_ids": prompt, "sampling_params": parameters | custom} | LOGPROBS
 

@@ -36,6 +36,7 @@ SERVED_ARGUMENTS: dict[str, Any] = {
     "attn_cp_size": 1,
     "dcp_size": 1,
     "enable_dp_attention": False,
+    "attn_dp_size": 1,
     "prefill_attention_backend": None,
     "decode_attention_backend": None,
 }
@@ -146,7 +147,10 @@ def test_indexes(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
         ({"enable_pdmux": True}, "prefill-decode multiplexing (--enable-pdmux)"),
         ({"enable_two_batch_overlap": True}, "two-batch overlap (--enable-two-batch-overlap)"),
         ({"pp_size": 2}, "pipeline parallelism (--pipeline-parallel-size)"),
-        ({"enable_dp_attention": True, "dp_size": 2}, "data-parallel attention (--enable-dp-attention)"),
+        (
+            {"enable_dp_attention": True, "attn_dp_size": 2, "dp_size": 2},
+            "data-parallel attention (--enable-dp-attention)",
+        ),
         ({"dp_size": 2}, "data parallelism (--data-parallel-size)"),
         ({"attn_cp_size": 2}, "context parallelism (--attention-context-parallel-size)"),
         ({"dcp_size": 2}, "context parallelism in decode (--decode-context-parallel-size)"),

@@ -1,4 +1,4 @@
-"""Triton's interpreter, without what it repeats."""
+"""Triton's interpreter, without what it repeats, and with constants that hold tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import triton
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -23,5 +24,13 @@ def patch_once() -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
+    to_tensor = TritonSemantic.to_tensor
+
+    def unwrap(semantic: TritonSemantic[Any], value: Any, *arguments: Any, **named: Any) -> Any:
+        # Interpreted, a constant's sum with a tensor is a constant that holds a tensor, which Triton 3.8 does not take.
+        value = value.value if isinstance(value, triton.language.constexpr) else value
+        return to_tensor(semantic, value, *arguments, **named)
+
+    TritonSemantic.to_tensor = unwrap
     interpreter._patch_lang = lambda _kernel: patch(modules)
     interpreter.InterpretedFunction.__call__ = call
