@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -11,8 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_winnow import radix
+from sglang_winnow.block_keys import match_in_blocks
 from sglang_winnow.metrics import METRICS
+from sglang_winnow.sglang_versions.prefix_cache import matched_length
 from tests.sglang_ext.prefix_engine import CORE_SETTING, PAGE, Client, Engine, alone, hooked, tree_core, tree_cores
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
@@ -157,6 +163,25 @@ def test_a_match_that_ends_inside_a_block_is_cut() -> None:
     engine.end(first)
     engine.end(second)
     engine.assert_nothing_lost([])
+
+
+def test_of_a_block_that_was_evicted_in_part_nothing_is_found() -> None:
+    engine = Engine()
+    request = engine.request(prompt(256), QUOKA)
+    engine.prefill(request)
+    engine.end(request)
+    key = RadixKey(array("q", prompt(256)), radix.namespace_of(QUOKA, None, PAGE))
+    asked: list[int] = []
+
+    def match_prefix(cache: Any, params: MatchPrefixParams) -> Any:
+        asked.append(len(params.key))
+        if len(asked) == 1:
+            params = MatchPrefixParams(key=params.key[:176])
+        return cache.match_prefix(params)
+
+    result = match_in_blocks(match_prefix, engine.cache, MatchPrefixParams(key=key))
+    assert asked == [256, 128]
+    assert matched_length(result) == 128
 
 
 @pytest.mark.parametrize("policy", [QUOKA, QUOKA_WIDE])
