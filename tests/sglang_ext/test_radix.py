@@ -313,8 +313,8 @@ def of_earlier_turn(found: Any, expected: Any, policy: AttentionPolicy) -> bool:
     if found[0] == "generated":
         return bool(found[1] == policy)
     same_block = found[0] == expected[0] == policy.prefill and found[2] == expected[2]
-    return same_block and found[1] == expected[1][: len(found[1])]
+    return bool(same_block and found[1] == expected[1][: len(found[1])])
 
 
 def block_of(request: Any) -> int:
-    return getattr(request.winnow_state.policy.prefill, "block", 1)
+    return int(getattr(request.winnow_state.policy.prefill, "block", 1))
