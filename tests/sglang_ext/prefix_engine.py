@@ -67,7 +67,7 @@ class Engine:
             self.tokens, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False
         )
         self.cache = self._cache()
-        self.notes: dict[int, object] = {}
+        self.notes: dict[int, Any] = {}
         self.computed: dict[Any, list[tuple[int, int]]] = {}
         self.clients: dict[Any, Client] = {}
 
@@ -210,7 +210,7 @@ class Engine:
     def _release(self, req: Any, insert: bool) -> None:
         common.release_kv_cache(req, self.cache, **{"checkpoint" if runs(CACHE_CHECKPOINTS) else "is_insert": insert})
 
-    def notes_of(self, req: Any, count: int) -> list[object]:
+    def notes_of(self, req: Any, count: int) -> list[Any]:
         return [self.notes[slot] for slot in self.pool.req_to_token[slot_of(req), :count].tolist()]
 
     def assert_nothing_lost(self, running: list[Any]) -> None:
@@ -239,7 +239,7 @@ def prefilled(policy: AttentionPolicy, ids: list[int], position: int, start: int
     return (policy.prefill, tuple(ids[:last]), max(first, start))
 
 
-def alone(policy: AttentionPolicy, prompt: list[int], client: Client = (None, None)) -> list[object]:
+def alone(policy: AttentionPolicy, prompt: list[int], client: Client = (None, None)) -> list[Any]:
     """Return the notes of a prompt on a cold server that prefills it in one piece."""
     notes = (prefilled(policy, prompt, position, 0, len(prompt)) for position in range(len(prompt)))
     return [(client, _sharing(policy), note) for note in notes]

@@ -26,6 +26,7 @@ from sglang_winnow.sglang_versions.request_fields import PARAMETERS_SINCE, prese
 from winnow_kernels.policies.attention_policy import parse_policy
 
 QUOKA = parse_policy('{"prefill": {"policy": "quoka"}}')
+QUOKA_KEPT = parse_policy('{"prefill": {"policy": "quoka"}, "keep": true}')
 MODEL = ServedModel(layers=8, context_length=1024, chunk=256)
 LIMITS = Limits(vocab_size=512, model=MODEL)
 FIELDS = [field.name for field in fields(GenerateReqInput)]
@@ -204,8 +205,8 @@ def test_a_policy_that_the_server_does_not_serve_is_refused() -> None:
         check_request(GenerateReqInput(**body), some)
 
 
-@pytest.mark.parametrize("extra_key", ["winnow-", QUOKA.prefill_namespace()])
-def test_no_client_names_the_namespace_of_a_prefill_policy(extra_key: str) -> None:
+@pytest.mark.parametrize("extra_key", ["winnow-", QUOKA.namespace(), QUOKA_KEPT.namespace()])
+def test_no_client_names_the_namespace_of_a_policy(extra_key: str) -> None:
     with pytest.raises(ValueError, match="extra_key: must not begin with winnow-"):
         check(text="a", extra_key=extra_key)
     check(text="a", extra_key="mine-" + extra_key)
@@ -227,7 +228,7 @@ def test_the_scheduler_gives_a_request_its_policy() -> None:
     req = queued({"attention": QUOKA.canonical()})
     assert req.winnow_state.policy == QUOKA
     assert req.winnow_state.prompt_length == 9
-    assert req.extra_key == f"{QUOKA.prefill_namespace()}|mine"
+    assert req.extra_key == f"{QUOKA.namespace()}|mine"
     assert req.to_finish is None
     # Nothing keeps it in memory when it has ended.
     assert req.sampling_params.custom_params is None

@@ -112,9 +112,10 @@ def test_valid_policies_survive_the_way_to_the_runtime(given_policy: dict[str, A
     assert again == policy
     assert again.canonical() == text
     assert again.fingerprint() == policy.fingerprint()
-    assert again.prefill_namespace() == policy.prefill_namespace()
+    assert again.namespace() == policy.namespace()
     assert text.isascii()
     assert len(text) < MAX_POLICY_BYTES
+    assert policy.keep == given_policy.pop("keep", False)
     for phase, members in given_policy.items():
         for name, value in (members or {}).items():
             assert getattr(getattr(policy, phase), name) == (tuple(value) if isinstance(value, list) else value)
@@ -138,7 +139,25 @@ def test_the_order_of_fields_and_given_defaults_change_no_fingerprint(policy: di
 def test_fingerprints_and_namespaces_tell_policies_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
     first, second = parse_policy(one), parse_policy(other)
     assert (first.fingerprint() == second.fingerprint()) == (first == second)
-    assert (first.prefill_namespace() == second.prefill_namespace()) == (first.prefill == second.prefill)
+    kept = first.keeps_sparse_answer or second.keeps_sparse_answer
+    alike = first == second if kept else first.prefill == second.prefill
+    assert (first.namespace() == second.namespace()) == alike
+
+
+def test_an_answer_that_is_kept_is_in_a_namespace_of_all_that_computed_it() -> None:
+    kept = [
+        {**decode(policy="quest"), "keep": True},
+        {**decode(policy="quest", budget=64), "keep": True},
+        {**decode(policy="quest"), **prefill(), "keep": True},
+        {**decode(policy="quest"), "early_termination": {}, "keep": True},
+        {**prefill(), "keep": True},
+    ]
+    namespaces = {parse_policy(policy).namespace() for policy in (*kept, prefill(), decode(policy="quest"))}
+    assert len(namespaces) == len(kept) + 2
+    assert None in namespaces
+    assert AttentionPolicy(keep=True).namespace() is None
+    assert '"keep"' not in AttentionPolicy(decode=Quest()).canonical()
+    assert '"keep":true' in parse_policy(kept[0]).canonical()
 
 
 def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
@@ -149,8 +168,8 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         '"prefill":{"block":128,"budget":1024,"dense_prefix":0,"policy":"quoka","queries":64,"recency_ratio":0.5,"sinks":16}}'
     )
     assert policy.fingerprint() == "e46fe58002c904d2"
-    assert policy.prefill_namespace() == "winnow-5859d733e6209734"
-    assert AttentionPolicy().prefill_namespace() is None
+    assert policy.namespace() == "winnow-5859d733e6209734"
+    assert AttentionPolicy().namespace() is None
 
 
 @pytest.mark.parametrize(
@@ -234,7 +253,9 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
             "attention.decode.early_termination: unknown field; it belongs beside 'decode', not into it",
         ),
         (decode(policy="snapkv", p=1), "attention.decode.p: unknown field; there are policy, sinks, budget_ratio, "),
-        ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination"),
+        ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination, keep"),
+        ({"keep": "yes"}, "attention.keep: must be a valid boolean"),
+        (decode(policy="quest", keep=True), "attention.decode.keep: unknown field; it belongs beside 'decode'"),
         ([], "attention: must be an object"),
         (None, "attention: must be an object"),
         ("fast", "attention: must be an object such as"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -11,8 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_winnow import radix
+from sglang_winnow.block_keys import match_in_blocks
 from sglang_winnow.metrics import METRICS
+from sglang_winnow.sglang_versions.prefix_cache import matched_length
 from tests.sglang_ext.prefix_engine import CORE_SETTING, PAGE, Client, Engine, alone, hooked, tree_core, tree_cores
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
@@ -159,6 +165,25 @@ def test_a_match_that_ends_inside_a_block_is_cut() -> None:
     engine.assert_nothing_lost([])
 
 
+def test_of_a_block_that_was_evicted_in_part_nothing_is_found() -> None:
+    engine = Engine()
+    request = engine.request(prompt(256), QUOKA)
+    engine.prefill(request)
+    engine.end(request)
+    key = RadixKey(array("q", prompt(256)), radix.namespace_of(QUOKA, None, PAGE))
+    asked: list[int] = []
+
+    def match_prefix(cache: Any, params: MatchPrefixParams) -> Any:
+        asked.append(len(params.key))
+        if len(asked) == 1:
+            params = MatchPrefixParams(key=params.key[:176])
+        return cache.match_prefix(params)
+
+    result = match_in_blocks(match_prefix, engine.cache, MatchPrefixParams(key=key))
+    assert asked == [256, 128]
+    assert matched_length(result) == 128
+
+
 @pytest.mark.parametrize("policy", [QUOKA, QUOKA_WIDE])
 @pytest.mark.parametrize("disable", [False, True])
 def test_chunks_end_between_blocks(policy: AttentionPolicy, disable: bool) -> None:
@@ -288,8 +313,8 @@ def of_earlier_turn(found: Any, expected: Any, policy: AttentionPolicy) -> bool:
     if found[0] == "generated":
         return bool(found[1] == policy)
     same_block = found[0] == expected[0] == policy.prefill and found[2] == expected[2]
-    return same_block and found[1] == expected[1][: len(found[1])]
+    return bool(same_block and found[1] == expected[1][: len(found[1])])
 
 
 def block_of(request: Any) -> int:
-    return getattr(request.winnow_state.policy.prefill, "block", 1)
+    return int(getattr(request.winnow_state.policy.prefill, "block", 1))
