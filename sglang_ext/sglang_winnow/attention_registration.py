@@ -55,7 +55,8 @@ def _note_requests(
     forward_batch: ForwardBatch, _class: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: Any
 ) -> None:
     if model_runner.server_args.attention_backend == NAME and batch.reqs:
-        model_runner.attn_backend.note(batch.reqs, forward_batch)
+        decoding = len(batch.decoding_reqs) if forward_batch.forward_mode.is_mixed() else 0
+        model_runner.attn_backend.note(batch.reqs, forward_batch, decoding)
 
 
 def _is_chosen(arguments: ServerArgs) -> bool:

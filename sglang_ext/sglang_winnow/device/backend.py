@@ -76,7 +76,7 @@ class WinnowDeviceBackend(AttentionBackend):
         """Return what SGLang asks of its own backends alone."""
         return getattr(self.__dict__["_dense"], name)
 
-    def note(self, requests: Sequence[Req], batch: ForwardBatch) -> None:
+    def note(self, requests: Sequence[Req], batch: ForwardBatch, _decoding: int) -> None:
         """Note the requests of a batch, before its forward pass and in the order of the passes."""
         self.requests.begin(requests)
         self._states = [request.winnow_state for request in requests]
