@@ -73,7 +73,7 @@ OPTIONS: Final = (
     ),
     Option(
         "LoRA",
-        "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj",
+        "--enable-lora --lora-backend torch_native --max-lora-rank 8 --lora-target-modules q_proj k_proj v_proj",
         lambda arguments: bool(arguments.enable_lora or arguments.lora_paths),
         _CPU,
         "SGLang keeps CUDA graphs either for adapters or for kinds of batches",

@@ -1,0 +1,180 @@
+"""Servers started with options that the table calls served: each request answers as on a server without them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang_winnow.server_options import OPTIONS, Device
+from tests.models import write_model, write_weights
+from tests.sglang_ext.answers import TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, equal_tokens
+from tests.sglang_ext.reference import Reference
+from tests.sglang_ext.test_cpu_server import events
+from tests.sglang_ext.test_policies_server import CHUNK, NAMES, SHAPE, Server, body, prompt_of, serve
+
+RANK = 8
+ADAPTER = "tuned"
+EXAMPLES = {option.feature: option.example.split() for option in OPTIONS if Device.CPU in option.served_on}
+REQUESTS = [(prompt_of(350 + 200 * (i % 3), seed=500 + i), name) for i, name in enumerate(NAMES)]
+# As many as fit the pool: what is retracted is computed anew, otherwise.
+AT_ONCE = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("options") / "model", SHAPE)
+    write_weights(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Any]:
+    """Return what a server without options answers to each of ``REQUESTS`` alone."""
+    with serve(model, model.parent / "log") as runtime:
+        server = Server(runtime)
+        return [server.alone(*request) for request in REQUESTS]
+
+
+def assert_equal(answer: Any, wanted: Any, name: str) -> None:
+    assert answer["meta_info"]["attention"]["retracted"] == 0
+    equal_steps(answer, wanted, TOLERANCE if name == "dense" else TOLERANCE_OF_SELECTIONS)
+    ours, theirs = (each["meta_info"]["attention"]["decode"] for each in (answer, wanted))
+    assert {field: ours[field] for field in ("policy", "steps", "dense_steps", "context_tokens")} == {
+        field: theirs[field] for field in ("policy", "steps", "dense_steps", "context_tokens")
+    }
+    assert ours["attended_ratio"] == pytest.approx(theirs["attended_ratio"], rel=0.05)
+
+
+def test_every_option_that_is_served_is_tried_here() -> None:
+    assert set(EXAMPLES) == {"data parallelism", "mixed chunks", "LoRA"}
+
+
+def test_data_parallelism(model: Path, expected: list[Any], tmp_path: Path) -> None:
+    with serve(model, tmp_path / "log", *EXAMPLES["data parallelism"]) as runtime:
+        server = Server(runtime)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            answers = list(pool.map(lambda request: server.ask(*request), REQUESTS))
+        ranks = [answer["meta_info"]["dp_rank"] for answer in answers]
+        assert min(ranks.count(0), ranks.count(1)) > len(REQUESTS) / 4
+        for answer, wanted, (_, name) in zip(answers, expected, REQUESTS, strict=True):
+            assert_equal(answer, wanted, name)
+        states = server.http.get("/server_info").json()["internal_states"]
+        assert len(states) == 2
+        assert sum(state["winnow"]["requests_total"] for state in states) >= len(REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def mixing(model: Path) -> Iterator[Server]:
+    with serve(model, model.parent / "log-mixed", *EXAMPLES["mixed chunks"]) as runtime:
+        yield Server(runtime)
+
+
+def without_logprobs(prompt: list[int], name: str, tokens: int) -> Any:
+    # SGLang does not mix requests that ask for them.
+    asked = body(prompt, name, tokens)
+    return {key: value for key, value in asked.items() if key not in ("return_logprob", "top_logprobs_num")}
+
+
+def test_mixed_chunks(mixing: Server, expected: list[Any]) -> None:
+    def ask(request: tuple[list[int], str]) -> Any:
+        answer = mixing.http.post("/generate", json=without_logprobs(*request, 12))
+        return answer.raise_for_status().json()
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(ask, REQUESTS))
+    for answer, wanted, (_, name) in zip(answers, expected, REQUESTS, strict=True):
+        equal_tokens(answer, wanted, TOLERANCE if name == "dense" else TOLERANCE_OF_SELECTIONS)
+        ours, theirs = (each["meta_info"]["attention"]["decode"] for each in (answer, wanted))
+        assert (ours["policy"], ours["steps"]) == (theirs["policy"], theirs["steps"])
+        assert ours["attended_ratio"] == pytest.approx(theirs["attended_ratio"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["dense", "quest", "snapkv", "tactic", "delta"])
+def test_requests_decode_while_another_is_prefilled_in_chunks(mixing: Server, name: str) -> None:
+    mixing.flush()
+    prompt = prompt_of(400, seed=41)
+    alone = mixing.alone(prompt, name, 60)
+    mixing.flush()
+    asked = without_logprobs(prompt, name, 60) | {"stream": True}
+    with ThreadPoolExecutor(1) as pool, mixing.http.stream("POST", "/generate", json=asked) as response:
+        stream = events(response)
+        next(stream)
+        long = without_logprobs(prompt_of(12 * CHUNK, seed=42), "dense", 1)
+        answered = pool.submit(lambda: mixing.http.post("/generate", json=long).is_success)
+        received, before = [], 0
+        for event in stream:
+            received.append(event)
+            before += not answered.done()
+        assert answered.result()
+    # A token for each chunk, where SGLang otherwise prefills all chunks first.
+    assert before > 8
+    equal_tokens(received[-1], alone, TOLERANCE if name == "dense" else TOLERANCE_OF_SELECTIONS)
+
+
+def write_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """Write an adapter of the attention's projections; return what it adds to each of their weights."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    added: dict[str, torch.Tensor] = {}
+    for layer in range(SHAPE.layers):
+        for projection, heads in (("q", SHAPE.query_heads), ("k", SHAPE.kv_heads), ("v", SHAPE.kv_heads)):
+            name = f"model.layers.{layer}.self_attn.{projection}_proj"
+            down = torch.randn(RANK, SHAPE.hidden_size, generator=generator) * 0.1
+            up = torch.randn(heads * SHAPE.head_dim, RANK, generator=generator) * 0.1
+            tensors |= {
+                f"base_model.model.{name}.lora_A.weight": down,
+                f"base_model.model.{name}.lora_B.weight": up,
+            }
+            added[f"{name}.weight"] = up @ down
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"target_modules": [f"{name}_proj" for name in "qkv"]})
+    )
+    return added
+
+
+def merge(model: Path, added: dict[str, torch.Tensor], folder: Path) -> Path:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    merged = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for name, weight in added.items():
+            merged.get_parameter(name).add_(weight)
+    merged.save_pretrained(folder)
+    return folder
+
+
+def test_lora(model: Path, expected: list[Any], tmp_path: Path) -> None:
+    reference = Reference(merge(model, write_adapter(tmp_path / ADAPTER), tmp_path / "merged"))
+    flags = [*EXAMPLES["LoRA"], "--lora-paths", f"{ADAPTER}={tmp_path / ADAPTER}"]
+    with serve(model, tmp_path / "log", *flags) as runtime:
+        server = Server(runtime)
+
+        def ask(prompt: list[int], name: str, *, adapted: bool) -> Any:
+            own = {"lora_path": ADAPTER} if adapted else {}
+            return server.http.post("/generate", json=body(prompt, name, 12) | own).raise_for_status().json()
+
+        alone = {}
+        for number, (prompt, name) in enumerate(REQUESTS):
+            server.flush()
+            alone[number] = ask(prompt, name, adapted=True)
+        server.flush()
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            base = [pool.submit(ask, *request, adapted=False) for request in REQUESTS]
+            adapted = [pool.submit(ask, *request, adapted=True) for request in REQUESTS]
+        for number, (prompt, name) in enumerate(REQUESTS):
+            assert_equal(base[number].result(), expected[number], name)
+            answer = adapted[number].result()
+            assert_equal(answer, alone[number], name)
+            if name == "dense":
+                assert max(reference.logit_gaps(prompt, answer["output_ids"])) < 1e-3
+            assert answer["output_ids"] != base[number].result()["output_ids"]
