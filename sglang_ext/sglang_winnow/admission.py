@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
 from sglang_winnow.server_information import PARAMETER, ServedModel, served_model_of
+from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.request_fields import present
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
@@ -29,7 +31,8 @@ MAX_SEQUENCES = 4096
 MAX_TOP_LOGPROBS = 128
 MAX_TOKEN_IDS_LOGPROB = 1024
 PROMPTS: Final = ("text", "input_ids")
-MEDIA: Final = ("image_data", "video_data", "audio_data", "modalities")
+MEDIA: Final = ("image_data", "video_data", "audio_data", "modalities", "mm_content_hashes")
+MEDIA_SETTINGS: Final = ("video_config", "mm_processor_kwargs")
 # Set by SGLang's own processes. It accepts them in a body too.
 INTERNAL: Final = (
     "http_worker_ipc",
@@ -48,6 +51,9 @@ _REFERENCE: Final = "__req__"
 NOT_SERVED: Final = {
     "session_params": "send the whole conversation, of which the radix cache knows what it has seen",
     "input_embeds": "send text or input_ids",
+    "token_indices_to_pool": "ask for the log probabilities of the whole prompt",
+    "kv_hints": "the radix cache keeps what was used last",
+    "watermark": "tokens are drawn from the model's own distribution",
 }
 
 _STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False)
@@ -97,6 +103,8 @@ class _PerSequence(BaseModel):
     lora_path: str | None
     custom_logit_processor: str | None
     extra_key: Annotated[str, AfterValidator(_refuse_namespace)] | None
+    cache_salt: str | None = None
+    sampling_logprobs_mode: Literal["selected", "support"] | None = None
     bootstrap_host: str | None
     bootstrap_port: _Int64 | None
     bootstrap_room: _Int64 | None
@@ -113,6 +121,7 @@ class _Shared(BaseModel):
     stream: bool | None
     priority: _Int64 | None
     routed_dp_rank: _Int64 | None
+    data_parallel_rank: _Int64 | None = None
     disagg_prefill_dp_rank: _Int64 | None
     routing_key: str | None
     routed_experts_start_len: int = Field(ge=0, le=INT64_MAX)
@@ -120,9 +129,13 @@ class _Shared(BaseModel):
     return_indexer_topk: bool | None
     return_text_in_logprobs: bool | None
     return_prompt_token_ids: bool | None
+    return_flat_raw_top_logprobs: bool | None = None
+    return_flat_raw_top_logprobs_b64: bool | None = None
+    return_flat_raw_output_top_logprobs: bool | None = None
     return_entropy: bool | None
     return_bytes: bool | None
     require_reasoning: bool | None
+    max_thinking_tokens: int | None = Field(None, ge=0, le=INT64_MAX)
     log_metrics: bool | None
     no_logs: bool | None
     background: bool | None
@@ -144,7 +157,7 @@ def check_request(request: GenerateReqInput, limits: Limits) -> None:
     _check_unsupported(request, limits)
     prompts, batched = _prompts(request)
     _check_prompts(request, prompts, limits)
-    _validate("", _Shared, {name: getattr(request, name) for name in _Shared.model_fields}, limits)
+    _validate("", _Shared, {name: getattr(request, name) for name in present(_Shared.model_fields)}, limits)
     _check_labels(request, limits)
     samples = _check_sequences(request, len(prompts), batched, limits)
     if len(prompts) * samples > MAX_SEQUENCES:
@@ -197,7 +210,7 @@ def attach_policy(req: Req, model: ServedModel) -> None:
 
 def limits_of(manager: TokenizerManager) -> Limits:
     """Return what the model and the command line of a server allow."""
-    arguments = manager.server_args
+    arguments = resolved(manager.server_args)
     return Limits(
         vocab_size=manager.model_config.vocab_size,
         model=served_model_of(manager),
@@ -216,14 +229,13 @@ def _later_parameters() -> frozenset[str]:
 
 
 def _check_unsupported(request: GenerateReqInput, limits: Limits) -> None:
-    for name in INTERNAL:
-        # Later versions lack some.
-        if getattr(request, name, None) is not None:
-            raise ValueError(f"{name}: set by the server, not by clients")
-    for name, reason in NOT_SERVED.items():
+    for name in present(INTERNAL):
         if getattr(request, name) is not None:
-            raise ValueError(f"{name}: not served: {reason}")
-    for name in MEDIA:
+            raise ValueError(f"{name}: set by the server, not by clients")
+    for name in present(NOT_SERVED):
+        if getattr(request, name) is not None:
+            raise ValueError(f"{name}: not served: {NOT_SERVED[name]}")
+    for name in present((*MEDIA, *MEDIA_SETTINGS)):
         if getattr(request, name) and not limits.multimodal:
             raise ValueError(f"{name}: this model reads text only")
     if request.multi_item_delimiter_indices is not None and not limits.multi_item_scoring:
@@ -267,12 +279,11 @@ def _check_prompts(request: GenerateReqInput, prompts: Sequence[Any], limits: Li
 
 def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limits: Limits) -> int:
     """Check what may differ between prompts; return how many samples each has."""
-    columns = {name: getattr(request, name) for name in _PerSequence.model_fields}
+    columns = {name: getattr(request, name) for name in present(_PerSequence.model_fields)}
     # SGLang makes the other ids of a batch from one.
     lists = {name: values for name, values in columns.items() if _is_per_prompt(name, values)}
-    lists |= {
-        name: values for name in MEDIA if batched and isinstance(values := getattr(request, name), list) and values
-    }
+    media = {name: getattr(request, name) for name in present(MEDIA)} if batched else {}
+    lists |= {name: values for name, values in media.items() if isinstance(values, list) and values}
     for name, values in lists.items():
         if not batched:
             raise ValueError(f"{name}: a list is for a list of prompts")

@@ -15,6 +15,8 @@ from sglang.srt.server_args import add_attention_backend_choices
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
+from sglang_winnow.sglang_versions.arguments import decide, decide_graph_backends, resolved
+from sglang_winnow.sglang_versions.hook_targets import target
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -54,32 +56,34 @@ def _create(runner: ModelRunner) -> AttentionBackend:
 def _note_requests(
     forward_batch: ForwardBatch, _class: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: Any
 ) -> None:
-    if model_runner.server_args.attention_backend == NAME and batch.reqs:
+    if resolved(model_runner.server_args).attention_backend == NAME and batch.reqs:
         decoding = len(batch.decoding_reqs) if forward_batch.forward_mode.is_mixed() else 0
         model_runner.attn_backend.note(batch.reqs, forward_batch, decoding)
 
 
 def _is_chosen(arguments: ServerArgs) -> bool:
     # SGLang fills in the platform's default before this is asked, but not what is named for both phases by itself.
-    of_phases = (arguments.prefill_attention_backend, arguments.decode_attention_backend)
-    return arguments.attention_backend == NAME or of_phases == (NAME, NAME)
+    of = resolved(arguments)
+    return of.attention_backend == NAME or (of.prefill_attention_backend, of.decode_attention_backend) == (NAME, NAME)
 
 
 def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
     if not _is_chosen(arguments):
         return
-    graphs = arguments.cuda_graph_config
     if not torch.cuda.is_available():
         # As SGLang does for its own backends in torch.
-        graphs.prefill.backend = graphs.decode.backend = Backend.DISABLED
+        decide_graph_backends(arguments, prefill=Backend.DISABLED, decode=Backend.DISABLED)
         return
-    if graphs.prefill.backend not in (Backend.BREAKABLE, Backend.DISABLED):
+    of = resolved(arguments)
+    if (kind := of.cuda_graph_config.prefill.backend) not in (Backend.BREAKABLE, Backend.DISABLED):
         # Others capture attention, too, which for a policy depends on the prompt.
-        logger.warning("Winnow prefills without CUDA graphs: it has none of the kind %r.", graphs.prefill.backend)
-        graphs.prefill.backend = Backend.DISABLED
-    arguments.max_running_requests = arguments.max_running_requests or MAX_RUNNING
-    if arguments.page_size in (None, 1):
-        arguments.page_size = PAGE_SIZE
+        logger.warning("Winnow prefills without CUDA graphs: it has none of the kind %r.", kind)
+        decide_graph_backends(arguments, prefill=Backend.DISABLED)
+    decide(
+        arguments,
+        max_running_requests=of.max_running_requests or MAX_RUNNING,
+        page_size=PAGE_SIZE if of.page_size in (None, 1) else of.page_size,
+    )
 
 
 def _sized_before_capture(planned: Callable[[ServerArgs], bool], arguments: ServerArgs) -> bool:
@@ -93,10 +97,8 @@ def _without_triton(supports: Any, backend: str) -> bool:
 
 
 HOOKS: Final = (
-    Hook(
-        "sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", _fill_in_arguments, HookType.AFTER
-    ),
-    Hook("sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned", _sized_before_capture, HookType.AROUND),
+    Hook(target("resolve the attention backend"), _fill_in_arguments, HookType.AFTER),
+    Hook(target("plan to size the KV cache after graphs"), _sized_before_capture, HookType.AROUND),
     Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _note_requests, HookType.AFTER),
     *(
         Hook(f"sglang.srt.{module}.support_triton", _without_triton, HookType.AROUND)

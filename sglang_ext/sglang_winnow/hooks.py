@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_winnow.sglang_versions.arguments import resolved
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -74,10 +76,11 @@ def require_in_force(hooks: Sequence[Hook]) -> None:
 
 def require_one_tokenizer(server_args: ServerArgs) -> None:
     """Raise SystemExit if the command line asks for tokenizer workers: SGLang loads no plugins in them."""
-    if server_args.tokenizer_worker_num > 1:
+    workers = resolved(server_args).tokenizer_worker_num
+    if workers > 1:
         raise SystemExit(
             "Winnow: the server does not start, because --tokenizer-worker-num must be 1:"
-            f" with {server_args.tokenizer_worker_num}, requests would not be checked."
+            f" with {workers}, requests would not be checked."
         )
 
 

@@ -77,6 +77,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
+    def get_kv_pool_cls(self, *, kind: str) -> None:
+        """Leave the pool to SGLang, from 0.5.22 on; it warns of platforms with only the method that was before."""
+
     def get_mha_kv_pool_cls(self) -> type[MHATokenToKVPool]:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: PLC0415
 

@@ -12,6 +12,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow import (
     attention_registration,
+    chunk_ends,
     messages_form,
     metrics,
     openai_forms,
@@ -28,6 +29,7 @@ from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model_of
+from sglang_winnow.sglang_versions.releases import require_supported
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -51,6 +53,7 @@ def register() -> None:
         SystemExit: the environment, or SGLang, is not what the hooks need.
     """
     with refusing_to_start():
+        require_supported()
         served_policies()
         index_settings()
         crossover_tokens("quest")
@@ -122,6 +125,7 @@ HOOKS: Final = (
     *server_information.HOOKS,
     *server_options.HOOKS,
     *radix.HOOKS,
+    *chunk_ends.HOOKS,
     *reporting.HOOKS,
     *openai_forms.HOOKS,
     *responses_form.HOOKS,

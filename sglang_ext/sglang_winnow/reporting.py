@@ -19,6 +19,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import ATTENDED_TOKENS, CONTEXT_TOKENS, DENSE_BYTES, METRICS, READ_BYTES, REQUESTS
+from sglang_winnow.sglang_versions.arguments import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -36,7 +37,7 @@ def note_rows(
     result: GenerationBatchResult, worker: TpModelWorker, batch: ScheduleBatch | None, *_: object, **__: object
 ) -> None:
     """After a forward pass, note the counters of the batch's requests on its result, as ``winnow_rows``."""
-    if batch is not None and worker.server_args.attention_backend == NAME:
+    if batch is not None and resolved(worker.server_args).attention_backend == NAME:
         result.winnow_rows = worker.model_runner.attn_backend.statistics.snapshot(batch.req_pool_indices)
 
 

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.contract.fields import Parameters
 from winnow_kernels.decode.request import PromptSelection
 from winnow_kernels.decode.statistics import Statistics
@@ -71,7 +72,7 @@ class RequestTable:
     def begin(self, requests: Sequence[Req]) -> None:
         """Note the slots of a batch's requests; call before each forward pass, in the order of the passes."""
         for request in requests:
-            slot = request.req_pool_idx
+            slot = slot_of(request)
             state: RequestState = request.winnow_state
             if slot is None or self._by_slot.get(slot) is state:
                 continue

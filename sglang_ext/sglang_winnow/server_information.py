@@ -18,6 +18,7 @@ from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.sglang_versions.arguments import attention_backends, resolved
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.indexes.settings import DEFAULT
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy
@@ -116,15 +117,15 @@ def block_of(policy: AttentionPolicy, page_size: int) -> int:
 
 def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
     """Return what the model and the server's command line allow."""
-    chunk = arguments.chunked_prefill_size
+    chunk = resolved(arguments).chunked_prefill_size
     return ServedModel(
         layers=config.num_hidden_layers,
         context_length=config.context_len,
         delta_layers=delta_profile(_folder(config.model_path)),
         sliding_layers=_sliding_layers(config),
-        page_size=arguments.page_size,
+        page_size=resolved(arguments).page_size,
         chunk=chunk if chunk is not None and chunk > 0 else None,
-        has_policies=set(arguments.get_attention_backends()) == {NAME},
+        has_policies=set(attention_backends(arguments)) == {NAME},
         decode_policies=served_policies(),
         key_bits=index_settings().key_bits,
     )

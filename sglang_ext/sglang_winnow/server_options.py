@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import LAUNCH, Hook
+from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -148,7 +149,7 @@ OPTIONS: Final = (
     Option(
         "data-parallel attention",
         "--enable-dp-attention --dp-size 2 --tensor-parallel-size 2",
-        lambda arguments: arguments.enable_dp_attention,
+        splits_attention_by_data,
         reason=_ONE_BATCH,
     ),
     Option(
@@ -217,8 +218,8 @@ def _check_command_line(arguments: ServerArgs) -> None:
 
 
 def _check_before_launch(_engine: object, server_args: ServerArgs, *_: object, **__: object) -> None:
-    # SGLang has filled in what follows from the model and the environment.
-    require_served(server_args)
+    # SGLang has decided what follows from the model and the environment.
+    require_served(resolved(server_args))
 
 
 HOOKS: Final = (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
@@ -20,6 +21,8 @@ from sglang_winnow import admission, plugin
 from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
 from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.server_information import ServedModel
+from sglang_winnow.sglang_versions.releases import runs
+from sglang_winnow.sglang_versions.request_fields import PARAMETERS_SINCE, present
 from winnow_kernels.policies.attention_policy import parse_policy
 
 QUOKA = parse_policy('{"prefill": {"policy": "quoka"}}')
@@ -110,7 +113,9 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "custom_labels": {"who": "me"}}, "custom_labels: who is not among the server's labels"),
     ({"text": "a", "image_data": "x.png"}, "image_data: this model reads text only"),
     ({"text": "a", "lora_path": 5}, "lora_path: Input should be a valid string"),
-    *(({"text": "a", name: "x"}, f"{name}: set by the server") for name in admission.INTERNAL),
+    *(({"text": "a", name: "x"}, f"{name}: set by the server") for name in present(admission.INTERNAL)),
+    *(({"text": "a", name: "x"}, f"{name}: not served: ") for name in present(admission.NOT_SERVED)),
+    *(({"text": "a", name: {"a": 1}}, f"{name}: this model reads") for name in present(admission.MEDIA_SETTINGS)),
 ]
 BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature: Input should be a valid number"),
@@ -277,7 +282,8 @@ def test_bad_sampling_parameters_are_refused_by_name(parameters: dict[str, Any],
 
 def test_every_parameter_of_sglang_is_known() -> None:
     internal = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
-    assert set(PARAMETERS) == set(SamplingParams.__struct_fields__) - internal
+    not_served = {name for name, release in PARAMETERS_SINCE.items() if runs(release)}
+    assert set(PARAMETERS) | not_served == set(SamplingParams.__struct_fields__) - internal
 
 
 def test_parameters_of_a_later_sglang_must_be_unset() -> None:
@@ -297,10 +303,18 @@ def test_every_field_of_sglang_is_known() -> None:
         *admission.PROMPTS,
         *admission.NOT_SERVED,
         *admission.MEDIA,
+        *admission.MEDIA_SETTINGS,
         *admission.INTERNAL,
         "multi_item_delimiter_indices",
     }
-    assert checked | unchecked == set(FIELDS)
+    assert set(present(checked | unchecked)) == set(FIELDS)
+
+
+def test_fields_come_and_go_with_releases() -> None:
+    fields = ["text", "cache_salt", "mm_data_mooncake"]
+    assert present(fields, Version("0.5.16")) == ["text", "mm_data_mooncake"]
+    assert present(fields, Version("0.5.18")) == fields
+    assert present(fields, Version("0.5.19")) == ["text", "cache_salt"]
 
 
 def test_states_that_sglang_does_not_use_are_forgotten() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_winnow.sglang_versions.prefix_cache import default_caches
+
 NO_SUCH_TARGET = """
 from sglang_winnow import plugin
 from sglang_winnow.hooks import Hook
@@ -28,7 +30,7 @@ NOT_APPLIED_IN_SCHEDULER = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
-HookRegistry._patched -= {name for name in HookRegistry._patched if "RadixKey.match" in name}
+HookRegistry._patched -= {name for name in HookRegistry._patched if ".match_prefix" in name}
 from sglang.srt.managers.scheduler import Scheduler
 Scheduler.__init__(None)
 """
@@ -73,7 +75,7 @@ def assert_ends(
     [
         (NO_SUCH_TARGET, "this version of SGLang has no sglang.srt.utils.no_such_function to hook"),
         (NOT_APPLIED, "SGLang did not apply a hook to sglang.srt.managers.tokenizer_manager.TokenizerManager."),
-        (NOT_APPLIED_IN_SCHEDULER, "SGLang did not apply a hook to sglang.srt.mem_cache.radix_cache.RadixKey.match"),
+        (NOT_APPLIED_IN_SCHEDULER, f"SGLang did not apply a hook to {default_caches()[0]}.match_prefix"),
         (TOKENIZER_WORKERS, "--tokenizer-worker-num must be 1"),
     ],
 )

@@ -12,8 +12,12 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 from sglang_winnow import attention_registration
 from sglang_winnow.attention_registration import HOOKS, MAX_RUNNING, PAGE_SIZE
 from sglang_winnow.backend_name import NAME
+from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.hook_targets import target
 
-HOOKED = {hook.target.rpartition(".")[2]: hook.function for hook in HOOKS}
+HOOKED = {hook.target: hook.function for hook in HOOKS}
+RESOLVE = HOOKED[target("resolve the attention backend")]
+SIZED_LATER = HOOKED[target("plan to size the KV cache after graphs")]
 
 
 def server_arguments(backend: str = NAME, prefill: str = Backend.BREAKABLE) -> Any:
@@ -39,8 +43,8 @@ def server_arguments_by_phase() -> Any:
 
 
 def fill_in(arguments: Any) -> Any:
-    HOOKED["_handle_attention_backend_compatibility"](None, arguments)
-    return arguments
+    RESOLVE(None, arguments)
+    return resolved(arguments)
 
 
 @pytest.fixture(params=[True, False])
@@ -77,16 +81,16 @@ def test_a_backend_named_for_both_phases_is_the_same(on_cuda: bool) -> None:
     arguments = fill_in(server_arguments_by_phase())
     assert arguments.cuda_graph_config.prefill.backend == Backend.DISABLED
     assert arguments.page_size == PAGE_SIZE
-    assert not HOOKED["post_capture_kv_sizing_planned"](lambda _: True, server_arguments_by_phase())
+    assert not SIZED_LATER(lambda _: True, server_arguments_by_phase())
 
 
 def test_other_backends_are_left_alone() -> None:
-    arguments = fill_in(server_arguments("fa3", Backend.FULL))
+    arguments = server_arguments("fa3", Backend.FULL)
+    RESOLVE(None, arguments)
     assert vars(arguments) == vars(server_arguments("fa3", Backend.FULL))
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_the_kv_cache_is_as_large_at_capture_as_later(planned: bool) -> None:
-    sized_later = HOOKED["post_capture_kv_sizing_planned"]
-    assert not sized_later(lambda _: planned, server_arguments())
-    assert sized_later(lambda _: planned, server_arguments("fa3")) == planned
+    assert not SIZED_LATER(lambda _: planned, server_arguments())
+    assert SIZED_LATER(lambda _: planned, server_arguments("fa3")) == planned

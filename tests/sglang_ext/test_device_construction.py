@@ -139,13 +139,13 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
 ) -> None:
     monkeypatch.setenv(POLICIES_SETTING, "lowbit_top_p,lowbit_top_k,quest")
     monkeypatch.setenv(key_bits.ENVIRONMENT, "3")
+    monkeypatch.setattr(memory, "attention_ranks_of", lambda _: 1)
     model = SimpleNamespace(
         num_hidden_layers=32, get_num_kv_heads=lambda _: 8, head_dim=128, num_attention_heads=32, context_len=4096
     )
     configurator = SimpleNamespace(
         server_args=SimpleNamespace(attention_backend="winnow", max_running_requests=4),
         model_config=model,
-        ps=SimpleNamespace(attn_tp_size=1),
         kv_cache_dtype=torch.bfloat16,
         page_size=16,
     )

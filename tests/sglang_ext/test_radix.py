@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import pkgutil
-from array import array
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.plugins.hook_registry import _wrap_fn
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_winnow import radix
-from sglang_winnow.allocator import TorchPagedAllocator
 from sglang_winnow.metrics import METRICS
+from tests.sglang_ext.prefix_engine import CORE_SETTING, PAGE, Client, Engine, alone, hooked, tree_core, tree_cores
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
-PAGE = 16
-CONTEXT = 1024
 DENSE = AttentionPolicy()
 QUOKA = parse_policy('{"prefill": {"policy": "quoka", "block": 64}}')
 QUOKA_WIDE = parse_policy('{"prefill": {"policy": "quoka", "block": 96}}')
@@ -40,149 +25,22 @@ QUEST = parse_policy('{"decode": {"policy": "quest"}}')
 SNAPKV = parse_policy('{"decode": {"policy": "snapkv", "observation_window": 32}}')
 TERMINATED = parse_policy('{"early_termination": {}}')
 POLICIES = [DENSE, QUOKA, QUOKA_WIDE, QUEST, SNAPKV, TERMINATED]
-
-
-@dataclass
-class Engine:
-    """What a scheduler does with a request's KV, with a note in each slot of how it was computed."""
-
-    tokens: int = 4096
-    disable: bool = False
-    chunks: list[tuple[int, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pool = ReqToTokenPool(16, CONTEXT, "cpu", enable_memory_saver=False)
-        self.allocator = TorchPagedAllocator(
-            self.tokens, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False
-        )
-        parameters = CacheInitParams(
-            disable=self.disable,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
-        )
-        self.cache = ChunkCache(parameters) if self.disable else RadixCache(parameters)
-        self.notes: dict[int, object] = {}
-        self.computed: dict[Any, list[tuple[int, int]]] = {}
-
-    def request(self, prompt: list[int], policy: AttentionPolicy = DENSE, extra_key: str | None = None) -> Any:
-        parameters = SamplingParams(max_new_tokens=64, ignore_eos=self.disable)
-        parameters.normalize(None)
-        req = Req("r", "", array("q", prompt), parameters)
-        req.extra_key = radix.namespace_of(policy, extra_key, PAGE)
-        req.winnow_state = SimpleNamespace(policy=policy, prompt_length=len(prompt))
-        return req
-
-    def prefill(self, req: Any, chunk: int | Iterator[int] = 256) -> int:
-        """Prefill a request; return how many tokens of it were in the cache."""
-        sizes = iter(lambda: chunk, None) if isinstance(chunk, int) else chunk
-        req.init_next_round_input(self.cache)
-        cached = len(req.prefix_indices)
-        self.computed[req] = []
-        while True:
-            adder = self.adder(next(sizes))
-            result = adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
-            if req in adder.can_run_list:
-                break
-            assert result == AddReqResult.OTHER
-        chunked = adder.new_chunked_req
-        self.compute(req)
-        while chunked is not None:
-            self.cache.cache_unfinished_req(req, chunked=True)
-            assert len(req.prefix_indices) == req.extend_range.end
-            req.init_next_round_input()
-            chunked = self.adder(next(sizes)).add_chunked_req(req)
-            self.compute(req)
-        req.output_ids.append(1)
-        self.cache.cache_unfinished_req(req)
-        return cached
-
-    def adder(self, chunk: int) -> Any:
-        return PrefillAdder(PAGE, self.cache, self.allocator, None, 1.0, 16384, chunk)
-
-    def compute(self, req: Any) -> None:
-        start, end = req.extend_range
-        new = end - start
-        if self.allocator.available_size() < new + PAGE:
-            self.cache.evict(EvictParams(num_tokens=new + PAGE))
-        if req.req_pool_idx is None:
-            self.pool.alloc([req])
-        prefix = req.prefix_indices
-        self.pool.req_to_token[req.req_pool_idx, :start] = prefix.int()
-        last = prefix[-1:] if start else torch.tensor([-1])
-        starts, ends = torch.tensor([start]), torch.tensor([end])
-        slots = self.allocator.alloc_extend(starts, starts, ends, ends, last, new)
-        assert slots is not None
-        self.pool.req_to_token[req.req_pool_idx, start:end] = slots.int()
-        self.computed[req].append((start, end))
-        ids = list(req.full_untruncated_fill_ids)
-        for position, slot in zip(range(start, end), slots.tolist(), strict=True):
-            self.notes[slot] = prefilled(req.winnow_state.policy, ids, position, start, end)
-        req.kv_committed_len = end
-
-    def decode(self, req: Any, count: int) -> None:
-        for _ in range(count):
-            length = req.kv_committed_len + 1
-            if self.allocator.available_size() < PAGE:
-                self.cache.evict(EvictParams(num_tokens=PAGE))
-            last = self.pool.req_to_token[req.req_pool_idx, length - 2][None].long()
-            slots = self.allocator.alloc_decode(torch.tensor([length]), torch.tensor([length]), last)
-            assert slots is not None
-            self.pool.req_to_token[req.req_pool_idx, length - 1] = slots.int()
-            ids = [*req.origin_input_ids, *req.output_ids]
-            dense = req.winnow_state.policy.is_dense
-            self.notes[int(slots)] = dense_note(ids, length - 1) if dense else ("generated", id(req), length)
-            req.kv_committed_len = length
-            req.output_ids.append(length % 5)
-
-    def end(self, req: Any, is_insert: bool = True) -> None:
-        self.cache.cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=req.kv_committed_len)
-        self.pool.free(req)
-
-    def retract(self, req: Any) -> None:
-        self.end(req, is_insert=False)
-        req.reset_for_retract()
-
-    def notes_of(self, req: Any, count: int) -> list[object]:
-        return [self.notes[slot] for slot in self.pool.req_to_token[req.req_pool_idx, :count].tolist()]
-
-    def assert_nothing_lost(self, running: list[Any]) -> None:
-        own = sum(-(-req.kv_committed_len // PAGE) * PAGE - req.cache_protected_len for req in running)
-        cached = 0 if self.disable else self.cache.evictable_size() + self.cache.protected_size()
-        assert self.allocator.available_size() + cached + own == self.tokens
-
-
-def dense_note(ids: list[int], position: int) -> object:
-    return ("dense", tuple(ids[: position + 1]))
-
-
-def prefilled(policy: AttentionPolicy, ids: list[int], position: int, start: int, end: int) -> object:
-    """Return what determines the KV of a token that a chunk from ``start`` to ``end`` computed."""
-    block = getattr(policy.prefill, "block", None)
-    if block is None:
-        return dense_note(ids, position)
-    first = position // block * block
-    last = min(first + block, end)
-    # Queries of a block that are in the chunk choose for it together.
-    return (policy.prefill_namespace(), tuple(ids[:last]), max(first, start))
-
-
-def alone(policy: AttentionPolicy, prompt: list[int]) -> list[object]:
-    """Return the notes of a prompt on a cold server that prefills it in one piece."""
-    return [prefilled(policy, prompt, position, 0, len(prompt)) for position in range(len(prompt))]
+CLIENTS: list[Client] = [(None, None), (None, "a"), ("b", None), ("b", "a")]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _hooks() -> Iterator[None]:
-    arguments = ServerArgs.__new__(ServerArgs)
-    arguments.__dict__.update(page_size=PAGE, speculative_algorithm=None, strip_thinking_cache=False)
-    set_global_server_args_for_scheduler(arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        for hook in radix.HOOKS:
-            owner, _, name = hook.target.rpartition(".")
-            target = pkgutil.resolve_name(owner)
-            patch.setattr(target, name, _wrap_fn(getattr(target, name), hook.function, hook.kind))
+    with hooked():
         yield
+
+
+@pytest.fixture(autouse=True, params=tree_cores())
+def _core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CORE_SETTING, request.param)
+
+
+def test_the_tree_is_the_one_that_was_asked_for() -> None:
+    assert tree_core(Engine().cache) == os.environ[CORE_SETTING]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -233,13 +91,14 @@ def test_a_densely_prefilled_prompt_is_shared_by_all(policy: AttentionPolicy) ->
 
 def test_sparse_prefill_shares_with_its_own_policy_and_key_only() -> None:
     engine = Engine()
-    of_keys = [(QUOKA, None), (QUOKA, "a"), (QUOKA, "b"), (QUOKA_WIDE, "a"), (DENSE, None), (DENSE, "a")]
-    for policy, key in [*of_keys, (QUOKA_WITHOUT_SINKS, None), (QUOKA_OF_THE_PAPER, None)]:
-        first, second = (engine.request(prompt(300), policy, key) for _ in range(2))
+    policies = [QUOKA, QUOKA_WIDE, DENSE, QUOKA_WITHOUT_SINKS, QUOKA_OF_THE_PAPER]
+    clients: list[Client] = [(None, None), (None, "a"), (None, "b"), ("c", None), ("c", "a")]
+    for policy, client in product(policies, clients):
+        first, second = (engine.request(prompt(100), policy, client) for _ in range(2))
         assert engine.prefill(first) == 0
         engine.end(first)
         block = getattr(policy.prefill, "block", PAGE)
-        assert engine.prefill(second) == 299 // block * block
+        assert engine.prefill(second) == 99 // block * block
         engine.end(second)
     engine.assert_nothing_lost([])
 
@@ -316,8 +175,8 @@ def test_an_aborted_request_leaves_nothing_else() -> None:
     engine.computed[request] = []
     engine.adder(128).add_one_req(request, has_chunked_req=False, truncation_align_size=None)
     engine.compute(request)
-    engine.cache.cache_unfinished_req(request, chunked=True)
-    engine.end(request, is_insert=False)
+    engine.insert_running(request, chunked=True)
+    engine.abort(request)
     engine.assert_nothing_lost([])
     assert engine.cache.evictable_size() == 128
 
@@ -325,40 +184,47 @@ def test_an_aborted_request_leaves_nothing_else() -> None:
 # Few tokens, so that prompts share beginnings of many lengths.
 pieces = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 90)), min_size=1, max_size=4)
 steps = st.tuples(
-    st.sampled_from(["submit", "submit", "end", "retract", "abort"]),
+    st.sampled_from(["submit", "submit", "next turn", "end", "retract", "abort"]),
     pieces,
     st.sampled_from(POLICIES),
+    st.sampled_from(CLIENTS),
     st.lists(st.sampled_from([17, 64, 100, 208]), min_size=1, max_size=3),
     st.integers(0, 40),
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps, min_size=4, max_size=14))
 def test_kv_depends_neither_on_load_nor_on_who_came_before(actions: list[Any]) -> None:
     engine = Engine(tokens=2048)
     running: list[Any] = []
-    for action, parts, policy, chunks, generated in actions:
+    ended: list[int] = []
+    for action, parts, policy, client, chunks, generated in actions:
         ids = [token for token, count in parts for _ in range(count)]
-        if action == "submit" and len(running) < 3:
-            request = engine.request(ids, policy)
+        if action == "next turn":
+            ids = [*ended, *ids][:600]
+        if action in ("submit", "next turn") and len(running) < 3:
+            request = engine.request(ids, policy, client)
             # The last is what an idle server has.
-            engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
-            assert engine.notes_of(request, len(ids)) == alone(policy, ids)
+            cached = engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
+            assert cached <= max(0, len(ids) - max(1, policy.decode.observed))
+            assert engine.notes_of(request, len(ids)) == alone(policy, ids, client)
             engine.decode(request, generated)
             running.append(request)
         elif running:
             request = running.pop(0)
+            own = request.winnow_state.policy
             if action == "retract":
                 engine.retract(request)
                 engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
                 ids = list(request.origin_input_ids)
                 # Its generated tokens are in the last block of its prompt now.
                 whole = len(ids) // block_of(request) * block_of(request)
-                assert engine.notes_of(request, whole) == alone(request.winnow_state.policy, ids)[:whole]
+                assert engine.notes_of(request, whole) == alone(own, ids, engine.clients[request])[:whole]
                 running.append(request)
             else:
-                engine.end(request, is_insert=action != "abort")
+                ended = [*request.origin_input_ids, *request.output_ids]
+                (engine.abort if action == "abort" else engine.end)(request)
         engine.assert_nothing_lost(running)
 
 

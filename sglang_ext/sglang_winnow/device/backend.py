@@ -19,6 +19,8 @@ from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
+from sglang_winnow.sglang_versions.backend_defaults import take_from_dense
+from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
@@ -48,6 +50,7 @@ class WinnowDeviceBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.device = torch.device(runner.device)
         self._dense: AttentionBackend = ATTENTION_BACKENDS[dense_backend(runner)](runner)
+        take_from_dense(self, self._dense)
         layers = attention_layers(runner)
         self._last_layer = layers[-1].layer_id
         self._query_heads = layers[0].tp_q_head_num
@@ -76,11 +79,27 @@ class WinnowDeviceBackend(AttentionBackend):
         """Return what SGLang asks of its own backends alone."""
         return getattr(self.__dict__["_dense"], name)
 
+    @property
+    def forward_metadata(self) -> Any:
+        """What the dense backend has planned."""
+        return getattr(self._dense, "forward_metadata", None)
+
+    @forward_metadata.setter
+    def forward_metadata(self, metadata: Any) -> None:
+        self._dense.forward_metadata = metadata
+
+    def shared_read_ends(self, mode: Any) -> Any:
+        """Return until when a pass reads what the scheduler may change; asked from SGLang 0.5.18 on.
+
+        A decode step copies its rows of the page table before a graph is replayed: later only the dense backend reads.
+        """
+        return self._dense.shared_read_ends(mode) if mode.is_decode() else super().shared_read_ends(mode)
+
     def note(self, requests: Sequence[Req], batch: ForwardBatch, _decoding: int) -> None:
         """Note the requests of a batch, before its forward pass and in the order of the passes."""
         self.requests.begin(requests)
         self._states = [request.winnow_state for request in requests]
-        self._slots = [request.req_pool_idx for request in requests]
+        self._slots = [slot_of(request) for request in requests]
         if batch.forward_mode.is_decode():
             self._lengths = batch.seq_lens_cpu.tolist()
             needed = self._decode.needed(self._states, self._lengths)

@@ -12,6 +12,7 @@ from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model
+from sglang_winnow.sglang_versions.arguments import default_attention_backend
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.gpu_selector import Server
@@ -38,7 +39,7 @@ def dense_backend(runner: ModelRunner) -> str:
     """Return the name of the backend for dense batches: ``WINNOW_DENSE_BACKEND``, or SGLang's own choice."""
     if name := os.environ.get(DENSE_ENVIRONMENT):
         return name
-    choice: str = runner.server_args._get_default_attn_backend(False, runner.model_config)  # noqa: SLF001
+    choice = default_attention_backend(runner.server_args, runner.model_config)
     # Winnow's own platform for CPUs knows no other: there, Triton's interpreter is tested.
     return "torch_native" if choice == NAME else choice
 

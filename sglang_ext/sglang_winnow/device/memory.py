@@ -15,6 +15,8 @@ from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.hooks import Hook
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.parallelism import attention_ranks_of
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.gpu_step import StepBuffers
@@ -55,9 +57,9 @@ def fixed_bytes(
 
 def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, *arguments: Any, **named: Any) -> int:
     available = profile(configurator, *arguments, **named)
-    if configurator.server_args.attention_backend != NAME:
+    if resolved(configurator.server_args).attention_backend != NAME:
         return available
-    model, tp_size = configurator.model_config, configurator.ps.attn_tp_size
+    model, tp_size = configurator.model_config, attention_ranks_of(configurator)
     kinds = enabled_kinds()
     shape = PoolShape(
         model.num_hidden_layers,
@@ -65,7 +67,7 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
         model.head_dim,
         configurator.kv_cache_dtype.itemsize,
     )
-    rows = configurator.server_args.max_running_requests
+    rows = resolved(configurator.server_args).max_running_requests
     query_heads = model.num_attention_heads // tp_size
     fixed = fixed_bytes(kinds, shape, query_heads, rows, model.context_len, configurator.page_size)
     policies = served_policies()

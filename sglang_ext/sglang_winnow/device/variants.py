@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.device.decode import Variant
 from sglang_winnow.hooks import Hook
+from sglang_winnow.sglang_versions.releases import ATTENTION_GRAPH_VARIANTS, runs
 from winnow_kernels.policies.declarations import DECLARATIONS, in_order
 
 if TYPE_CHECKING:
@@ -47,9 +49,47 @@ def variant_for(needed: Variant, variants: Mapping[str, Variant]) -> str:
     raise AssertionError("the last variant launches everything")
 
 
+@dataclass(frozen=True)
+class GraphVariants:
+    """The CUDA graphs of a server for SGLang's decode runner (``attention_graph_variants``): a graph for each label."""
+
+    backend: Any
+
+    @property
+    def capture_labels(self) -> tuple[str, ...]:
+        """The labels, in the order of capture."""
+        return tuple(self.backend.variants)
+
+    def select(self, _batch: ForwardBatch) -> str:
+        """Return the label of the batch that runs next, which was noted when SGLang made it."""
+        return str(self.backend.label)
+
+
+def _name_variants(runner: Any) -> None:
+    if hasattr(runner.attn_backend, "variants"):
+        runner.attention_graph_variants = GraphVariants(runner.attn_backend)
+
+
+def _note_captured(
+    runner: Any,
+    size: int,
+    _forward: Callable[..., Any],
+    _stream: int | None,
+    _lora: str | None,
+    attention_variant: str,
+) -> None:
+    backend = runner.attn_backend
+    if not hasattr(backend, "variants"):
+        return
+    if attention_variant == next(iter(backend.variants)):
+        backend.compile(size)
+    backend.capturing = attention_variant
+
+
 def _capture_all(
     capture: Callable[..., None], runner: Any, size: int, forward: Callable[..., Any], *arguments: Any, **named: Any
 ) -> None:
+    # Releases without variants by attention have them by LoRA: these labels are Winnow's.
     backend = runner.attn_backend
     labels = getattr(backend, "variants", None)
     if labels is None:
@@ -70,6 +110,13 @@ def _label_of(resolve: Callable[..., str | None], runner: Any, forward_batch: Fo
 
 _RUNNER: Final = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 HOOKS: Final = (
-    Hook(f"{_RUNNER}.capture_one_shape", _capture_all, HookType.AROUND),
-    Hook(f"{_RUNNER}._resolve_lora_variant", _label_of, HookType.AROUND),
+    (
+        Hook(f"{_RUNNER}.capture", _name_variants, HookType.BEFORE),
+        Hook(f"{_RUNNER}.capture_one_shape", _note_captured, HookType.BEFORE),
+    )
+    if runs(ATTENTION_GRAPH_VARIANTS)
+    else (
+        Hook(f"{_RUNNER}.capture_one_shape", _capture_all, HookType.AROUND),
+        Hook(f"{_RUNNER}._resolve_lora_variant", _label_of, HookType.AROUND),
+    )
 )

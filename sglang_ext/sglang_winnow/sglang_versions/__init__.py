@@ -1,0 +1,1 @@
+"""What differs between the releases of SGLang that Winnow runs on, one module for each concern."""

@@ -1,0 +1,136 @@
+"""SGLang's prefix cache: its class, what a match says, and when it is told to insert what a request has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from packaging.version import Version
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_winnow.hooks import Hook
+from sglang_winnow.sglang_versions.prefill import computed_range
+from sglang_winnow.sglang_versions.releases import (
+    CACHE_CHECKPOINTS,
+    INSERTED_AT_END,
+    KV_OF_REQUEST,
+    OLDEST,
+    RUNNING,
+    UNIFIED_CACHE,
+    runs,
+)
+from sglang_winnow.sglang_versions.requests import slot_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+
+_MODULES: Final = "sglang.srt.mem_cache"
+CACHES: Final[dict[Version, tuple[str, ...]]] = {
+    OLDEST: (f"{_MODULES}.radix_cache.RadixCache", f"{_MODULES}.chunk_cache.ChunkCache"),
+    UNIFIED_CACHE: (f"{_MODULES}.unified_radix_cache.UnifiedRadixCache", f"{_MODULES}.chunk_cache.ChunkCache"),
+    CACHE_CHECKPOINTS: (f"{_MODULES}.unified_radix_cache.UnifiedRadixCache",),
+}
+"""The classes that SGLang chooses by itself, from a release on: with a prefix cache, and without (the last)."""
+
+
+def default_caches(running: Version = RUNNING) -> tuple[str, ...]:
+    """Return the dotted names of the classes that a release chooses by itself: with a prefix cache, and without."""
+    return next(names for release, names in reversed(CACHES.items()) if release <= running)
+
+
+def matched_length(result: MatchResult) -> int:
+    """Return how many tokens of a key are in the cache."""
+    return int(result.device_prefix_len) if runs(CACHE_CHECKPOINTS) else len(result.device_indices)
+
+
+def shared_length(req: Req) -> int:
+    """Return how many of a request's first tokens lie in pages of the cache."""
+    return int(req.kv.cache_protected_len if runs(KV_OF_REQUEST) else req.cache_protected_len)
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Hooks that let the cache insert no more of a request than others may share.
+
+    Attributes:
+        insertable: of a request's first tokens that are computed, how many others may share: whole pages.
+        withhold: told of a request that ends how many of its tokens are computed and how many of these are inserted.
+    """
+
+    insertable: Callable[[Req, int, int], int]
+    withhold: Callable[[Req, int, int], None]
+
+    def hooks(self) -> tuple[Any, ...]:
+        """Return the hooks on the running SGLang's cache."""
+        cache = default_caches()[0]
+        functions: dict[Version, dict[str, Callable[..., None]]] = {
+            OLDEST: {"cache_unfinished_req": self.insert_running, "cache_finished_req": self.insert_or_free},
+            INSERTED_AT_END: {"cache_unfinished_req": self.insert_running, "insert_req": self.insert_ended},
+            CACHE_CHECKPOINTS: {"checkpoint": self.insert_any},
+        }
+        of_release = next(hooks for release, hooks in reversed(functions.items()) if release <= RUNNING)
+        return tuple(Hook(f"{cache}.{name}", function, HookType.AROUND) for name, function in of_release.items())
+
+    def insert_any(
+        self, checkpoint: Callable[..., None], cache: BasePrefixCache, req: Req, *, up_to: int, **others: Any
+    ) -> None:
+        """Insert of a request that runs or ends; it keeps, or SGLang frees, the rest."""
+        insertable = self.insertable(req, up_to, cache.page_size)
+        if req.finished():
+            self.withhold(req, up_to, insertable)
+        checkpoint(cache, req, up_to=min(up_to, insertable), **others)
+
+    def insert_ended(
+        self, insert_req: Callable[..., None], cache: BasePrefixCache, req: Req, *, up_to: int, **others: Any
+    ) -> None:
+        """Insert of a request that ends; SGLang frees the rest."""
+        insertable = self.insertable(req, up_to, cache.page_size)
+        self.withhold(req, up_to, insertable)
+        insert_req(cache, req, up_to=min(up_to, insertable), **others)
+
+    def insert_or_free(
+        self,
+        cache_finished_req: Callable[..., None],
+        cache: BasePrefixCache,
+        req: Req,
+        is_insert: bool = True,
+        *,
+        kv_len_to_handle: int,
+        **others: Any,
+    ) -> None:
+        """Insert of a request that ends, and free the rest."""
+        insertable = self.insertable(req, kv_len_to_handle, cache.page_size)
+        inserts = is_insert and not (cache.disable or getattr(cache, "disable_finished_insert", False))
+        if inserts and insertable < _whole_pages(kv_len_to_handle, cache):
+            cache.token_to_kv_pool_allocator.free(_slots(cache, req, insertable, kv_len_to_handle))
+            self.withhold(req, kv_len_to_handle, insertable)
+            kv_len_to_handle = insertable
+        cache_finished_req(cache, req, is_insert, kv_len_to_handle=kv_len_to_handle, **others)
+
+    def insert_running(
+        self, cache_unfinished_req: Callable[..., None], cache: BasePrefixCache, req: Req, **others: Any
+    ) -> None:
+        """Insert of a request that goes on; it keeps the rest."""
+        start, end = computed_range(req)
+        insertable = self.insertable(req, end, cache.page_size)
+        if cache.disable or insertable >= _whole_pages(end, cache):
+            cache_unfinished_req(cache, req, **others)
+            return
+        own = _slots(cache, req, insertable, end).to(torch.int64, copy=True)
+        req.set_extend_range(min(start, insertable), insertable)
+        try:
+            cache_unfinished_req(cache, req, **others)
+        finally:
+            req.set_extend_range(start, end)
+        req.prefix_indices = torch.cat([req.prefix_indices, own])
+
+
+def _slots(cache: BasePrefixCache, req: Req, start: int, end: int) -> torch.Tensor:
+    return cache.req_to_token_pool.req_to_token[slot_of(req), start:end]
+
+
+def _whole_pages(length: int, cache: BasePrefixCache) -> int:
+    return length // cache.page_size * cache.page_size

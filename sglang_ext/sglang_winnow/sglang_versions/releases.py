@@ -1,0 +1,57 @@
+"""Which SGLang is running, and which release brought what the others modules of this package tell apart."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+from typing import Final
+
+from packaging.version import Version
+
+OLDEST: Final = Version("0.5.16")
+NEWEST: Final = Version("0.5.23")
+"""The newest on which Winnow was tested."""
+
+RUNNING: Final = Version(version("sglang"))
+
+# The record of arguments is what the command line says; decisions about those left open are declared beside it.
+ARGUMENTS_DECLARED: Final = Version("0.5.19")
+# The handlers of arguments are functions in ``arg_groups``, no longer methods of ``ServerArgs``.
+ARGUMENT_HANDLERS: Final = Version("0.5.19")
+# A request's slot is a field of its ``kv``.
+KV_OF_REQUEST: Final = Version("0.5.19")
+# The default prefix cache is ``UnifiedRadixCache``; until then it is ``RadixCache``.
+UNIFIED_CACHE: Final = Version("0.5.19")
+# A decode batch's CUDA graphs have variants by attention (``attention_graph_variants``).
+ATTENTION_GRAPH_VARIANTS: Final = Version("0.5.20")
+# The cache inserts of a request that ends, and the caller frees the rest; until then the cache did both.
+INSERTED_AT_END: Final = Version("0.5.21")
+# The ranks are known from the runtime's context alone, no more from the object that sizes the KV cache.
+PARALLELISM_IN_CONTEXT: Final = Version("0.5.21")
+# Data-parallel attention is asked for by its size alone.
+ATTENTION_DATA_SIZE: Final = Version("0.5.22")
+# Finished and unfinished requests enter the prefix cache by ``checkpoint``; a request's tokens are in its row alone.
+CACHE_CHECKPOINTS: Final = Version("0.5.22")
+
+logger = logging.getLogger(__name__)
+
+
+def runs(release: Version) -> bool:
+    """Return whether the running SGLang is ``release`` or a later one."""
+    return release <= RUNNING
+
+
+def require_supported(running: Version = RUNNING) -> None:
+    """Check the release of SGLang; warn about one that is newer than those that were tested.
+
+    Raises:
+        ValueError: it is older than the oldest that is supported.
+    """
+    if running < OLDEST:
+        raise ValueError(f"SGLang {running} is older than {OLDEST}, the oldest that Winnow runs on")
+    if running > NEWEST:
+        logger.warning(
+            "Winnow was not tested on SGLang %s, only up to %s. All its hooks must be found, or the server ends.",
+            running,
+            NEWEST,
+        )

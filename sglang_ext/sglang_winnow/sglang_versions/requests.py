@@ -1,0 +1,16 @@
+"""What a request of SGLang's scheduler says of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_winnow.sglang_versions.releases import KV_OF_REQUEST, runs
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def slot_of(request: Req) -> int | None:
+    """Return the request's row of the pool that says where its tokens lie; None while it has none."""
+    slot: int | None = request.kv.req_pool_idx if runs(KV_OF_REQUEST) else request.req_pool_idx
+    return slot
