@@ -17,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import LAUNCH, Hook
 from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data
+from sglang_winnow.sglang_versions.hook_targets import target
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -74,10 +75,9 @@ OPTIONS: Final = (
     ),
     Option(
         "LoRA",
-        "--enable-lora --lora-backend torch_native --max-lora-rank 8 --lora-target-modules q_proj k_proj v_proj",
+        "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj k_proj v_proj",
         lambda arguments: bool(arguments.enable_lora or arguments.lora_paths),
-        _CPU,
-        "SGLang keeps CUDA graphs either for adapters or for kinds of batches",
+        reason="SGLang's adapters need CUDA, where its graphs are of adapters or of kinds of batches, not of both",
     ),
     Option(
         "pipeline parallelism",
@@ -223,6 +223,6 @@ def _check_before_launch(_engine: object, server_args: ServerArgs, *_: object, *
 
 
 HOOKS: Final = (
-    Hook("sglang.srt.server_args.ServerArgs.__post_init__", _check_command_line, HookType.BEFORE),
+    Hook(target("resolve the command line"), _check_command_line, HookType.BEFORE),
     Hook(LAUNCH, _check_before_launch, HookType.BEFORE),
 )

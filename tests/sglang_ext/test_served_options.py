@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from sglang_winnow.server_options import OPTIONS, Device
 from tests.models import write_model, write_weights
 from tests.sglang_ext.answers import TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, equal_tokens
-from tests.sglang_ext.reference import Reference
 from tests.sglang_ext.test_cpu_server import events
 from tests.sglang_ext.test_policies_server import CHUNK, NAMES, SHAPE, Server, body, prompt_of, serve
 
-RANK = 8
-ADAPTER = "tuned"
 EXAMPLES = {option.feature: option.example.split() for option in OPTIONS if Device.CPU in option.served_on}
 REQUESTS = [(prompt_of(350 + 200 * (i % 3), seed=500 + i), name) for i, name in enumerate(NAMES)]
 # As many as fit the pool: what is retracted is computed anew, otherwise.
@@ -53,7 +47,7 @@ def assert_equal(answer: Any, wanted: Any, name: str) -> None:
 
 
 def test_every_option_that_is_served_is_tried_here() -> None:
-    assert set(EXAMPLES) == {"data parallelism", "mixed chunks", "LoRA"}
+    assert set(EXAMPLES) == {"data parallelism", "mixed chunks"}
 
 
 def test_data_parallelism(model: Path, expected: list[Any], tmp_path: Path) -> None:
@@ -116,65 +110,3 @@ def test_requests_decode_while_another_is_prefilled_in_chunks(mixing: Server, na
     # A token for each chunk, where SGLang otherwise prefills all chunks first.
     assert before > 8
     equal_tokens(received[-1], alone, TOLERANCE if name == "dense" else TOLERANCE_OF_SELECTIONS)
-
-
-def write_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """Write an adapter of the attention's projections; return what it adds to each of their weights."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(3)
-    tensors: dict[str, torch.Tensor] = {}
-    added: dict[str, torch.Tensor] = {}
-    for layer in range(SHAPE.layers):
-        for projection, heads in (("q", SHAPE.query_heads), ("k", SHAPE.kv_heads), ("v", SHAPE.kv_heads)):
-            name = f"model.layers.{layer}.self_attn.{projection}_proj"
-            down = torch.randn(RANK, SHAPE.hidden_size, generator=generator) * 0.1
-            up = torch.randn(heads * SHAPE.head_dim, RANK, generator=generator) * 0.1
-            tensors |= {
-                f"base_model.model.{name}.lora_A.weight": down,
-                f"base_model.model.{name}.lora_B.weight": up,
-            }
-            added[f"{name}.weight"] = up @ down
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none"}
-    (folder / "adapter_config.json").write_text(
-        json.dumps(config | {"target_modules": [f"{name}_proj" for name in "qkv"]})
-    )
-    return added
-
-
-def merge(model: Path, added: dict[str, torch.Tensor], folder: Path) -> Path:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    merged = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        for name, weight in added.items():
-            merged.get_parameter(name).add_(weight)
-    merged.save_pretrained(folder)
-    return folder
-
-
-def test_lora(model: Path, expected: list[Any], tmp_path: Path) -> None:
-    reference = Reference(merge(model, write_adapter(tmp_path / ADAPTER), tmp_path / "merged"))
-    flags = [*EXAMPLES["LoRA"], "--lora-paths", f"{ADAPTER}={tmp_path / ADAPTER}"]
-    with serve(model, tmp_path / "log", *flags) as runtime:
-        server = Server(runtime)
-
-        def ask(prompt: list[int], name: str, *, adapted: bool) -> Any:
-            own = {"lora_path": ADAPTER} if adapted else {}
-            return server.http.post("/generate", json=body(prompt, name, 12) | own).raise_for_status().json()
-
-        alone = {}
-        for number, (prompt, name) in enumerate(REQUESTS):
-            server.flush()
-            alone[number] = ask(prompt, name, adapted=True)
-        server.flush()
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            base = [pool.submit(ask, *request, adapted=False) for request in REQUESTS]
-            adapted = [pool.submit(ask, *request, adapted=True) for request in REQUESTS]
-        for number, (prompt, name) in enumerate(REQUESTS):
-            assert_equal(base[number].result(), expected[number], name)
-            answer = adapted[number].result()
-            assert_equal(answer, alone[number], name)
-            if name == "dense":
-                assert max(reference.logit_gaps(prompt, answer["output_ids"])) < 1e-3
-            assert answer["output_ids"] != base[number].result()["output_ids"]

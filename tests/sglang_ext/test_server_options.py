@@ -28,7 +28,9 @@ for option in OPTIONS:
         os.environ["TRITON_INTERPRET"] = interpreted
         sentence = ""
         try:
-            prepare_server_args(["--model-path", sys.argv[1], "--attention-backend", "winnow", *option.example.split()])
+            command = ["--model-path", sys.argv[1], "--attention-backend", "winnow", *option.example.split()]
+            # From 0.5.19 on what the command line leaves open is decided later.
+            getattr(prepare_server_args(command), "resolve_once", lambda: None)()
         except SystemExit as refusal:
             sentence = refusal.code
         said[f"{option.feature} on {device}"] = sentence
