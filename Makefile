@@ -2,15 +2,25 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+# The environment of another release of SGLang lies beside the default one: `make up SGLANG=0.5.23`.
+DEFAULT_SGLANG := $(shell sed -n 's/^sglang==//p' constraints.txt)
+NEWEST_SGLANG := 0.5.23
+SGLANG ?= $(DEFAULT_SGLANG)
+SUFFIX := $(patsubst %,-%,$(filter-out $(DEFAULT_SGLANG),$(SGLANG)))
+ENVIRONMENT := .venv$(SUFFIX)
+# Releases between the two take what they ask for.
+CONSTRAINTS := $(wildcard constraints$(SUFFIX).txt)
+BIN := $(ENVIRONMENT)/bin
+INSTALLED := $(ENVIRONMENT)/.installed
+SGLANG_TESTS := tests/end_to_end tests/sglang_ext
+INTERPRETED_TESTS := tests/sglang_ext/device tests/kernels/gpu
 # Several hundred processes start in the tests, and each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up down eval loadtest audit test test-full lint packages
+.PHONY: help up down eval loadtest audit test test-sglang test-release test-releases test-full lint packages
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: $(INSTALLED) ## Start SGLang and the service (options: ARGS='--port 8000')
 	$(BIN)/winnow up $(ARGS)
@@ -29,7 +39,24 @@ audit: $(INSTALLED) ## Check versions, licences and known vulnerabilities of the
 
 test: lint packages ## Check style, types and import contracts, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist worksteal tests/sglang_ext/device tests/kernels/gpu
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist worksteal $(INTERPRETED_TESTS)
+	$(MAKE) test-sglang SGLANG=$(NEWEST_SGLANG)
+
+# RECORD=1 writes what passed to service/winnow_service/tested_releases.json.
+test-sglang: $(INSTALLED) packages ## Run the tests that SGLang decides on, with another release of it: SGLANG=0.5.23
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile --no-loadscope-reorder \
+		$(if $(RECORD),--tested=cpu) $(SGLANG_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist worksteal \
+		$(if $(RECORD),--tested=interpreted) $(INTERPRETED_TESTS)
+
+test-release: $(INSTALLED) ## Start a server and ask it for each policy, with another release of SGLang: SGLANG=0.5.20
+	OMP_NUM_THREADS=1 $(BIN)/pytest --tested=start tests/sglang_ext/test_each_policy.py
+
+test-releases: ## Do that with every release from the oldest to the newest, one environment after another
+	for release in 0.5.16 0.5.17 0.5.18 0.5.19 0.5.20 0.5.21 0.5.22 0.5.23; do \
+		$(MAKE) test-release SGLANG=$$release; \
+		case $$release in $(DEFAULT_SGLANG) | $(NEWEST_SGLANG)) ;; *) rm -rf .venv-$$release ;; esac; \
+	done
 
 test-full: $(INSTALLED) packages ## Run the long tests and record the result in docs/records
 	TRITON_INTERPRET=1 $(BIN)/pytest -m full tests/sglang_ext/device
@@ -44,8 +71,9 @@ lint: $(INSTALLED) ## Check style, types and import contracts
 packages:
 	scripts/debian-packages redis-server prometheus openssl haproxy
 
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+$(INSTALLED): pyproject.toml constraints.txt $(CONSTRAINTS) overrides.txt
+	$(PYTHON) -m venv $(ENVIRONMENT)
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[runtime,dev]'
+	$(BIN)/uv pip install --python $(BIN)/python $(addprefix --constraint ,$(CONSTRAINTS)) \
+		--override overrides.txt 'sglang==$(SGLANG)' --editable '.[runtime,dev]'
 	touch $@

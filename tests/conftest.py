@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
+from tests.tested_releases import KINDS, note_tested
+
 SHARED_SERVERS = (
     ("tests/end_to_end/",),
     ("tests/sglang_ext/test_admission_server.py", "tests/sglang_ext/test_policy_server.py"),
@@ -30,11 +32,14 @@ RECORDED_VERSIONS = ("sglang-winnow", "sglang", "torch", "flashinfer-python", "t
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tested", choices=KINDS, help="note that the installed release of SGLang passed tests of a kind")
     parser.addoption("--record", type=Path, metavar="FOLDER", help="write test-full-<date>.json to FOLDER")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(SessionOutcome(config.getoption("--record")), "session-outcome")
+    config.pluginmanager.register(
+        SessionOutcome(config.getoption("--record"), config.getoption("--tested")), "session-outcome"
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -72,8 +77,9 @@ def _sharing(nodeid: str) -> tuple[str, ...] | None:
 class SessionOutcome:
     """What became of each test of the session."""
 
-    def __init__(self, record_folder: Path | None) -> None:
+    def __init__(self, record_folder: Path | None, tested: str | None) -> None:
         self.record_folder = record_folder
+        self.tested = tested
         self.started = time.monotonic()
         self.outcomes: dict[str, str] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -89,6 +95,8 @@ class SessionOutcome:
             return
         if session.exitstatus == pytest.ExitCode.OK and "passed" not in self.outcomes.values():
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+        if self.tested and session.exitstatus == pytest.ExitCode.OK:
+            note_tested(self.tested, Counter(self.outcomes.values())["passed"], _git("rev-parse", "HEAD"))
         if self.record_folder:
             self.write_record(self.record_folder, int(session.exitstatus))
 

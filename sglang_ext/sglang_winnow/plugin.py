@@ -29,7 +29,6 @@ from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model_of
-from sglang_winnow.sglang_versions.releases import require_supported
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -47,13 +46,12 @@ _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register() -> None:
-    """Offer the attention backend and install the hooks; SGLang calls this in each of its processes.
+    """Offer the attention backend and install the hooks.
 
     Raises:
         SystemExit: the environment, or SGLang, is not what the hooks need.
     """
     with refusing_to_start():
-        require_supported()
         served_policies()
         index_settings()
         crossover_tokens("quest")

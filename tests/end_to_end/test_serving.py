@@ -185,8 +185,8 @@ def test_garbage_is_refused_and_the_runtime_lives(deployment: Deployment) -> Non
         ("/v1/completions", {"model": MODEL, "prompt": [99_999_999]}, "token ids must be from 0 to 6271"),
         (
             "/generate",
-            {"text": PROMPT, "sampling_params": {"temperature": "hot"}},
-            "sampling_params.temperature: Input should be a valid number",
+            {"text": PROMPT, "sampling_params": {"temperature": -1}},
+            "sampling_params.temperature: Input should be greater than or equal to 0",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+from sglang_winnow import start
 from sglang_winnow.attention_backend import WinnowAttentionBackend
 from sglang_winnow.device import variants
 from sglang_winnow.device.backend import WinnowDeviceBackend
@@ -30,12 +31,28 @@ from sglang_winnow.sglang_versions.releases import (
     runs,
 )
 
+METHODS = (
+    "forward_decode",
+    "forward_extend",
+    "get_cuda_graph_seq_len_fill_value",
+    "init_cuda_graph_state",
+    "init_forward_metadata",
+    "init_forward_metadata_in_graph",
+    "init_forward_metadata_out_graph",
+    "on_after_cuda_graph_warmup",
+)
 BACKEND = SimpleNamespace(variants={"dense": 0, "quest": 1, "any": 2}, label="quest", capturing=None)
 
 
 def test_an_older_release_is_refused() -> None:
     with pytest.raises(ValueError, match=r"SGLang 0\.5\.15 is older than 0\.5\.16, the oldest that Winnow runs on"):
         require_supported(Version("0.5.15"))
+
+
+def test_an_older_sglang_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "require_supported", lambda: require_supported(Version("0.5.15")))
+    with pytest.raises(SystemExit, match=r"Winnow: the server does not start, because SGLang 0\.5\.15 is older than "):
+        start.register()
 
 
 @pytest.mark.parametrize("release", [OLDEST, RUNNING, NEWEST])
@@ -90,7 +107,7 @@ def test_the_dense_backend_says_until_when_decode_reads_what_is_shared() -> None
 
 
 @pytest.mark.parametrize("backend", [WinnowAttentionBackend, WinnowDeviceBackend])
-@pytest.mark.parametrize("method", ["forward_decode", "forward_extend", "init_forward_metadata_out_graph"])
+@pytest.mark.parametrize("method", METHODS)
 def test_methods_take_what_sglang_passes(backend: type, method: str) -> None:
     passed = inspect.signature(getattr(AttentionBackend, method)).parameters
     taken = inspect.signature(getattr(backend, method)).parameters

@@ -99,7 +99,7 @@ class WinnowDeviceBackend(AttentionBackend):
         """Note the requests of a batch, before its forward pass and in the order of the passes."""
         self.requests.begin(requests)
         self._states = [request.winnow_state for request in requests]
-        self._slots = [slot_of(request) for request in requests]
+        self._slots = [slot for request in requests if (slot := slot_of(request)) is not None]
         if batch.forward_mode.is_decode():
             self._lengths = batch.seq_lens_cpu.tolist()
             needed = self._decode.needed(self._states, self._lengths)

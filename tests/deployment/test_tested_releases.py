@@ -1,0 +1,41 @@
+"""The releases of SGLang that Winnow says it runs on are those that it was tested on."""
+
+from __future__ import annotations
+
+import tomllib
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from sglang_winnow.sglang_versions.releases import NEWEST, OLDEST
+from tests.deployment.repository import ROOT
+from tests.tested_releases import PAGE, read, table
+
+
+def test_the_page_has_the_record() -> None:
+    assert table(read()) in PAGE.read_text()
+
+
+def test_every_release_from_the_oldest_to_the_newest_was_tested() -> None:
+    releases = [Version(release) for release in read()]
+    assert releases == sorted(releases)
+    assert (releases[0], releases[-1]) == (OLDEST, NEWEST)
+    assert [release.micro for release in releases] == list(range(OLDEST.micro, NEWEST.micro + 1))
+    assert all("start" in of for of in read().values())
+
+
+def test_the_oldest_and_the_newest_were_tested_whole() -> None:
+    record = read()
+    for release in (OLDEST, NEWEST):
+        assert {"cpu", "interpreted"} <= record[str(release)].keys()
+
+
+def test_the_runtime_that_is_installed_is_one_of_them() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [sglang] = [Requirement(line) for line in project["optional-dependencies"]["runtime"]]
+    assert all(sglang.specifier.contains(release) for release in read())
+    assert not any(sglang.specifier.contains(f"0.5.{micro}") for micro in (OLDEST.micro - 1, NEWEST.micro + 1))
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"sglang=={OLDEST}" in pinned
+    assert f"sglang=={NEWEST}" in (ROOT / f"constraints-{NEWEST}.txt").read_text().splitlines()
+    assert f"NEWEST_SGLANG := {NEWEST}\n" in (ROOT / "Makefile").read_text()
