@@ -126,7 +126,12 @@ terminations = _fields(
     }
 )
 valid_policies: st.SearchStrategy[Json] = _fields(
-    {"decode": decode_policies, "prefill": prefill_policies, "early_termination": terminations | st.none()}
+    {
+        "decode": decode_policies,
+        "prefill": prefill_policies,
+        "early_termination": terminations | st.none(),
+        "keep": st.booleans(),
+    }
 )
 
 json_values: st.SearchStrategy[Any] = st.recursive(

@@ -10,13 +10,16 @@ from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 
-def answer(row: Tensor, policy: AttentionPolicy, cached_tokens: int, retracted: int) -> dict[str, Any]:
+def answer(
+    row: Tensor, policy: AttentionPolicy, cached_tokens: int, kept_tokens: int, retracted: int
+) -> dict[str, Any]:
     """Return the ``attention`` object of a finished request.
 
     Args:
         row: float64 [fields], the request's row of the table, on the CPU.
         policy: what the request asked for.
         cached_tokens: tokens of its prompt that the radix cache held.
+        kept_tokens: tokens of its answer whose KV, which is not dense, the radix cache holds from now on.
         retracted: how often the request was retracted and its generated tokens prefilled anew.
     """
     values = row.tolist()
@@ -45,6 +48,7 @@ def answer(row: Tensor, policy: AttentionPolicy, cached_tokens: int, retracted: 
             "kv_read_ratio": ratio(Field.DECODE_READ_BYTES, Field.DECODE_CONTEXT_BYTES),
             "estimated_share": ratio(Field.ESTIMATED_SHARE, Field.ESTIMATES),
             "early_termination": termination,
+            "kept_tokens": kept_tokens if policy.keeps_sparse_answer else None,
         },
         "prefill": {
             "policy": policy.prefill.policy,

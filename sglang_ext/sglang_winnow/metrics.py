@@ -29,6 +29,9 @@ class CounterName:
 UNCACHED_TOKENS: Final = CounterName(
     "uncached_generated_tokens", "Generated tokens whose KV was not kept for later prompts, because it is not dense."
 )
+KEPT_TOKENS: Final = CounterName(
+    "kept_generated_tokens", "Generated tokens whose KV is not dense and was kept for later turns of the same policy."
+)
 REQUESTS: Final = CounterName("requests", "Requests that ended.", ("policy", "outcome"))
 _COST_LABELS: Final = ("phase", "policy", "outcome")
 CONTEXT_TOKENS: Final = CounterName(
@@ -41,7 +44,7 @@ DENSE_BYTES: Final = CounterName(
     _COST_LABELS,
 )
 READ_BYTES: Final = CounterName("read_kv_bytes", "Bytes of KV cache and index that were read.", _COST_LABELS)
-COUNTERS: Final = (UNCACHED_TOKENS, REQUESTS, CONTEXT_TOKENS, ATTENDED_TOKENS, DENSE_BYTES, READ_BYTES)
+COUNTERS: Final = (UNCACHED_TOKENS, KEPT_TOKENS, REQUESTS, CONTEXT_TOKENS, ATTENDED_TOKENS, DENSE_BYTES, READ_BYTES)
 
 
 class Metrics:

@@ -29,6 +29,7 @@ from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model_of
+from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, runs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -132,5 +133,9 @@ HOOKS: Final = (
     Hook("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", _attach_before_queueing, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", _check_before_anything_else, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_after_tokenizing, HookType.AFTER),
-    Hook(f"{_TOKENIZER_MANAGER}._init_req_state", _forget_unused_states, HookType.AFTER),
+    *(
+        []
+        if runs(UNUSED_STATES_REMOVED)
+        else [Hook(f"{_TOKENIZER_MANAGER}._init_req_state", _forget_unused_states, HookType.AFTER)]
+    ),
 )

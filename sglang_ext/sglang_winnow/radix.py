@@ -3,7 +3,8 @@
 - What a sparse prefill wrote lives in a namespace of its policy. There prefixes are compared and kept in whole blocks
   (``block_keys``), and chunks end between blocks (``chunk_ends``): the KV depends neither on load nor on who came
   before.
-- What was generated after or by anything but dense attention is freed when its request ends.
+- What was generated after or by anything but dense attention is freed when its request ends, unless the request asks to
+  keep it: then all of the request lives in a namespace of its whole policy.
 - A policy that observes the end of the prompt gets to compute it, whatever was cached.
 
 All of it is in what the cache is asked, never in how it keeps its tree: SGLang has trees in Python and in Rust.
@@ -18,7 +19,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.block_keys import BlockNamespace, insert_in_blocks, match_in_blocks
 from sglang_winnow.hooks import Hook
-from sglang_winnow.metrics import METRICS, UNCACHED_TOKENS
+from sglang_winnow.metrics import KEPT_TOKENS, METRICS, UNCACHED_TOKENS
 from sglang_winnow.server_information import block_of
 from sglang_winnow.sglang_versions.arguments import attention_backends
 from sglang_winnow.sglang_versions.prefix_cache import Insertion, default_caches, shared_length
@@ -37,8 +38,10 @@ NAMESPACE_PREFIX: Final = "winnow-"
 
 def namespace_of(policy: AttentionPolicy, extra_key: str | None, page_size: int) -> str | None:
     """Return the radix cache's key for a request whose client chose ``extra_key``."""
-    name = policy.prefill_namespace()
-    return extra_key if name is None else BlockNamespace(f"{name}|{extra_key or ''}", block_of(policy, page_size))
+    if (name := policy.namespace()) is None:
+        return extra_key
+    name = f"{name}|{extra_key or ''}"
+    return name if policy.has_dense_prefill else BlockNamespace(name, block_of(policy, page_size))
 
 
 def insertable_length(req: Req, length: int, page_size: int) -> int:
@@ -46,15 +49,19 @@ def insertable_length(req: Req, length: int, page_size: int) -> int:
     state = _state(req)
     if state is None or state.policy.is_dense:
         return length
+    shareable = length if state.policy.keeps_sparse_answer else min(length, state.prompt_length)
     block = block_of(state.policy, page_size)
-    return min(length, max(min(length, state.prompt_length) // block * block, shared_length(req)))
+    return min(length, max(shareable // block * block, shared_length(req)))
 
 
-def count_withheld(req: Req, computed: int, inserted: int) -> None:
-    """Count the generated tokens of a request that ends whose KV nobody will find."""
+def count_answer(req: Req, computed: int, inserted: int) -> None:
+    """Count the generated tokens of a request that ends: those whose KV is kept for later turns, and the others."""
     state = _state(req)
-    if state is not None and not state.policy.is_dense:
-        METRICS.add(UNCACHED_TOKENS, max(0, computed - max(inserted, state.prompt_length)))
+    if state is None or state.policy.is_dense:
+        return
+    state.kept_answer = max(0, inserted - state.prompt_length)
+    METRICS.add(KEPT_TOKENS, state.kept_answer)
+    METRICS.add(UNCACHED_TOKENS, max(0, computed - max(inserted, state.prompt_length)))
 
 
 def limit_prefix(longest: int, req: Req, _input_length: int) -> int:
@@ -86,5 +93,5 @@ HOOKS: Final[tuple[Any, ...]] = (
     Hook("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER),
     Hook(f"{_CACHE}.match_prefix", match_in_blocks, HookType.AROUND),
     Hook(f"{_CACHE}.insert", insert_in_blocks, HookType.AROUND),
-    *Insertion(insertable_length, count_withheld).hooks(),
+    *Insertion(insertable_length, count_answer).hooks(),
 )

@@ -86,7 +86,8 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
     else:
         rows, index = kept
         row = rows[index].cpu()
-    cost = json.dumps(answer(row, policy, req.cached_tokens, req.retraction_count), separators=(",", ":"))
+    told = answer(row, policy, req.cached_tokens, req.winnow_state.kept_answer, req.retraction_count)
+    cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":
         # Its client may be gone.
         logger.info("The attention of request %s until it was aborted: %s", req.rid, cost)

@@ -31,6 +31,7 @@ class RequestState:
         prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
         last_prefill: where the last prefill ended; after a retraction, behind the prompt.
         kept: what its policy keeps of the prompt, from the first prefill on; None for all.
+        kept_answer: generated tokens whose KV was kept for later turns when the request ended.
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
             since the last prefill.
     """
@@ -42,6 +43,7 @@ class RequestState:
     prefilled: int = 0
     last_prefill: int = 0
     kept: PromptSelection | None = None
+    kept_answer: int = 0
     stage: int = -1
 
     @property

@@ -484,6 +484,12 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             "attention.early_termination",
             {"decode": {"policy": "tactic"}},
         ),
+        (
+            {"keep": False},
+            {"decode": {"policy": "tactic"}, "keep": True},
+            "attention.keep",
+            {"decode": {"policy": "tactic"}},
+        ),
     ],
 )
 def test_bounds_refuse_or_clamp(
@@ -523,6 +529,7 @@ def test_a_client_is_told_that_a_bound_lowered_its_sinks() -> None:
             "max_budget": st.integers(16, 4096),
             "max_budget_ratio": st.floats(0.1, 1),
             "early_termination": st.booleans(),
+            "keep": st.booleans(),
         },
     ),
 )

@@ -150,7 +150,7 @@ class Engine:
         self.computed[req].append((start, end))
         ids = list(req.full_untruncated_fill_ids)
         for position, slot in zip(range(start, end), slots.tolist(), strict=True):
-            self.notes[slot] = (self.clients[req], prefilled(req.winnow_state.policy, ids, position, start, end))
+            self._note(slot, req, prefilled(req.winnow_state.policy, ids, position, start, end))
         self._commit(req, end)
 
     def _prefix(self, req: Any, length: int) -> Any:
@@ -179,11 +179,14 @@ class Engine:
             assert slots is not None
             row[length - 1] = slots.int()
             ids = [*req.origin_input_ids, *req.output_ids]
-            dense = req.winnow_state.policy.is_dense
-            note = dense_note(ids, length - 1) if dense else ("generated", id(req), length)
-            self.notes[int(slots)] = (self.clients[req], note)
+            policy = req.winnow_state.policy
+            note = dense_note(ids, length - 1) if policy.is_dense else ("generated", policy, id(req), length)
+            self._note(int(slots), req, note)
             self._commit(req, length)
             req.output_ids.append(length % 5)
+
+    def _note(self, slot: int, req: Any, note: object) -> None:
+        self.notes[slot] = (self.clients[req], _sharing(req.winnow_state.policy), note)
 
     def insert_running(self, req: Any, chunked: bool = False) -> None:
         if runs(CACHE_CHECKPOINTS):
@@ -233,12 +236,21 @@ def prefilled(policy: AttentionPolicy, ids: list[int], position: int, start: int
     first = position // block * block
     last = min(first + block, end)
     # Queries of a block that are in the chunk choose for it together.
-    return (policy.prefill_namespace(), tuple(ids[:last]), max(first, start))
+    return (policy.prefill, tuple(ids[:last]), max(first, start))
 
 
 def alone(policy: AttentionPolicy, prompt: list[int], client: Client = (None, None)) -> list[object]:
     """Return the notes of a prompt on a cold server that prefills it in one piece."""
-    return [(client, prefilled(policy, prompt, position, 0, len(prompt))) for position in range(len(prompt))]
+    notes = (prefilled(policy, prompt, position, 0, len(prompt)) for position in range(len(prompt)))
+    return [(client, _sharing(policy), note) for note in notes]
+
+
+def _sharing(policy: AttentionPolicy) -> AttentionPolicy | None:
+    """Return the policy with which requests share what they decoded sparsely; None if they share with other policies.
+
+    What they prefill afterwards is theirs alone, too: it has attended to it.
+    """
+    return policy if policy.keeps_sparse_answer else None
 
 
 @contextmanager

@@ -215,6 +215,7 @@ def test_the_answer_counts_what_streaming_llm_reads(server: Server) -> None:
         "kv_read_ratio": pytest.approx(68 * len(contexts) / sum(contexts), abs=1e-6),
         "estimated_share": None,
         "early_termination": None,
+        "kept_tokens": None,
     }
     assert attention["prefill"] == {
         "policy": "dense",

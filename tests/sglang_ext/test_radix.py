@@ -24,7 +24,14 @@ QUOKA_WITHOUT_SINKS = parse_policy('{"prefill": {"policy": "quoka", "block": 64,
 QUEST = parse_policy('{"decode": {"policy": "quest"}}')
 SNAPKV = parse_policy('{"decode": {"policy": "snapkv", "observation_window": 32}}')
 TERMINATED = parse_policy('{"early_termination": {}}')
-POLICIES = [DENSE, QUOKA, QUOKA_WIDE, QUEST, SNAPKV, TERMINATED]
+QUEST_KEPT = parse_policy('{"decode": {"policy": "quest"}, "keep": true}')
+QUEST_SMALL_KEPT = parse_policy('{"decode": {"policy": "quest", "budget": 256}, "keep": true}')
+TERMINATED_KEPT = parse_policy('{"decode": {"policy": "quest"}, "early_termination": {}, "keep": true}')
+SNAPKV_KEPT = parse_policy('{"decode": {"policy": "snapkv", "observation_window": 32}, "keep": true}')
+QUOKA_KEPT = parse_policy('{"decode": {"policy": "quest"}, "prefill": {"policy": "quoka", "block": 64}, "keep": true}')
+DENSE_KEPT = parse_policy('{"keep": true}')
+KEPT = [QUEST_KEPT, QUEST_SMALL_KEPT, TERMINATED_KEPT, SNAPKV_KEPT, QUOKA_KEPT]
+POLICIES = [DENSE, QUOKA, QUOKA_WIDE, QUEST, SNAPKV, TERMINATED, *KEPT]
 CLIENTS: list[Client] = [(None, None), (None, "a"), ("b", None), ("b", "a")]
 
 
@@ -78,6 +85,42 @@ def test_tokens_generated_densely_are_kept() -> None:
     engine.end(first)
     assert METRICS.totals()["uncached_generated_tokens_total"] == before
     assert next_turn_cached(engine, DENSE, [*first.origin_input_ids, *first.output_ids]) == 300 // PAGE * PAGE
+
+
+@pytest.mark.parametrize("policy", KEPT)
+def test_an_answer_that_is_kept_is_found_by_later_turns_of_its_policy_alone(policy: AttentionPolicy) -> None:
+    engine = Engine()
+    block = getattr(policy.prefill, "block", PAGE)
+    turn = prompt(50)
+    computed = 0
+    for number in range(8):
+        request = engine.request(turn, policy)
+        cached = engine.prefill(request)
+        longest = min(computed, len(turn) - max(1, policy.decode.observed))
+        assert cached == longest // block * block
+        assert_as_alone(engine, request, len(turn))
+        engine.decode(request, 30)
+        before = METRICS.totals()["kept_generated_tokens_total"]
+        engine.end(request)
+        computed = len(turn) + 30
+        kept = max(0, computed // block * block - len(turn))
+        assert METRICS.totals()["kept_generated_tokens_total"] - before == request.winnow_state.kept_answer == kept
+        turn = [*turn, *request.output_ids, *prompt(20, seed=number)]
+    engine.assert_nothing_lost([])
+    others = {other.namespace(): other for other in POLICIES if other != policy}
+    assert len(others) == len(KEPT) + 2
+    for other in others.values():
+        assert next_turn_cached(engine, other, turn) == 0
+    assert next_turn_cached(engine, policy, turn) > 0
+
+
+def test_a_dense_answer_is_kept_for_everybody_also_if_that_was_asked_for() -> None:
+    engine = Engine()
+    first = engine.request(prompt(200), DENSE_KEPT)
+    engine.prefill(first)
+    engine.decode(first, 100)
+    engine.end(first)
+    assert next_turn_cached(engine, QUEST, [*first.origin_input_ids, *first.output_ids]) == 300 // PAGE * PAGE
 
 
 @pytest.mark.parametrize("policy", [QUEST, TERMINATED])
@@ -208,24 +251,44 @@ def test_kv_depends_neither_on_load_nor_on_who_came_before(actions: list[Any]) -
             # The last is what an idle server has.
             cached = engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
             assert cached <= max(0, len(ids) - max(1, policy.decode.observed))
-            assert engine.notes_of(request, len(ids)) == alone(policy, ids, client)
+            assert_as_alone(engine, request, len(ids))
             engine.decode(request, generated)
             running.append(request)
         elif running:
             request = running.pop(0)
-            own = request.winnow_state.policy
             if action == "retract":
                 engine.retract(request)
                 engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
                 ids = list(request.origin_input_ids)
                 # Its generated tokens are in the last block of its prompt now.
                 whole = len(ids) // block_of(request) * block_of(request)
-                assert engine.notes_of(request, whole) == alone(own, ids, engine.clients[request])[:whole]
+                assert_as_alone(engine, request, whole)
                 running.append(request)
             else:
                 ended = [*request.origin_input_ids, *request.output_ids]
                 (engine.abort if action == "abort" else engine.end)(request)
         engine.assert_nothing_lost(running)
+
+
+def assert_as_alone(engine: Engine, request: Any, count: int) -> None:
+    """Check that the first tokens have the KV of a cold server, or what earlier turns left that are kept.
+
+    These have decoded some, and prefilled the blocks in which their prompts ended without what came behind.
+    """
+    policy, ids = request.winnow_state.policy, list(request.origin_input_ids)
+    pairs = zip(engine.notes_of(request, count), alone(policy, ids, engine.clients[request])[:count], strict=True)
+    for found, expected in pairs:
+        assert found[:2] == expected[:2]
+        assert found[2] == expected[2] or (
+            policy.keeps_sparse_answer and of_earlier_turn(found[2], expected[2], policy)
+        )
+
+
+def of_earlier_turn(found: Any, expected: Any, policy: AttentionPolicy) -> bool:
+    if found[0] == "generated":
+        return bool(found[1] == policy)
+    same_block = found[0] == expected[0] == policy.prefill and found[2] == expected[2]
+    return same_block and found[1] == expected[1][: len(found[1])]
 
 
 def block_of(request: Any) -> int:

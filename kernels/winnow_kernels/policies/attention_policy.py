@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError
@@ -42,11 +43,19 @@ _ROOT: Final = "attention"
 
 
 class AttentionPolicy(Contract):
-    """How one request's attention is computed."""
+    """How one request's attention is computed.
+
+    Attributes:
+        keep: whether the KV of the answer, which is not dense, is kept for later turns with the same policy, which
+            then need not compute it. Such requests share prefixes, prompts too, among themselves alone. A dense answer
+            is kept for everybody, whatever this says.
+    """
 
     decode: DecodePolicy = Dense()
     prefill: PrefillPolicy = DensePrefill()
     early_termination: EarlyTermination | None = None
+    # Left out where it is false: runtimes that do not know it serve all other policies.
+    keep: bool = Field(default=False, exclude_if=operator.not_)
 
     @property
     def is_dense(self) -> bool:
@@ -65,8 +74,18 @@ class AttentionPolicy(Contract):
         """Return 16 hexadecimal digits that tell policies apart."""
         return _digest(self)
 
-    def prefill_namespace(self) -> str | None:
-        """Return the namespace of the KV cache that this prefill policy writes; None for that of dense attention."""
+    @property
+    def keeps_sparse_answer(self) -> bool:
+        """Whether KV that is not dense attention's is kept of what the request generates."""
+        return self.keep and not self.is_dense
+
+    def namespace(self) -> str | None:
+        """Return the namespace of the KV cache that the request reads and writes; None for that of dense attention.
+
+        It is of all that decides the KV which is kept: of the prompt, and of an answer that is to be kept.
+        """
+        if self.keeps_sparse_answer:
+            return f"winnow-kept-{_digest(self)}"
         return None if self.has_dense_prefill else f"winnow-{_digest(self.prefill)}"
 
     def warnings(self) -> list[str]:

@@ -55,6 +55,7 @@ class Bounds(BaseModel):
         min_budget_ratio, max_budget_ratio: of budgets that are a ratio. Where a budget has a bound and a ratio has
             none, a ratio is out of bounds.
         early_termination: whether it may be asked for.
+        keep: whether answers that are not dense may be kept for later turns, in a part of the cache of their own.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
@@ -68,6 +69,7 @@ class Bounds(BaseModel):
     min_budget_ratio: Ratio | None = None
     max_budget_ratio: Ratio | None = None
     early_termination: bool = True
+    keep: bool = True
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -114,6 +116,8 @@ class Bounds(BaseModel):
             yield from self._of_numbers(asked[phase], fields, f"attention.{phase}", parameters.reserved)
         if not self.early_termination and "early_termination" in asked:
             yield _Violation(asked, "attention", "early_termination", "must be absent", None)
+        if not self.keep and policy.keep:
+            yield _Violation(asked, "attention", "keep", "must be absent", None)
 
     def _of_numbers(
         self, part: dict[str, Any], fields: Collection[str], path: str, reserved: int

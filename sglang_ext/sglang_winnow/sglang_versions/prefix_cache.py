@@ -57,11 +57,11 @@ class Insertion:
 
     Attributes:
         insertable: of a request's first tokens that are computed, how many others may share: whole pages.
-        withhold: told of a request that ends how many of its tokens are computed and how many of these are inserted.
+        count: told of a request that ends how many of its tokens are computed, and how many of these are inserted.
     """
 
     insertable: Callable[[Req, int, int], int]
-    withhold: Callable[[Req, int, int], None]
+    count: Callable[[Req, int, int], None]
 
     def hooks(self) -> tuple[Any, ...]:
         """Return the hooks on the running SGLang's cache."""
@@ -79,17 +79,18 @@ class Insertion:
     ) -> None:
         """Insert of a request that runs or ends; it keeps, or SGLang frees, the rest."""
         insertable = self.insertable(req, up_to, cache.page_size)
-        if req.finished():
-            self.withhold(req, up_to, insertable)
-        checkpoint(cache, req, up_to=min(up_to, insertable), **others)
+        if req.finished() and not cache.disable:
+            self.count(req, up_to, _whole_pages(insertable, cache))
+        checkpoint(cache, req, up_to=insertable, **others)
 
     def insert_ended(
         self, insert_req: Callable[..., None], cache: BasePrefixCache, req: Req, *, up_to: int, **others: Any
     ) -> None:
         """Insert of a request that ends; SGLang frees the rest."""
         insertable = self.insertable(req, up_to, cache.page_size)
-        self.withhold(req, up_to, insertable)
-        insert_req(cache, req, up_to=min(up_to, insertable), **others)
+        if not cache.disable:
+            self.count(req, up_to, _whole_pages(insertable, cache))
+        insert_req(cache, req, up_to=insertable, **others)
 
     def insert_or_free(
         self,
@@ -103,11 +104,11 @@ class Insertion:
     ) -> None:
         """Insert of a request that ends, and free the rest."""
         insertable = self.insertable(req, kv_len_to_handle, cache.page_size)
-        inserts = is_insert and not (cache.disable or getattr(cache, "disable_finished_insert", False))
-        if inserts and insertable < _whole_pages(kv_len_to_handle, cache):
-            cache.token_to_kv_pool_allocator.free(_slots(cache, req, insertable, kv_len_to_handle))
-            self.withhold(req, kv_len_to_handle, insertable)
-            kv_len_to_handle = insertable
+        if is_insert and not (cache.disable or getattr(cache, "disable_finished_insert", False)):
+            self.count(req, kv_len_to_handle, _whole_pages(insertable, cache))
+            if insertable < _whole_pages(kv_len_to_handle, cache):
+                cache.token_to_kv_pool_allocator.free(_slots(cache, req, insertable, kv_len_to_handle))
+                kv_len_to_handle = insertable
         cache_finished_req(cache, req, is_insert, kv_len_to_handle=kv_len_to_handle, **others)
 
     def insert_running(

@@ -325,6 +325,6 @@ def block_at(rows: Rows, row: tl.tensor, begin: tl.tensor, place: tl.tensor, sco
     last.
     """
     of_page: tl.constexpr = rows.page_size // _BLOCK
-    number = tl.minimum(begin // _BLOCK + place, scored // _BLOCK - 1)
+    number = tl.minimum(place + begin // _BLOCK, scored // _BLOCK - 1)
     page = tl.load(rows.page_table + row * rows.table_stride + number // of_page)
     return page.to(tl.int64) * of_page + number % of_page

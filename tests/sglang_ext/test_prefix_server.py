@@ -1,0 +1,161 @@
+"""Prefixes on a real server: shared among requests that would have computed the same KV, and with nobody else."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.models import ModelShape
+from tests.runtime import Runtime
+from tests.sglang_ext.conftest import SERVED_MODEL
+
+QUOKA = {"prefill": {"policy": "quoka", "budget": 64, "block": 64}}
+QUOKA_WITHOUT_SINKS = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "sinks": 0}}
+QUEST = {"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}
+QUEST_KEPT = QUEST | {"keep": True}
+# It reads everything, as dense attention does, and is not known to.
+COVERED_KEPT = {"decode": {"policy": "quest", "budget": 4096}, "keep": True}
+SNAPKV_KEPT = {"decode": {"policy": "snapkv", "observation_window": 32, "budget": 64}, "keep": True}
+BOTH_KEPT = QUEST | QUOKA | {"keep": True}
+DENSE: dict[str, Any] = {}
+LENGTH = 600
+IN_PAGES, IN_BLOCKS = 592, 576
+
+
+@pytest.fixture(scope="module")
+def http(small_server: Runtime) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=small_server.url, timeout=60) as client:
+        yield client
+
+
+def prompt(seed: int, length: int = LENGTH) -> list[int]:
+    return random.Random(seed).choices(range(2, ModelShape().vocab_size), k=length)
+
+
+def answer(http: httpx.Client, prompt: list[int], policy: Any, **fields: Any) -> Any:
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling | {"custom_params": {"attention": json.dumps(policy)}}}
+    response = http.post("/generate", json=body | fields | {"return_logprob": True})
+    assert response.status_code == 200, response.text
+    return response.json()["meta_info"]
+
+
+def scores(answer: Any) -> list[float]:
+    return [score for score, _, _ in answer["output_token_logprobs"]]
+
+
+def test_no_request_sees_what_another_policy_wrote(http: httpx.Client) -> None:
+    document = prompt(1)
+    policies = [QUOKA, DENSE, QUOKA_WITHOUT_SINKS, QUEST]
+    alone = [answer(http, document, policy, extra_key=f"alone {policy}") for policy in policies]
+    assert [one["cached_tokens"] for one in alone] == [0] * 4
+    assert len({tuple(scores(one)) for one in alone}) == 4
+    cached = {}
+    for turn in range(3):
+        for index, policy in enumerate(policies):
+            one = answer(http, document, policy)
+            assert scores(one) == pytest.approx(scores(alone[index]), abs=1e-4)
+            cached[turn, index] = one["cached_tokens"]
+    # Quest's prompt is the dense one's.
+    assert [cached[0, index] for index in range(4)] == [0, 0, 0, IN_PAGES]
+    assert [cached[2, index] for index in range(4)] == [IN_BLOCKS, IN_PAGES, IN_BLOCKS, IN_PAGES]
+
+
+def test_a_fork_within_a_block_leaves_both_sides_as_they_were(http: httpx.Client) -> None:
+    document = prompt(2)
+    fork = [*document[:300], *prompt(3, 300)]
+    alone = [answer(http, of, QUOKA, extra_key=f"fork {index}") for index, of in enumerate((document, fork))]
+    for index, of in enumerate((document, fork, document, fork)):
+        one = answer(http, of, QUOKA)
+        assert scores(one) == pytest.approx(scores(alone[index % 2]), abs=1e-4)
+        assert one["cached_tokens"] == [0, 256, IN_BLOCKS, IN_BLOCKS][index]
+
+
+@pytest.mark.parametrize("policy", [DENSE, QUOKA, QUEST], ids=["dense", "quoka", "quest"])
+def test_clients_keys_and_salts_part_the_cache_under_every_policy(http: httpx.Client, policy: Any) -> None:
+    document = prompt(4 + len(json.dumps(policy)))
+    body = {"model": SERVED_MODEL, "prompt": document, "max_tokens": 2, "temperature": 0}
+    body |= {"custom_params": {"attention": json.dumps(policy)}}
+    kept = IN_BLOCKS if policy == QUOKA else IN_PAGES
+    for client in ({}, {"extra_key": "a"}, {"cache_salt": "b"}, {"extra_key": "a", "cache_salt": "b"}):
+        for cached in (0, kept):
+            response = http.post("/v1/completions", json=body | client)
+            assert response.status_code == 200, response.text
+            assert response.json()["attention"]["prefill"]["cached_tokens"] == cached, client
+
+
+def test_what_was_decoded_sparsely_is_computed_again(http: httpx.Client) -> None:
+    document = prompt(5)
+    sampling = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
+    for policy, cached in ((QUEST, IN_PAGES), (DENSE, 688)):
+        custom = {"custom_params": {"attention": json.dumps(policy)}}
+        response = http.post("/generate", json={"input_ids": document, "sampling_params": sampling | custom})
+        turn = [*document, *response.json()["output_ids"], *prompt(6, 20)]
+        assert answer(http, turn, DENSE)["cached_tokens"] == cached
+
+
+def conversation(http: httpx.Client, policy: Any, turns: list[list[int]], key: str) -> list[Any]:
+    """Return the answers to turns; a key that ends with # is another for each of them, so that nothing is found."""
+    return [
+        answer(http, turn, policy, extra_key=f"{key}{number if key.endswith('#') else ''}")
+        for number, turn in enumerate(turns)
+    ]
+
+
+def eight_turns(http: httpx.Client, policy: Any, seed: int) -> list[list[int]]:
+    turns = [prompt(seed, 200)]
+    for number in range(7):
+        one = answer(http, turns[-1], policy, extra_key=f"lead {seed}")
+        generated = [token for _, token, _ in one["output_token_logprobs"]]
+        turns.append([*turns[-1], *generated, *prompt(seed + number, 20)])
+    return turns
+
+
+def test_a_conversation_that_is_kept_is_not_computed_again_and_goes_on_as_without_a_cache(http: httpx.Client) -> None:
+    turns = eight_turns(http, COVERED_KEPT, 20)
+    kept = conversation(http, COVERED_KEPT, turns, "kept")
+    computed = conversation(http, {}, turns, "computed #")
+    for one, other in zip(kept, computed, strict=True):
+        assert scores(one) == pytest.approx(scores(other), abs=1e-4)
+    # With overlap scheduling, the KV of the last token is computed too.
+    assert [one["cached_tokens"] for one in kept] == [0, *((len(turn) + 12) // 16 * 16 for turn in turns[:-1])]
+    assert [one["cached_tokens"] for one in computed] == [0] * 8
+    of_answers = [one["attention"]["decode"]["kept_tokens"] for one in kept]
+    assert of_answers == [(len(turn) + 12) // 16 * 16 - len(turn) for turn in turns]
+    assert computed[0]["attention"]["decode"]["kept_tokens"] is None
+
+
+@pytest.mark.parametrize("policy", [QUEST_KEPT, SNAPKV_KEPT, BOTH_KEPT], ids=["quest", "snapkv", "quest and quoka"])
+def test_a_sparse_conversation_that_is_kept_is_the_same_each_time(http: httpx.Client, policy: Any) -> None:
+    seed = 40 + len(json.dumps(policy))
+    turns = eight_turns(http, policy, seed)
+    first, second = (conversation(http, policy, turns, key) for key in ("first", "second"))
+    for one, other in zip(first, second, strict=True):
+        assert scores(one) == pytest.approx(scores(other), abs=1e-4)
+        assert one["cached_tokens"] == other["cached_tokens"]
+    step = 64 if policy == BOTH_KEPT else 16
+    window = 32 if policy == SNAPKV_KEPT else 1
+    ends = [min(len(before) + 12, len(turn) - window) for before, turn in pairwise(turns)]
+    assert [one["cached_tokens"] for one in first] == [0, *(end // step * step for end in ends)]
+
+
+def test_nobody_else_finds_what_was_kept(http: httpx.Client) -> None:
+    turn = eight_turns(http, QUEST_KEPT, 60)[-1]
+    others = [
+        DENSE,
+        QUOKA,
+        BOTH_KEPT,
+        SNAPKV_KEPT,
+        {"decode": QUEST["decode"] | {"budget": 80}, "keep": True},
+        QUEST_KEPT | {"early_termination": {}},
+    ]
+    assert [answer(http, turn, policy, extra_key="lead 60")["cached_tokens"] for policy in others] == [0] * 6
+    assert answer(http, turn, QUEST, extra_key="lead 60")["cached_tokens"] == (len(turn) - 1) // 16 * 16
+    assert answer(http, turn, QUEST_KEPT, extra_key="lead 61")["cached_tokens"] == 0
+    assert answer(http, turn, QUEST_KEPT, extra_key="lead 60")["cached_tokens"] > 0
