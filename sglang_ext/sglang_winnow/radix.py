@@ -22,7 +22,7 @@ from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import KEPT_TOKENS, METRICS, UNCACHED_TOKENS
 from sglang_winnow.server_information import block_of
 from sglang_winnow.sglang_versions.arguments import attention_backends
-from sglang_winnow.sglang_versions.prefix_cache import Insertion, default_caches, shared_length
+from sglang_winnow.sglang_versions.prefix_cache import Insertion, default_caches, hooks_on_keys, shared_length
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
@@ -87,11 +87,9 @@ def _state(req: Req) -> RequestState | None:
     return getattr(req, "winnow_state", None)
 
 
-_CACHE: Final = default_caches()[0]
 HOOKS: Final[tuple[Any, ...]] = (
     Hook("sglang.srt.mem_cache.registry.create_tree_cache", require_served_cache, HookType.AFTER),
     Hook("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER),
-    Hook(f"{_CACHE}.match_prefix", match_in_blocks, HookType.AROUND),
-    Hook(f"{_CACHE}.insert", insert_in_blocks, HookType.AROUND),
+    *hooks_on_keys(match_in_blocks, insert_in_blocks),
     *Insertion(insertable_length, count_answer).hooks(),
 )

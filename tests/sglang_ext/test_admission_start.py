@@ -30,7 +30,7 @@ NOT_APPLIED_IN_SCHEDULER = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
-HookRegistry._patched -= {name for name in HookRegistry._patched if ".match_prefix" in name}
+HookRegistry._patched -= {name for name in HookRegistry._patched if name.endswith("Cache.insert")}
 from sglang.srt.managers.scheduler import Scheduler
 Scheduler.__init__(None)
 """
@@ -75,7 +75,7 @@ def assert_ends(
     [
         (NO_SUCH_TARGET, "this version of SGLang has no sglang.srt.utils.no_such_function to hook"),
         (NOT_APPLIED, "SGLang did not apply a hook to sglang.srt.managers.tokenizer_manager.TokenizerManager."),
-        (NOT_APPLIED_IN_SCHEDULER, f"SGLang did not apply a hook to {default_caches()[0]}.match_prefix"),
+        (NOT_APPLIED_IN_SCHEDULER, f"SGLang did not apply a hook to {default_caches()[0]}.insert"),
         (TOKENIZER_WORKERS, "--tokenizer-worker-num must be 1"),
     ],
 )

@@ -200,8 +200,8 @@ def test_sparse_tokens_are_not_kept_for_the_next_turn(server: Server) -> None:
         opening = [7 if policy else 8, *first]
         before = server.uncached_tokens()
         answer = server.post("/generate", body(opening, policy, 100))
-        # With overlap scheduling, the KV of the last token is computed too.
-        assert server.uncached_tokens() - before == (0 if policy is None else 100)
+        # With overlap scheduling, the KV of the last token is computed too; later releases do not tell the cache of it.
+        assert server.uncached_tokens() - before in ((0,) if policy is None else (99, 100))
         turn = [*opening, *answer["output_ids"], *prompt(10, 41)]
         assert server.post("/generate", body(turn, policy))["meta_info"]["cached_tokens"] == cached
 

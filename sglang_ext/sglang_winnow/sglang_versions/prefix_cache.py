@@ -25,7 +25,7 @@ from sglang_winnow.sglang_versions.requests import slot_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertResult, MatchResult
 
 _MODULES: Final = "sglang.srt.mem_cache"
 CACHES: Final[dict[Version, tuple[str, ...]]] = {
@@ -39,6 +39,19 @@ CACHES: Final[dict[Version, tuple[str, ...]]] = {
 def default_caches(running: Version = RUNNING) -> tuple[str, ...]:
     """Return the dotted names of the classes that a release chooses by itself: with a prefix cache, and without."""
     return next(names for release, names in reversed(CACHES.items()) if release <= running)
+
+
+# What looks a key up in the tree; ``checkpoint`` too calls it, past ``match_prefix``.
+_MATCH: Final = "_match_tree" if runs(CACHE_CHECKPOINTS) else "match_prefix"
+
+
+def hooks_on_keys(match: Callable[..., MatchResult], insert: Callable[..., InsertResult]) -> tuple[Any, ...]:
+    """Return hooks around all that the running SGLang's cache looks up, and all that it inserts."""
+    cache = default_caches()[0]
+    return (
+        Hook(f"{cache}.{_MATCH}", match, HookType.AROUND),
+        Hook(f"{cache}.insert", insert, HookType.AROUND),
+    )
 
 
 def matched_length(result: MatchResult) -> int:

@@ -32,6 +32,8 @@ PARALLELISM_IN_CONTEXT: Final = Version("0.5.21")
 ATTENTION_DATA_SIZE: Final = Version("0.5.22")
 # Finished and unfinished requests enter the prefix cache by ``checkpoint``; a request's tokens are in its row alone.
 CACHE_CHECKPOINTS: Final = Version("0.5.22")
+# SGLang checks the types in a native body (``api_contract``) before hooks see the request.
+NATIVE_CONTRACT: Final = Version("0.5.22")
 # SGLang removes the states that it makes of a request's samples and does not use.
 UNUSED_STATES_REMOVED: Final = Version("0.5.22")
 
