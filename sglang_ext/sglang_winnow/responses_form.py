@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _DATA: Final = "\ndata: "
-_COMPLETED: Final = "event: response.completed\n"
+# What answers end with; until 0.5.19 one whose tokens were used up was called completed, too.
+_LAST_EVENTS: Final = tuple(f"event: response.{status}\n" for status in ("completed", "incomplete", "failed"))
 
 
 async def create_response(
@@ -101,13 +102,13 @@ async def stream_response(
     events = responses_stream_generator(serving, request, sampling_params, noted(), *arguments, **options)
     async with aclosing(events) as stream:  # type: ignore[type-var]
         async for event in stream:
-            if event.startswith(_COMPLETED) and (cost := _cost(context)) is not None:
+            if event.startswith(_LAST_EVENTS) and (cost := _cost(context)) is not None:
                 head, data = event.split(_DATA, 1)
-                completed = json.loads(data)
-                completed["response"][KEY] = cost
-                if (stored := serving.response_store.get(completed["response"]["id"])) is not None:
+                last = json.loads(data)
+                last["response"][KEY] = cost
+                if (stored := serving.response_store.get(last["response"]["id"])) is not None:
                     await _keep(serving, with_cost(stored, cost))
-                yield f"{head}{_DATA}{json.dumps(completed, separators=(',', ':'))}\n\n"
+                yield f"{head}{_DATA}{json.dumps(last, separators=(',', ':'))}\n\n"
             else:
                 yield event
 

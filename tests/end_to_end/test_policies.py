@@ -98,8 +98,10 @@ def test_their_streams_end_with_what_it_cost(client: openai.OpenAI, deployment: 
         model="needle", input="hello", max_output_tokens=8, stream=True, extra_body=asked
     ) as stream:
         received = list(stream)
-    assert received[-1].type == "response.completed"
-    assert (received[-1].response.model_extra or {})["attention"]["decode"]["policy"] == "quest"
+    last = received[-1]
+    # Until 0.5.19 SGLang calls an answer completed whose tokens are used up.
+    assert last.type in ("response.completed", "response.incomplete")
+    assert (last.response.model_extra or {})["attention"]["decode"]["policy"] == "quest"
     body = {"model": "needle", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "stream": True}
     with httpx.stream("POST", f"{deployment.address}/v1/messages", json=body | asked, timeout=280) as response:
         lines = [line for line in response.iter_lines() if line]
