@@ -38,6 +38,7 @@ from benchmarks.kernels.tables import (
     stopping_table,
     summary_table,
 )
+from benchmarks.options_table import options_table
 from benchmarks.policy_table import policies_table
 from benchmarks.serving.overhead.beside_table import service_table
 from benchmarks.serving.overhead.table import overhead_table
@@ -46,7 +47,7 @@ from benchmarks.serving.tables import growth_table, ranks_table, serve_table, se
 _DOCS: Final = REPOSITORY / "docs"
 DOCUMENTS: Final = (
     REPOSITORY / "README.md",
-    *(_DOCS / name for name in ("policies.md", "measurements.md", "load-tests.md")),
+    *(_DOCS / name for name in ("policies.md", "measurements.md", "load-tests.md", "running.md")),
 )
 _PLACE: Final = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
@@ -117,6 +118,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
     "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
     "policies": ("../../docs/policy.schema.json", policies_table),
+    "options": ("../../sglang_ext/sglang_winnow/server_options.py", options_table),
     "overview": ("fidelity.json", fidelity_tables.overview_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
-from sglang_winnow.server_information import PARAMETER, ServedModel
+from sglang_winnow.server_information import PARAMETER, ServedModel, served_model_of
+from sglang_winnow.sglang_versions.arguments import resolved
 from sglang_winnow.sglang_versions.request_fields import present
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy
@@ -23,6 +24,7 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 # One body may ask for so many sequences: prompts times samples of each.
 MAX_SEQUENCES = 4096
@@ -165,6 +167,16 @@ def check_request(request: GenerateReqInput, limits: Limits) -> None:
         )
 
 
+def check_custom_params(custom: Any, limits: Limits) -> None:
+    """Check ``custom_params`` by themselves, where a form of SGLang's cannot answer with an error later.
+
+    Raises:
+        ValueError: they are not what SGLang carries, or have a policy that cannot be served.
+    """
+    _validate("", SamplingParameters, {"custom_params": custom}, limits)
+    limits.model.policy_of(custom)
+
+
 def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
     """Check a prompt as the model will read it, whether it came as text or as ids; ValueError if it is wrong."""
     if not token_ids:
@@ -194,6 +206,26 @@ def attach_policy(req: Req, model: ServedModel) -> None:
     if model.has_policies:
         req.winnow_state = RequestState(policy, len(req.origin_input_ids))
         req.extra_key = namespace_of(policy, req.extra_key, model.page_size)
+
+
+def limits_of(manager: TokenizerManager) -> Limits:
+    """Return what the model and the command line of a server allow."""
+    arguments = resolved(manager.server_args)
+    return Limits(
+        vocab_size=manager.model_config.vocab_size,
+        model=served_model_of(manager),
+        metric_labels=frozenset(arguments.tokenizer_metrics_allowed_custom_labels or ()),
+        multi_item_scoring=bool(arguments.enable_mis),
+        multimodal=bool(manager.model_config.is_multimodal),
+        later_parameters=_later_parameters(),
+    )
+
+
+@cache
+def _later_parameters() -> frozenset[str]:
+    from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: PLC0415
+
+    return frozenset(SamplingParams.__struct_fields__) - SamplingParameters.model_fields.keys()
 
 
 def _check_unsupported(request: GenerateReqInput, limits: Limits) -> None:

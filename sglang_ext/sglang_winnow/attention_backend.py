@@ -12,10 +12,11 @@ from torch import Tensor
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
 from sglang_winnow.key_bits import index_settings
+from sglang_winnow.mixed_plan import MixedPlan
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestTable
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
 
@@ -44,11 +45,18 @@ class WinnowAttentionBackend(AttentionBackend):
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics)
-        self._plan: DecodePlan | PrefillPlan | None = None
+        self._plan: DecodePlan | PrefillPlan | MixedPlan | None = None
+        self._decoding = 0
 
-    def note(self, requests: Sequence[Req], _batch: ForwardBatch) -> None:
-        """Note the requests of a batch, before its forward pass and in the order of the passes."""
+    def note(self, requests: Sequence[Req], _batch: ForwardBatch, decoding: int) -> None:
+        """Note the requests of a batch, before its forward pass and in the order of the passes.
+
+        Args:
+            requests: in the order of their rows.
+            decoding: how many of them, the last ones, decode in a pass in which others are prefilled.
+        """
         self.requests.begin(requests)
+        self._decoding = decoding
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass."""
@@ -58,27 +66,16 @@ class WinnowAttentionBackend(AttentionBackend):
             return
         self.indexes.generations.written(forward_batch.out_cache_loc)
         context = context_of(forward_batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
-        states = [self.requests[slot] for slot in forward_batch.req_pool_indices.tolist()]
+        rows = range(forward_batch.batch_size)
         if mode.is_decode():
-            self._plan = DecodePlan(
-                context,
-                forward_batch.seq_lens_cpu.tolist(),
-                forward_batch.req_pool_indices,
-                states,
-                self._scale,
-                self.indexes,
-                self.statistics,
+            self._plan = self._decode(forward_batch, context, rows)
+        elif mode.is_mixed():
+            first = len(rows) - self._decoding
+            self._plan = MixedPlan(
+                self._prefill(forward_batch, context, rows[:first]), self._decode(forward_batch, context, rows[first:])
             )
         else:
-            self._plan = PrefillPlan(
-                context,
-                forward_batch.req_pool_indices,
-                states,
-                forward_batch.extend_prefix_lens_cpu,
-                forward_batch.extend_seq_lens_cpu,
-                self.indexes,
-                self.statistics,
-            )
+            self._plan = self._prefill(forward_batch, context, rows)
 
     def forward_decode(
         self,
@@ -105,12 +102,12 @@ class WinnowAttentionBackend(AttentionBackend):
         **_: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
-        assert isinstance(self._plan, PrefillPlan)
+        assert isinstance(self._plan, PrefillPlan | MixedPlan)
         return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache)
 
     def _forward(
         self,
-        plan: DecodePlan | PrefillPlan,
+        plan: DecodePlan | PrefillPlan | MixedPlan,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
@@ -127,6 +124,30 @@ class WinnowAttentionBackend(AttentionBackend):
         if layer.layer_id == self._last_layer:
             plan.finish()
         return output.flatten(1)
+
+    def _decode(self, batch: ForwardBatch, context: Context, rows: range) -> DecodePlan:
+        slots = batch.req_pool_indices[rows.start : rows.stop]
+        return DecodePlan(
+            context if len(rows) == context.requests else context.rows(list(rows)),
+            batch.seq_lens_cpu[rows.start : rows.stop].tolist(),
+            slots,
+            [self.requests[slot] for slot in slots.tolist()],
+            self._scale,
+            self.indexes,
+            self.statistics,
+        )
+
+    def _prefill(self, batch: ForwardBatch, context: Context, rows: range) -> PrefillPlan:
+        slots = batch.req_pool_indices[rows.start : rows.stop]
+        return PrefillPlan(
+            context if len(rows) == context.requests else context.rows(list(rows)),
+            slots,
+            [self.requests[slot] for slot in slots.tolist()],
+            batch.extend_prefix_lens_cpu[rows.start : rows.stop],
+            batch.extend_seq_lens_cpu[rows.start : rows.stop],
+            self.indexes,
+            self.statistics,
+        )
 
     def _cache(self, layer: int) -> LayerCache:
         return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer))

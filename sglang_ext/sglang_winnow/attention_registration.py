@@ -57,7 +57,15 @@ def _note_requests(
     forward_batch: ForwardBatch, _class: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: Any
 ) -> None:
     if resolved(model_runner.server_args).attention_backend == NAME and batch.reqs:
-        model_runner.attn_backend.note(batch.reqs, forward_batch)
+        decoding = len(batch.decoding_reqs) if forward_batch.forward_mode.is_mixed() else 0
+        model_runner.attn_backend.note(batch.reqs, forward_batch, decoding)
+
+
+def _place_decoding_rows(_nothing: None, batch: ScheduleBatch, running: ScheduleBatch, *_: Any) -> None:
+    # Until 0.5.18 SGLang counts generated tokens instead, of which the newest are known one pass later or, after a
+    # prefill that is not mixed, are known by now: positions would be off by one.
+    decoding = len(running.reqs)
+    batch.prefix_lens[-decoding:] = [length - 1 for length in running.seq_lens_cpu.tolist()]
 
 
 def _is_chosen(arguments: ServerArgs) -> bool:
@@ -98,6 +106,7 @@ def _without_triton(supports: Any, backend: str) -> bool:
 HOOKS: Final = (
     Hook(target("resolve the attention backend"), _fill_in_arguments, HookType.AFTER),
     Hook(target("plan to size the KV cache after graphs"), _sized_before_capture, HookType.AROUND),
+    Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running", _place_decoding_rows, HookType.AFTER),
     Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _note_requests, HookType.AFTER),
     *(
         Hook(f"sglang.srt.{module}.support_triton", _without_triton, HookType.AROUND)

@@ -5,7 +5,6 @@ No request stops the server or stays in it.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,21 +13,22 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow import (
     attention_registration,
     chunk_ends,
+    messages_form,
     metrics,
     openai_forms,
     radix,
     reporting,
+    responses_form,
     server_information,
+    server_options,
 )
-from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
+from sglang_winnow.admission import attach_policy, check_request, check_tokens, limits_of
 from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
-from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.served_policies import served_policies
-from sglang_winnow.server_information import ServedModel, served_model
-from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.server_information import served_model_of
 from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, runs
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _check_before_anything_else(
     if not isinstance(request, GenerateReqInput):
         return
     try:
-        check_request(request, _limits(manager))
+        check_request(request, limits_of(manager))
     except ValueError:
         # When a native stream ends, SGLang aborts the request that it was for: it must find one that was never sent.
         request.rid, request.is_single = None, True
@@ -98,7 +98,7 @@ def _forget_unused_states(
 def _attach_before_queueing(scheduler: Scheduler, req: Req, *_: object, **__: object) -> None:
     # A retracted request comes here again.
     if not req.retraction_count:
-        attach_policy(req, _served_model(scheduler))
+        attach_policy(req, served_model_of(scheduler))
 
 
 def _hide_keys(shown: str, arguments: ServerArgs) -> str:
@@ -107,34 +107,6 @@ def _hide_keys(shown: str, arguments: ServerArgs) -> str:
         if (secret := getattr(arguments, name)) is not None:
             shown = shown.replace(f"{name}={secret!r}", f"{name}='***'")
     return shown
-
-
-def _served_model(part: TokenizerManager | Scheduler) -> ServedModel:
-    """Return the model that a part of SGLang serves; looked up once."""
-    try:
-        return part.winnow_model
-    except AttributeError:
-        part.winnow_model = served_model(part.server_args, part.model_config)
-        return part.winnow_model
-
-
-@cache
-def _later_parameters() -> frozenset[str]:
-    from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: PLC0415
-
-    return frozenset(SamplingParams.__struct_fields__) - SamplingParameters.model_fields.keys()
-
-
-def _limits(manager: TokenizerManager) -> Limits:
-    arguments = resolved(manager.server_args)
-    return Limits(
-        vocab_size=manager.model_config.vocab_size,
-        model=_served_model(manager),
-        metric_labels=frozenset(arguments.tokenizer_metrics_allowed_custom_labels or ()),
-        multi_item_scoring=bool(arguments.enable_mis),
-        multimodal=bool(manager.model_config.is_multimodal),
-        later_parameters=_later_parameters(),
-    )
 
 
 def _hooks_on_cuda() -> tuple[Hook, ...]:
@@ -150,10 +122,13 @@ HOOKS: Final = (
     *attention_registration.HOOKS,
     *metrics.HOOKS,
     *server_information.HOOKS,
+    *server_options.HOOKS,
     *radix.HOOKS,
     *chunk_ends.HOOKS,
     *reporting.HOOKS,
     *openai_forms.HOOKS,
+    *responses_form.HOOKS,
+    *messages_form.HOOKS,
     Hook("sglang.srt.server_args.ServerArgs.__repr__", _hide_keys, HookType.AFTER),
     Hook("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", _attach_before_queueing, HookType.BEFORE),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", _check_before_anything_else, HookType.BEFORE),

@@ -1,8 +1,7 @@
-"""What the attention backend cannot serve, found out at start."""
+"""What of a model the attention backend cannot serve, found out at start."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.served_policies import served_policies
-from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.policies.declarations import DECLARATIONS
 from winnow_kernels.policies.registry import POLICIES_SETTING
@@ -26,7 +24,7 @@ KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def refuse_what_is_not_served(runner: ModelRunner) -> None:
-    """Raise SystemExit with one sentence that names what of the model or the command line is not served."""
+    """Raise SystemExit with one sentence that names what is not served."""
     for reason in _reasons(runner):
         raise SystemExit(
             f"Winnow: the server does not start, because --attention-backend winnow does not serve {reason}."
@@ -41,7 +39,6 @@ def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
 
 def _reasons(runner: ModelRunner) -> Iterator[str]:
     yield from _reasons_in_model(runner)
-    yield from _reasons_in_arguments(runner)
     if torch.cuda.is_available():
         yield from _reasons_on_cuda(runner)
     yield from _reasons_of_indexes(runner)
@@ -98,34 +95,3 @@ def _reasons_of_indexes(runner: ModelRunner) -> Iterator[str]:
         index = DECLARATIONS[name].index
         if index is not None and (unfit := index.unfit(head_dim, runner.page_size)) is not None:
             yield f"{unfit} with {name} (leave it out of {POLICIES_SETTING})"
-
-
-def _reasons_in_arguments(runner: ModelRunner) -> Iterator[str]:
-    arguments = resolved(runner.server_args)
-    refused = {
-        "speculative decoding (--speculative-algorithm)": arguments.speculative_algorithm is not None,
-        "mixed chunks (--enable-mixed-chunk)": arguments.enable_mixed_chunk,
-        "the hierarchical cache (--enable-hierarchical-cache)": arguments.enable_hierarchical_cache,
-        "LMCache (--enable-lmcache)": arguments.enable_lmcache,
-        "another radix cache (--radix-cache-backend)": arguments.radix_cache_backend is not None,
-        "streaming sessions (--enable-streaming-session)": arguments.enable_streaming_session,
-        "prefill-decode disaggregation (--disaggregation-mode)": arguments.disaggregation_mode != "null",
-        "prefill-decode multiplexing (--enable-pdmux)": arguments.enable_pdmux,
-        "two-batch overlap (--enable-two-batch-overlap)": arguments.enable_two_batch_overlap,
-        "tensor parallelism on CPUs (--tensor-parallel-size)": arguments.tp_size > 1 and not _runs_triton(),
-        "pipeline parallelism (--pipeline-parallel-size)": arguments.pp_size > 1,
-        "data-parallel attention (--enable-dp-attention)": splits_attention_by_data(runner.server_args),
-        "data parallelism (--data-parallel-size)": arguments.dp_size > 1,
-        "context parallelism (--attention-context-parallel-size)": arguments.attn_cp_size > 1,
-        "context parallelism in decode (--decode-context-parallel-size)": arguments.dcp_size > 1,
-        "another backend for prefill or decode than for the rest": any(
-            backend not in (None, "winnow")
-            for backend in (arguments.prefill_attention_backend, arguments.decode_attention_backend)
-        ),
-    }
-    yield from (reason for reason, present in refused.items() if present)
-
-
-def _runs_triton() -> bool:
-    # In tests, in its interpreter.
-    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"

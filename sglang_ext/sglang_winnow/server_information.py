@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
 
 # Where a policy travels in ``sampling_params.custom_params``: as JSON text, the one form that every transport carries.
@@ -128,6 +129,15 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         decode_policies=served_policies(),
         key_bits=index_settings().key_bits,
     )
+
+
+def served_model_of(part: TokenizerManager | Scheduler) -> ServedModel:
+    """Return the model that a part of SGLang serves; looked up once."""
+    try:
+        return part.winnow_model
+    except AttributeError:
+        part.winnow_model = served_model(part.server_args, part.model_config)
+        return part.winnow_model
 
 
 def _sliding_layers(config: ModelConfig) -> frozenset[int]:

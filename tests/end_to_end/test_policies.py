@@ -66,6 +66,50 @@ def test_a_stream_ends_with_what_it_cost(client: openai.OpenAI) -> None:
     assert [cost["decode"]["policy"] for cost in costs] == ["quest"]
 
 
+def test_responses_and_messages_find_the_answer_and_say_what_it_cost(
+    client: openai.OpenAI, deployment: Deployment
+) -> None:
+    sample = TASKS["niah_multikey_1"].make(random.Random(2), WORDS)
+    asked = {"attention": SPARSE["quest"]}
+    response = client.responses.create(
+        model="needle", input=sample.prompt, temperature=0, max_output_tokens=32, extra_body=asked
+    )
+    assert response.output_text == sample.questions[0].answer
+    message = httpx.post(
+        f"{deployment.address}/v1/messages",
+        json={
+            "model": "needle",
+            "messages": [{"role": "user", "content": sample.prompt}],
+            "temperature": 0,
+            "max_tokens": 32,
+        }
+        | asked,
+        timeout=280,
+    ).json()
+    assert message["content"][0]["text"] == sample.questions[0].answer
+    for cost in ((response.model_extra or {})["attention"], message["attention"]):
+        assert cost["decode"]["policy"] == "quest"
+        assert cost["decode"]["attended_ratio"] < 0.8
+
+
+def test_their_streams_end_with_what_it_cost(client: openai.OpenAI, deployment: Deployment) -> None:
+    asked = {"attention": SPARSE["quest"]}
+    with client.responses.create(
+        model="needle", input="hello", max_output_tokens=8, stream=True, extra_body=asked
+    ) as stream:
+        received = list(stream)
+    last = received[-1]
+    # Until 0.5.19 SGLang calls an answer completed whose tokens are used up.
+    assert last.type in ("response.completed", "response.incomplete")
+    assert (last.response.model_extra or {})["attention"]["decode"]["policy"] == "quest"
+    body = {"model": "needle", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "stream": True}
+    with httpx.stream("POST", f"{deployment.address}/v1/messages", json=body | asked, timeout=280) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-2] == "event: message_stop"
+    costs = [cost for line in lines if line.startswith("data: ") and (cost := json.loads(line[6:]).get("attention"))]
+    assert [cost["decode"]["policy"] for cost in costs] == ["quest"]
+
+
 def test_a_policy_that_the_model_cannot_serve_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match=r"attention\.decode\.delta_layers: .*at most 11"):
         client.chat.completions.create(

@@ -175,6 +175,20 @@ def test_a_page_that_is_written_anew_gets_new_bounds() -> None:
         assert positions_of(selection, context, 0, head) == expected
 
 
+def test_a_page_that_is_filled_beside_the_forward_pass_keeps_old_bounds() -> None:
+    """Why servers whose pages come back from the host, or from another server, are refused."""
+    cache, context = random_cache(SLOTS, 2, DIM), scattered_context([64], SLOTS)
+    bounds = _bounds(cache, 16)
+    parameters = [quest_parameters(32, 0)]
+    QuestStep(context, SCALE, None, parameters, bounds)
+    filled = context.slots[0, 16:32]
+    cache.keys[filled] = 3 * cache.keys[filled].flip(0)
+    assert QuestStep(context, SCALE, None, parameters, bounds).index_built_tokens == [0]
+    page = filled[:1] // 16
+    now = bounds.page_keys(cache, page)[0]
+    assert (now.amax(0) > bounds.bounds[0][page[0], :, :DIM]).any()
+
+
 def test_no_key_scores_above_its_pages_upper_score() -> None:
     cache, context = random_cache(SLOTS, 2, DIM), scattered_context([160], SLOTS)
     bounds = _bounds(cache, 16)

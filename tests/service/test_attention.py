@@ -25,7 +25,7 @@ from winnow_service.policies.presets import PRESETS
 from winnow_service.proxy.attention_field import place_policies, read_policies
 from winnow_service.proxy.body import Form
 
-ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
+ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 OPENAI_ROUTES = ROUTES[1:]
 QUEST = {"decode": {"policy": "quest", "budget": 512}}
 TACTIC = {"decode": {"policy": "tactic"}}

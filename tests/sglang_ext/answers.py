@@ -51,6 +51,20 @@ def equal_steps(answer: Any, expected: Any, tolerance: float) -> int:
     return len(wanted)
 
 
+def equal_tokens(answer: Any, expected: Any, tolerance: float) -> int:
+    """Return for how many tokens ``answer``, which has no log-probabilities, follows ``expected``, which has them.
+
+    Raises:
+        AssertionError: they part where two tokens were not about equally likely.
+    """
+    wanted = steps(expected)
+    for i, (token, theirs) in enumerate(zip(answer["output_ids"], wanted, strict=True)):
+        if token != theirs.token:
+            assert theirs.gap < tolerance, (i, token, theirs)
+            return i
+    return len(wanted)
+
+
 def prompt_of(length: int, seed: int, vocabulary: int) -> list[int]:
     """Return a prompt that is the same for the same ``seed``."""
     return random.Random(seed).choices(range(2, vocabulary), k=length)

@@ -1,8 +1,7 @@
-"""What the attention backend does not serve ends the start, with one sentence that names it."""
+"""What of a model the attention backend does not serve ends the start, with one sentence that names it."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,32 +13,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import nn
 
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
-from tests.models import ModelShape, write_model
-from tests.runtime import runtime_server
 from winnow_kernels.policies.registry import POLICIES_SETTING
 
 SENTENCE = "Winnow: the server does not start, because --attention-backend winnow does not serve {}."
 
-SERVED_ARGUMENTS: dict[str, Any] = {
-    "speculative_algorithm": None,
-    "enable_mixed_chunk": False,
-    "enable_hierarchical_cache": False,
-    "enable_lmcache": False,
-    "radix_cache_backend": None,
-    "enable_streaming_session": False,
-    "disaggregation_mode": "null",
-    "enable_pdmux": False,
-    "enable_two_batch_overlap": False,
-    "tp_size": 1,
-    "pp_size": 1,
-    "dp_size": 1,
-    "attn_cp_size": 1,
-    "dcp_size": 1,
-    "enable_dp_attention": False,
-    "attn_dp_size": 1,
-    "prefill_attention_backend": None,
-    "decode_attention_backend": None,
-}
 SERVED_MODEL: dict[str, Any] = {
     "attention_arch": AttentionArch.MHA,
     "is_encoder_decoder": False,
@@ -62,7 +39,6 @@ def pool(kind: type[object] = MHATokenToKVPool, dtype: torch.dtype = torch.float
 
 def runner(
     *layers: nn.Module,
-    arguments: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     cache: Any = None,
     page_size: int = 16,
@@ -71,7 +47,6 @@ def runner(
     return SimpleNamespace(
         model=nn.ModuleList(layers or [layer(0), layer(1)]),
         model_config=SimpleNamespace(**SERVED_MODEL | (config or {})),
-        server_args=SimpleNamespace(**SERVED_ARGUMENTS | (arguments or {})),
         token_to_kv_pool=cache or pool(),
         page_size=page_size,
     )
@@ -90,7 +65,6 @@ def assert_refused(refused: Any, reason: str) -> None:
         runner(layer(0, sliding_window_size=128), layer(1)),
         runner(cache=pool(dtype=torch.bfloat16)),
         runner(cache=pool(dtype=torch.float16)),
-        runner(arguments={"prefill_attention_backend": "winnow", "decode_attention_backend": "winnow"}),
     ],
 )
 def test_what_is_served_is_not_refused(served: Any) -> None:
@@ -131,42 +105,6 @@ def test_indexes(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(POLICIES_SETTING, raising=False)
     assert_refused(refused, reason)
     monkeypatch.setenv(POLICIES_SETTING, "quest,sparq")
-    refuse_what_is_not_served(refused)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"speculative_algorithm": "EAGLE"}, "speculative decoding (--speculative-algorithm)"),
-        ({"enable_mixed_chunk": True}, "mixed chunks (--enable-mixed-chunk)"),
-        ({"enable_hierarchical_cache": True}, "the hierarchical cache (--enable-hierarchical-cache)"),
-        ({"enable_lmcache": True}, "LMCache (--enable-lmcache)"),
-        ({"radix_cache_backend": "cpp"}, "another radix cache (--radix-cache-backend)"),
-        ({"enable_streaming_session": True}, "streaming sessions (--enable-streaming-session)"),
-        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation (--disaggregation-mode)"),
-        ({"enable_pdmux": True}, "prefill-decode multiplexing (--enable-pdmux)"),
-        ({"enable_two_batch_overlap": True}, "two-batch overlap (--enable-two-batch-overlap)"),
-        ({"pp_size": 2}, "pipeline parallelism (--pipeline-parallel-size)"),
-        (
-            {"enable_dp_attention": True, "attn_dp_size": 2, "dp_size": 2},
-            "data-parallel attention (--enable-dp-attention)",
-        ),
-        ({"dp_size": 2}, "data parallelism (--data-parallel-size)"),
-        ({"attn_cp_size": 2}, "context parallelism (--attention-context-parallel-size)"),
-        ({"dcp_size": 2}, "context parallelism in decode (--decode-context-parallel-size)"),
-        ({"prefill_attention_backend": "triton"}, "another backend for prefill or decode than for the rest"),
-        ({"decode_attention_backend": "triton"}, "another backend for prefill or decode than for the rest"),
-    ],
-)
-def test_arguments(arguments: dict[str, Any], reason: str) -> None:
-    assert_refused(runner(arguments=arguments), reason)
-
-
-def test_tensor_parallelism_is_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    refused = runner(arguments={"tp_size": 2})
-    assert_refused(refused, "tensor parallelism on CPUs (--tensor-parallel-size)")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refuse_what_is_not_served(refused)
 
 
@@ -224,15 +162,3 @@ def test_caches(cache: Any, reason: str) -> None:
 def test_layers_come_in_the_order_of_the_model() -> None:
     layers = attention_layers(runner(layer(1), nn.Linear(2, 2), layer(0)))
     assert [one.layer_id for one in layers] == [0, 1]
-
-
-def test_a_server_that_is_refused_says_why_and_ends(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", ModelShape())
-    log = tmp_path / "log"
-    arguments = ["--load-format", "dummy", "--attention-backend", "winnow", "--enable-mixed-chunk"]
-    with (
-        pytest.raises(RuntimeError, match=r"SGLang ended with (?!0:)"),
-        runtime_server(model, *arguments, "--max-total-tokens", "2048", log=log),
-    ):
-        pass
-    assert SENTENCE.format("mixed chunks (--enable-mixed-chunk)") in log.read_text().splitlines()

@@ -24,6 +24,8 @@ _ATTENTION: Final = f'"{FIELD}"'.encode()
 # How a native event of an answer that has ended differs from those before.
 _FINISHED: Final = b'"finish_reason":{'
 _COUNTED: Final = b'"completion_tokens"'
+# In the streams of responses and messages the events that count tokens are few, and each counts something else.
+_COUNTED_ONCE: Final = (b'"input_tokens"', b'"output_tokens"')
 _DATA: Final = b"data: "
 _DONE: Final = b"data: [DONE]"
 
@@ -42,6 +44,7 @@ class AnswerReader:
         self._warnings = warnings
         self._rewrites = self._lifts or bool(warnings)
         self._several = several
+        self._counted_once = _COUNTED_ONCE if form in (Form.RESPONSES, Form.MESSAGES) else ()
         self._answers: list[Any] | None = None
         self._events = 0
         # Events that report something, parsed or not yet, each with the number of events up to it.
@@ -71,7 +74,7 @@ class AnswerReader:
         self._events += _number_of(events)
         if _ATTENTION in events:
             return self._read_statistics(events)
-        if _FINISHED in events:
+        if _FINISHED in events or any(name in events for name in self._counted_once):
             self._reports.append((self._events, events))
         elif _COUNTED in events:
             self._keep_counts(events)
@@ -137,7 +140,7 @@ def _parsed_events(report: Any) -> Iterator[dict[str, Any]]:
 
 
 def _warn(answer: Any, warnings: Sequence[str]) -> bool:
-    """Add ``warnings`` wherever a native or an OpenAI answer reports attention; return whether it does."""
+    """Add ``warnings`` wherever an answer, or an event, reports attention; return whether it does."""
     if not isinstance(answer, dict):
         return False
     found = answer.get(FIELD)
@@ -146,7 +149,7 @@ def _warn(answer: Any, warnings: Sequence[str]) -> bool:
         known = each.get("warnings")
         each["warnings"] = [*(known if isinstance(known, list) else []), *warnings]
     choices = answer.get("choices")
-    holders = [answer.get("meta_info"), *(choices if isinstance(choices, list) else [])]
+    holders = [answer.get("meta_info"), answer.get("response"), *(choices if isinstance(choices, list) else [])]
     inner = [_warn(holder, warnings) for holder in holders]
     return bool(statistics) or any(inner)
 

@@ -28,6 +28,8 @@ class Form(StrEnum):
     NATIVE = "native"
     COMPLETION = "completion"
     CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from winnow_service.proxy.estimate import Estimate, estimate
 from winnow_service.proxy.reported_usage import ReportedUsage
 
 _OK = 200
+# What bounds an answer in a form where it is not ``max_tokens``.
+_LONGEST_ANSWER = {Form.NATIVE: "max_new_tokens", Form.RESPONSES: "max_output_tokens"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ async def reserve(
         tokens = estimated.prompt + estimated.answers
         if tokens > caller.limits.tokens_per_minute:
             raise InvalidField(
-                "max_new_tokens" if form is Form.NATIVE else "max_tokens",
+                _LONGEST_ANSWER.get(form, "max_tokens"),
                 f"the prompt (about {estimated.prompt} tokens) and the longest answer allowed are {tokens} tokens, more"
                 f" than this key may use in a minute ({caller.limits.tokens_per_minute})",
                 code="exceeds_limit",

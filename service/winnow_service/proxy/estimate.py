@@ -39,7 +39,7 @@ class Estimate:
 
 def estimate(body: Mapping[str, Any], form: Form) -> Estimate:
     """Return what the request with this ``body`` may use."""
-    return {Form.NATIVE: _estimate_native, Form.COMPLETION: _estimate_completion, Form.CHAT: _estimate_chat}[form](body)
+    return _ESTIMATES[form](body)
 
 
 def has_several_answers(body: Mapping[str, Any], form: Form) -> bool:
@@ -79,17 +79,41 @@ def _estimate_chat(body: Mapping[str, Any]) -> Estimate:
     # To SGLang 0 is as good as nothing.
     longest = _count(body.get("max_completion_tokens"), 0) or _count(body.get("max_tokens"), 0) or _CHAT_ANSWER
     messages, token_ids, tools = body.get("messages"), body.get("input_ids"), body.get("tools")
-    if isinstance(token_ids, list):
-        prompt = len(token_ids)
-    else:
-        known = messages if isinstance(messages, list) else []
-        prompt = sum(_TOKENS_PER_MESSAGE + _tokens_of_message(message) for message in known) + _tokens_of_json(tools)
+    told = _tokens_of_messages(messages) + _tokens_of_json(tools)
+    prompt = len(token_ids) if isinstance(token_ids, list) else told
     return Estimate(prompt, longest * _count(body.get("n"), 1))
+
+
+def _estimate_responses(body: Mapping[str, Any]) -> Estimate:
+    given = body.get("input")
+    prompt = _tokens(given) if isinstance(given, str) else _tokens_of_messages(given)
+    prompt += _tokens(body.get("instructions")) + _tokens_of_json(body.get("tools"))
+    return Estimate(prompt, _count(body.get("max_output_tokens"), _CHAT_ANSWER))
+
+
+def _estimate_messages(body: Mapping[str, Any]) -> Estimate:
+    system = _tokens_of_message({"content": body.get("system")})
+    prompt = system + _tokens_of_messages(body.get("messages")) + _tokens_of_json(body.get("tools"))
+    return Estimate(prompt, _count(body.get("max_tokens"), _CHAT_ANSWER))
+
+
+_ESTIMATES: Final = {
+    Form.NATIVE: _estimate_native,
+    Form.COMPLETION: _estimate_completion,
+    Form.CHAT: _estimate_chat,
+    Form.RESPONSES: _estimate_responses,
+    Form.MESSAGES: _estimate_messages,
+}
 
 
 def _is_batch(prompts: object) -> bool:
     # One prompt may be a list of token ids.
     return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
+
+
+def _tokens_of_messages(messages: object) -> int:
+    known = messages if isinstance(messages, list) else []
+    return sum(_TOKENS_PER_MESSAGE + _tokens_of_message(message) for message in known)
 
 
 def _tokens_of_message(message: object) -> int:

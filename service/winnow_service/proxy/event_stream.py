@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from typing import Protocol
+from typing import Final, Protocol
 
 import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from winnow_service.errors import ClientDisconnected, RuntimeFailure, ServiceError
+from winnow_service.proxy.body import Form
 from winnow_service.proxy.client_leaving import unless_client_leaves
 from winnow_service.proxy.headers import to_client
 from winnow_service.proxy.incidents import Incidents
@@ -22,16 +23,22 @@ from winnow_service.runtime.runtime import Call
 _END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LONGEST_END = 4
 _DONE = b"data: [DONE]"
+# With which of their events streams end that do not end with [DONE].
+_LAST_EVENTS: Final = {
+    Form.RESPONSES: re.compile(rb"(?:^|[\r\n])event: response\.(?:completed|failed|incomplete)[\r\n]"),
+    Form.MESSAGES: re.compile(rb"(?:^|[\r\n])event: message_stop[\r\n]"),
+}
 
 
 class EventSplitter:
     """Cuts a byte stream at the ends of its events, so that a client never has half of one.
 
     An event is passed on with the chunk that ends it; only the unfinished rest waits. ``done`` becomes true with the
-    event that ends an OpenAI or SGLang stream.
+    event that ends a stream of this ``form``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form: Form = Form.NATIVE) -> None:
+        self._last = _LAST_EVENTS.get(form)
         self._rest = bytearray()
         self.done = False
 
@@ -40,7 +47,7 @@ class EventSplitter:
         # Whole events, which is what nearly always comes.
         if not self._rest and chunk.endswith(b"\n\n"):
             last_line = chunk[chunk.rfind(b"\n", 0, -2) + 1 : -2]
-            self.done = self.done or last_line == _DONE
+            self.done = self.done or last_line == _DONE or self._ends(chunk)
             return chunk
         searched = max(0, len(self._rest) - _LONGEST_END + 1)
         self._rest += chunk
@@ -50,8 +57,12 @@ class EventSplitter:
         events = bytes(self._rest[:end])
         del self._rest[:end]
         last_event = events.rstrip()
-        self.done = self.done or last_event == _DONE or last_event.endswith((b"\n" + _DONE, b"\r" + _DONE))
+        is_done = last_event == _DONE or last_event.endswith((b"\n" + _DONE, b"\r" + _DONE))
+        self.done = self.done or is_done or self._ends(events)
         return events
+
+    def _ends(self, events: bytes) -> bool:
+        return self._last is not None and self._last.search(events) is not None
 
 
 def error_event(error: ServiceError) -> bytes:
@@ -82,6 +93,7 @@ class EventStreamResponse(StreamingResponse):
     is sent, the runtime's connection is closed, which aborts the generation.
 
     Args:
+        form: of the request.
         stall_seconds: how long the client may take nothing.
         observer: follows it, if there is one.
         on_end: called when it has ended, one way or another.
@@ -92,6 +104,7 @@ class EventStreamResponse(StreamingResponse):
         answer: Call,
         incidents: Incidents,
         *,
+        form: Form = Form.NATIVE,
         stall_seconds: float,
         observer: StreamObserver | None = None,
         on_end: Callable[[], None] | None = None,
@@ -101,6 +114,7 @@ class EventStreamResponse(StreamingResponse):
         self.raw_headers = to_client(answer.headers)
         self._answer = answer
         self._incidents = incidents
+        self._form = form
         self._stall_seconds = stall_seconds
         self._observer = observer
         self._on_end = on_end
@@ -140,7 +154,7 @@ class EventStreamResponse(StreamingResponse):
                 await self.stream_response(bounded_send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        splitter = EventSplitter()
+        splitter = EventSplitter(self._form)
         begun = False
         failure: RuntimeFailure | None = None
         try:
@@ -154,9 +168,9 @@ class EventStreamResponse(StreamingResponse):
                             await asyncio.sleep(0)
         except RuntimeFailure as error:
             failure = error
-        # After [DONE] the client has everything; how the connection ends then is of no interest.
+        # After its last event the client has everything; how the connection ends then is of no interest.
         if not splitter.done:
-            failure = failure or RuntimeFailure("runtime_died", problem="the stream ended without [DONE]")
+            failure = failure or RuntimeFailure("runtime_died", problem="the stream ended before its last event")
             self._incidents.runtime_failed(failure)
             if self._observer is not None:
                 self._observer.fail()

@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from pydantic_core import to_json
 
 from winnow_service.admission.queue import AdmissionQueue, QueueTicket
-from winnow_service.errors import ClientDisconnected, InvalidPolicy, RuntimeFailure
+from winnow_service.errors import ClientDisconnected, InvalidField, InvalidPolicy, RuntimeFailure
 from winnow_service.keys.keyring import ANYONE, Caller
 from winnow_service.limits.limiter import Limiter
 from winnow_service.metrics.instruments import Metrics
@@ -82,6 +82,9 @@ class Forwarder:
             ServiceError: the runtime has not seen the request, or has not answered it.
         """
         body = await read_json_object(request, self.settings.max_body_bytes)
+        if form is Form.RESPONSES and body.members.get("background"):
+            # Whose it is, the runtime does not know.
+            raise InvalidField("background", "not served: responses cannot be fetched later")
         choice = choose(body.members, form, self.registry, caller)
         key_id = None if caller is ANYONE else caller.id
         facts = request_facts(request.scope)
@@ -148,6 +151,7 @@ class Forwarder:
                 response = EventStreamResponse(
                     answer,
                     incidents,
+                    form=asked.form,
                     stall_seconds=self.settings.client_stall_timeout_seconds,
                     observer=generation,
                     on_end=ticket.leave,

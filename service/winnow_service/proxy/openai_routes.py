@@ -1,4 +1,4 @@
-"""The OpenAI-compatible forms."""
+"""The forms of OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -30,6 +30,24 @@ async def chat_completions(caller: Infers, request: Request) -> Response:
     ``attention`` is a policy, or the name of one.
     """
     return await forwarder_of(request).generate(caller, request, Form.CHAT)
+
+
+@router.post("/responses", responses=generated(), openapi_extra=runtime_body(policies="one"))
+async def responses(caller: Infers, request: Request) -> Response:
+    """Answer an input in the form of OpenAI's Responses; with ``"stream": true`` as server-sent events.
+
+    ``attention`` is a policy, or the name of one. Responses cannot be fetched later: ``background`` is refused.
+    """
+    return await forwarder_of(request).generate(caller, request, Form.RESPONSES)
+
+
+@router.post("/messages", responses=generated(), openapi_extra=runtime_body(policies="one"), tags=["Anthropic"])
+async def messages(caller: Infers, request: Request) -> Response:
+    """Answer a conversation in the form of Anthropic's Messages; with ``"stream": true`` as server-sent events.
+
+    ``attention`` is a policy, or the name of one.
+    """
+    return await forwarder_of(request).generate(caller, request, Form.MESSAGES)
 
 
 @router.post("/tokenize", responses=forwarded(), openapi_extra=runtime_body())

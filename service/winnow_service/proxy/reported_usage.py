@@ -1,7 +1,9 @@
 """What answers report of themselves: their tokens, and what their attention cost.
 
 A native answer reports it in ``meta_info``. An OpenAI answer has ``usage``, and ``attention`` in each choice; in a
-stream both come at its end, ``attention`` as an object or a list of one for each choice.
+stream both come at its end, ``attention`` as an object or a list of one for each choice. Responses and messages have
+both at the top. In a stream the former have them in the ``response`` of the last event; the latter count the prompt in
+the ``message`` of the first event, and the answer at the end.
 """
 
 from __future__ import annotations
@@ -44,11 +46,12 @@ def reported_usage(answers: Iterable[tuple[object, Any]], events: int | None = N
         if isinstance(answer.get("meta_info"), dict):
             native[str(index)] = answer["meta_info"]
             continue
-        costs.extend(_costs(answer))
-        usage = section(answer, "usage") or usage
+        costs.extend(_costs(section(answer, "response") or answer))
+        usage = dict(usage) | dict(_usage(answer))
     costs.extend(cost for facts in native.values() if (cost := section(facts, FIELD)))
     counted = list(native.values()) or [usage]
-    prompt, output = _sum(counted, "prompt_tokens"), _sum(counted, "completion_tokens")
+    prompt = _sum(counted, "prompt_tokens", "input_tokens", "cache_read_input_tokens")
+    output = _sum(counted, "completion_tokens", "output_tokens")
     return ReportedUsage(
         tuple(costs),
         _prompt_tokens(costs) if prompt is None else prompt,
@@ -56,6 +59,11 @@ def reported_usage(answers: Iterable[tuple[object, Any]], events: int | None = N
         None if prompt is None or output is None else prompt + output,
         events,
     )
+
+
+def _usage(answer: Statistics) -> Statistics:
+    inner = section(answer, "response") or section(answer, "message")
+    return section(answer, "usage") or section(inner, "usage")
 
 
 def _costs(answer: Statistics) -> list[Statistics]:
@@ -67,8 +75,8 @@ def _costs(answer: Statistics) -> list[Statistics]:
     return [cost for cost in found if isinstance(cost, dict)]
 
 
-def _sum(counted: Iterable[Statistics], name: str) -> int | None:
-    known = [number for facts in counted if (number := amount(facts, name)) is not None]
+def _sum(counted: Iterable[Statistics], *names: str) -> int | None:
+    known = [number for facts in counted for name in names if (number := amount(facts, name)) is not None]
     return int(sum(known)) if known else None
 
 

@@ -23,7 +23,9 @@ def prefix_of(body: Mapping[str, Any]) -> bytes:
     messages = body.get("messages")
     if isinstance(messages, list):
         return _beginning_of_conversation(messages)
-    prompt: Any = next((body[name] for name in ("prompt", "text", "input_ids") if body.get(name)), "")
+    if isinstance(items := body.get("input"), list):
+        return _beginning_of_conversation(items)
+    prompt: Any = next((body[name] for name in ("prompt", "text", "input_ids", "input") if body.get(name)), "")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         # Of several prompts, the first stands for all.
         prompt = prompt[0]

@@ -95,7 +95,7 @@ class WinnowDeviceBackend(AttentionBackend):
         """
         return self._dense.shared_read_ends(mode) if mode.is_decode() else super().shared_read_ends(mode)
 
-    def note(self, requests: Sequence[Req], batch: ForwardBatch) -> None:
+    def note(self, requests: Sequence[Req], batch: ForwardBatch, _decoding: int) -> None:
         """Note the requests of a batch, before its forward pass and in the order of the passes."""
         self.requests.begin(requests)
         self._states = [request.winnow_state for request in requests]

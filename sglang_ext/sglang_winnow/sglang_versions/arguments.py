@@ -56,9 +56,8 @@ def attention_backends(arguments: ServerArgs) -> tuple[str | None, str | None]:
 
 
 def splits_attention_by_data(arguments: ServerArgs) -> bool:
-    """Return whether ranks of one model attend to requests of their own (data-parallel attention)."""
-    of = resolved(arguments)
-    return bool(of.attn_dp_size > 1 if runs(ATTENTION_DATA_SIZE) else of.enable_dp_attention)
+    """Return whether ``arguments`` ask that ranks of one model attend to requests of their own."""
+    return bool(arguments.enable_dp_attention or (runs(ATTENTION_DATA_SIZE) and arguments.attn_dp_size > 1))
 
 
 def default_attention_backend(arguments: ServerArgs, model: ModelConfig) -> str:

@@ -16,6 +16,10 @@ TARGETS: Final[dict[str, dict[Version, str]]] = {
         OLDEST: f"{_ARGUMENTS}._handle_attention_backend_compatibility",
         ARGUMENT_HANDLERS: f"{_HANDLERS}.attention_hook.handle_attention_backend_compatibility",
     },
+    "resolve the command line": {
+        OLDEST: f"{_ARGUMENTS}.__post_init__",
+        ARGUMENT_HANDLERS: f"{_ARGUMENTS}.resolve_once",
+    },
     "plan to size the KV cache after graphs": {
         OLDEST: f"{_ARGUMENTS}.post_capture_kv_sizing_planned",
         ARGUMENT_HANDLERS: f"{_HANDLERS}.overrides.post_capture_kv_sizing_planned",
