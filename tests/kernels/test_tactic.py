@@ -315,7 +315,7 @@ def test_counts_what_it_reads() -> None:
     selection = step.select(0, queries, a_case.cache, meter)
     sizes = a_case.index.read(0, step.spans).sizes[:, 0].long()
     vector, clusters = DIM * 4, 7 * 8
-    index = 2 * clusters * (vector + 2)
+    index = 2 * clusters * (vector + 4)
     centroids = a_case.index.read(0, step.spans).centroids[:, 0]
     grouped = queries.unflatten(1, (2, 2))[0]
     sampled = 0

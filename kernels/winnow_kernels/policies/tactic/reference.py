@@ -304,7 +304,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     def _estimate(self, layer: int, grouped: Tensor, kept_scores: Tensor, cache: LayerCache, meter: Meter) -> Estimate:
         clusters = self.index.read(layer, self.spans)
-        meter.count_bytes(self.spans.counts * self.index.read_bytes(layer))
+        meter.count_bytes(self.spans.clusters * self.index.read_bytes(layer))
         sizes = clusters.sizes.transpose(0, 1).long()
         if self._unused is not None:
             sizes = sizes.masked_fill(self._unused[:, None], 0)

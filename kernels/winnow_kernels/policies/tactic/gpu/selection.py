@@ -164,7 +164,7 @@ def select(
         batch.counts,
         scored,
         kept,
-        clusters.entry_bytes,
+        clusters.cluster_bytes * clusters.sizes.shape[2],
         kv_heads * cache.vector_bytes,
         in_order=in_order,
         num_warps=4,
