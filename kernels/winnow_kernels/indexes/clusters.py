@@ -98,6 +98,11 @@ class Spans:
     def most(self) -> int:
         return self.entries.shape[1]
 
+    def of_request(self, request: int) -> Spans:
+        """Return the spans of one request alone."""
+        own = {name: of_all[request : request + 1] for name, of_all in vars(self).items()}
+        return Spans(**own)
+
 
 @dataclass(frozen=True)
 class Clusters:
