@@ -3,8 +3,7 @@
 Clusters and selection are those of winnow_kernels. Counts are of tokens in context, those in no cluster included;
 ratios are ratios of sums. Beside Tactic:
   optimal          the fewest tokens that hold p: the largest weights first;
-  cluster optimal  whole clusters by the mass they hold, after the unclustered tokens (Tactic, Table 3);
-  ranking optimal  Tactic's list with the true weights: what a perfect fit would take.
+  cluster optimal  whole clusters by the mass they hold, after the unclustered tokens (Tactic, Table 3).
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from torch import Tensor
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.task_prompts import Prompt
 from winnow_kernels.attend.dense import prefill
-from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.tactic.parameters import Tactic
-from winnow_kernels.policies.tactic.reference import Estimate, TacticStep
+from winnow_kernels.policies.tactic.reference import TacticStep
 
 PAGE_SIZE = 16
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -94,16 +92,6 @@ def capture(model: OfflineModel, prompt: Prompt) -> Captured:
     return captured
 
 
-def ranked_positions(step: TacticStep, estimate: Estimate, layer: int, most: int) -> Tensor:
-    """Return the positions of the first ``most`` tokens of each query head's list: [steps, KV heads, group, most]."""
-    ends = estimate.ranking.ends
-    places = torch.arange(most, device=ends.device).expand(*ends.shape[:3], -1).contiguous()
-    at = torch.searchsorted(ends, places, right=True).clamp_max(ends.shape[-1] - 1)
-    clusters = estimate.ranking.clusters.gather(-1, at)
-    ranks = places - estimate.ranking.starts.gather(-1, at)
-    return step.index.members(layer, step.spans, clusters.flatten(2), ranks.flatten(2)).view_as(places)
-
-
 def leading(weights: Tensor, before: Tensor, p: float) -> Tensor:
     """Return which of the weights in order, [..., n], are needed for ``p`` when ``before``, [...], is there already."""
     reached_before = before[..., None] + weights.cumsum(-1) - weights
@@ -125,14 +113,10 @@ class PromptTables:
 
     def add(self, p: float, sums: Sums) -> None:
         """Add the prompt to the sums."""
-        step, of_all = self._step(p), self._step(1.0)
+        step = self._step(p)
         for layer, cache in enumerate(self.captured.caches):
-            queries = self.captured.queries[layer]
-            meter = Meter(self.captured.steps, queries.device)
-            estimate = step.estimate(layer, queries, cache, meter)
-            # A step ranks as many clusters as it needs: for all of the attention, all of them.
-            ranked = ranked_positions(of_all, of_all.estimate(layer, queries, cache, meter), layer, self._clustered)
-            sums.add(self._masks(step, estimate, ranked, layer, self._weights(layer, cache), p))
+            taken = step.taken(layer, self.captured.queries[layer], cache)
+            sums.add(self._masks(step, taken, layer, self._weights(layer, cache), p))
 
     def _step(self, p: float) -> TacticStep:
         parameters = [Tactic(p=p, full_layers=0, sinks=0)] * self.captured.steps
@@ -149,38 +133,32 @@ class PromptTables:
         scores = (grouped @ keys.mT).double() * self.captured.scale
         return scores.masked_fill(~self.context.inside[:, None, None], -torch.inf).softmax(-1)
 
-    def _masks(
-        self, step: TacticStep, estimate: Estimate, ranked: Tensor, layer: int, weights: Tensor, p: float
-    ) -> dict[str, Tensor]:
-        """Which tokens each way of choosing takes, bool [steps, KV heads, group, context]; ``ranked`` are all lists."""
+    def _masks(self, step: TacticStep, taken: Tensor, layer: int, weights: Tensor, p: float) -> dict[str, Tensor]:
+        """Which tokens each way of choosing takes, bool [steps, KV heads, group, context]; Tactic takes ``taken``."""
         places = torch.arange(weights.shape[-1], device=weights.device)
         kept = (places >= self.clustered[:, None]) & self.context.inside
         kept = kept[:, None, None].expand(weights.shape)
         before = (weights * kept).sum(-1)
 
-        of_ranked = weights.gather(-1, ranked)
-        taken = torch.arange(ranked.shape[-1], device=places.device) < estimate.tokens[..., None]
-        perfect = leading(of_ranked, before, p)
-
         by_weight = weights.sort(dim=-1, descending=True)
         best = leading(by_weight.values, torch.zeros_like(before), p)
 
         numbers = self._cluster_of(step, layer)[:, :, None].expand(*weights.shape[:3], -1)
-        clusters = step.spans.most * self.index.clusters
         in_span = weights[..., : numbers.shape[-1]]
-        mass = weights.new_zeros(*weights.shape[:3], clusters).scatter_add_(-1, numbers, in_span)
+        mass = weights.new_zeros(taken.shape).scatter_add_(-1, numbers, in_span)
         by_mass = mass.sort(dim=-1, descending=True)
         needed = leading(by_mass.values, before, p)
         whole = torch.zeros_like(needed).scatter_(-1, by_mass.indices, needed)
-        in_whole = torch.zeros_like(kept)
-        in_whole[..., : numbers.shape[-1]] = whole.gather(-1, numbers)
 
-        nothing = torch.zeros_like(kept)
+        def and_kept(clusters: Tensor) -> Tensor:
+            tokens = torch.zeros_like(kept)
+            tokens[..., : numbers.shape[-1]] = clusters.gather(-1, numbers)
+            return kept | tokens
+
         return {
-            "optimal": nothing.scatter(-1, by_weight.indices, best),
-            "cluster_optimal": kept | in_whole,
-            "ranking_optimal": kept | nothing.scatter(-1, ranked, perfect),
-            "tactic": kept | nothing.scatter(-1, ranked, taken),
+            "optimal": torch.zeros_like(kept).scatter(-1, by_weight.indices, best),
+            "cluster_optimal": and_kept(whole),
+            "tactic": and_kept(taken),
         }
 
     def _cluster_of(self, step: TacticStep, layer: int) -> Tensor:

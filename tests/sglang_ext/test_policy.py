@@ -18,7 +18,7 @@ from tests.policy_rows import ROWS
 from tests.policy_strategies import json_values, mutated_policies, valid_policies
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import MAX_MESSAGE_CHARACTERS, MAX_TOKENS, PolicyError
-from winnow_kernels.indexes.clusters import SPAN, clustered_until
+from winnow_kernels.indexes.clusters import SPAN, clustered_until, piece_of
 from winnow_kernels.policies.attention_policy import (
     MAX_POLICY_BYTES,
     AttentionPolicy,
@@ -332,7 +332,7 @@ def test_a_cap_below_the_unclustered_tokens_is_warned_about(tokens: int | None, 
 @given(prompt=st.integers(1, 10_000), generated=st.integers(1, 20_000))
 def test_no_more_tokens_are_unclustered_than_the_warning_says(prompt: int, generated: int) -> None:
     length = prompt + generated
-    assert length - clustered_until(prompt, length, SPAN) <= TACTIC_TAIL_TOKENS
+    assert length - clustered_until(prompt, length, piece_of(SPAN, 16)) <= TACTIC_TAIL_TOKENS
 
 
 def checked(policy: AttentionPolicy, profile: tuple[int, ...] | None = None) -> AttentionPolicy:

@@ -153,9 +153,9 @@ class Forcing:
 
         A cluster of decoded tokens is built when they are written, in all layers: it begins a pass.
         """
-        tokens, span = self._tokens.shape[1], self._batch.indexes[ClusterIndex].span
+        tokens, piece = self._tokens.shape[1], self._batch.indexes[ClusterIndex].piece
         bounds = {*range(0, tokens, block), tokens}
         for length in {self._batch.lengths[prompt] for prompt in prompts}:
-            clustered = [clustered_until(length, length + 1 + token, span) for token in range(tokens)]
+            clustered = [clustered_until(length, length + 1 + token, piece) for token in range(tokens)]
             bounds |= {token for token in range(1, tokens) if clustered[token] != clustered[token - 1]}
         return sorted(bounds)

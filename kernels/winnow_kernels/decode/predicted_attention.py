@@ -34,18 +34,29 @@ class PredictedAttention:
 
     Attributes:
         kept: float64 [KV heads, group, 1]; logarithm of the mass of the tokens whose scores are exact.
-        steps: float32 [KV heads, group, tokens]; the predicted scores of all others, whole numbers of steps.
+        steps: float32 [KV heads, group, others]; the predicted scores of all others, whole numbers of steps.
+        tokens: int64 [KV heads, 1, others]; how many tokens have each of these scores: one, or a cluster's members.
     """
 
     kept: Tensor
     steps: Tensor
+    tokens: Tensor
 
     @classmethod
-    def of(cls, kept: Tensor, predicted: Tensor) -> PredictedAttention:
-        """Return it for exact scores, [KV heads, group, n], and predicted ones, [KV heads, group, tokens]; n ≥ 1."""
-        highest = kept.amax(-1, keepdim=True).double()
+    def of(cls, kept: Tensor, predicted: Tensor, tokens: Tensor | None = None) -> PredictedAttention:
+        """Return what is known of one request's attention in a layer.
+
+        Args:
+            kept: float [KV heads, group, n]; exact scores, -inf for no token.
+            predicted: float [KV heads, group, others]; predicted scores of at least one token.
+            tokens: int64 [KV heads, others]; how many tokens have each of these; one by default.
+        """
+        highest = kept.amax(-1, keepdim=True).double().clamp_min_(torch.finfo(torch.float32).min)
         mass = (kept - highest).exp2().sum(-1, keepdim=True)
-        return cls(highest + mass.log2(), (predicted * STEPS).round_())
+        steps = (predicted * STEPS).round_()
+        if tokens is None:
+            return cls(highest + mass.log2(), steps, torch.ones_like(steps[:, :1], dtype=torch.int64))
+        return cls(highest + mass.log2(), steps.masked_fill_(tokens[:, None] == 0, -torch.inf), tokens[:, None])
 
     @cached_property
     def total(self) -> Tensor:
@@ -61,7 +72,7 @@ class PredictedAttention:
 
     @property
     def shares(self) -> Tensor:
-        """What share of the mass each of the others is predicted to hold: float64 [KV heads, group, tokens]."""
+        """What share of the mass a token of each other is predicted to hold: float64 [KV heads, group, others]."""
         return self._shares.gather(-1, self._places)
 
     def reaching(self, share: float, least: int) -> Tensor:
@@ -72,7 +83,7 @@ class PredictedAttention:
             least: how many of the others to take, if there are as many.
 
         Returns:
-            bool [KV heads, group, tokens].
+            bool [KV heads, group, others].
         """
         # Above a step that weighs nothing there are all that weigh something.
         counts = self._counts.masked_fill(self._shares == 0, 0)
@@ -82,7 +93,7 @@ class PredictedAttention:
         return self._places < is_needed.sum(-1, keepdim=True)
 
     def keys(self) -> Tensor:
-        """Return what ranks the others, the highest first: int64 [KV heads, tokens].
+        """Return what ranks the others, the highest first: int64 [KV heads, others].
 
         It is the logarithm, in steps of 1/64, of the share that a token holds on average over the group, at least that
         of the floor.
@@ -90,7 +101,7 @@ class PredictedAttention:
         return self.shares.mean(1).log2_().mul_(KEY_STEPS).floor_().clamp_min_(LOWEST_KEY).long()
 
     def order(self) -> Tensor:
-        """Return what says in which order the others are read, the highest first: int64 [KV heads, tokens]."""
+        """Return what says in which order the others are read, the highest first: int64 [KV heads, others]."""
         return self.keys() // ORDER_KEYS
 
     def held(self, head: int, tokens: Tensor) -> Tensor:
@@ -115,7 +126,7 @@ class PredictedAttention:
     def _counts(self) -> Tensor:
         """How many tokens each place has: int64 [KV heads, group, places]."""
         counts = torch.zeros(*self.steps.shape[:-1], _COUNTED + 1, dtype=torch.int64, device=self.steps.device)
-        return counts.scatter_add_(-1, self._places, torch.ones_like(self._places[..., :1]).expand_as(self._places))
+        return counts.scatter_add_(-1, self._places, self.tokens.expand_as(self._places))
 
     @cached_property
     def _scores(self) -> Tensor:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, kmeans
+from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, kmeans, spreads
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer
 
@@ -24,12 +25,14 @@ class ClusterTables:
 
     Attributes:
         centroids: [layers, KV heads, entries, clusters, head dim], in the cache's dtype.
+        spreads: bfloat16 [layers, KV heads, entries, clusters].
         sizes: int16, or int32 if a span is too long for that, [layers, KV heads, entries, clusters].
         firsts: int32, same shape.
         offsets: as ``sizes``, [layers, KV heads, entries, span].
     """
 
     centroids: Tensor
+    spreads: Tensor
     sizes: Tensor
     firsts: Tensor
     offsets: Tensor
@@ -42,6 +45,7 @@ class ClusterTables:
         sizes = torch.zeros(*heads_first, clusters, dtype=_number_type(span), device=cache.keys.device)
         return cls(
             cache.keys.new_zeros(*heads_first, clusters, cache.head_dim),
+            torch.zeros_like(sizes, dtype=torch.bfloat16),
             sizes,
             torch.zeros_like(sizes, dtype=torch.int32),
             sizes.new_zeros(*heads_first, span),
@@ -51,22 +55,20 @@ class ClusterTables:
     def bytes_per_entry(shape: PoolShape, span: int) -> int:
         """Return the bytes of one span's clusters, in all layers."""
         number = _number_type(span).itemsize
-        cluster = shape.head_dim * shape.element_size + number + torch.int32.itemsize
+        cluster = shape.head_dim * shape.element_size + torch.bfloat16.itemsize + number + torch.int32.itemsize
         return shape.heads * (span // CLUSTER_SIZE * cluster + span * number)
 
     def grown(self, more: int) -> ClusterTables:
         """Return the same entries, elsewhere, with space for ``more``."""
-        return ClusterTables(
-            *(
-                torch.cat([t, t.new_zeros(*t.shape[:2], more, *t.shape[3:])], dim=2)
-                for t in (self.centroids, self.sizes, self.firsts, self.offsets)
-            )
-        )
+        return ClusterTables(*(torch.cat([t, t.new_zeros(*t.shape[:2], more, *t.shape[3:])], dim=2) for t in self._all))
 
     def layers(self) -> list[LayerClusters]:
         """Return views of each layer's entries."""
-        tables = (self.centroids, self.sizes, self.firsts, self.offsets)
-        return [LayerClusters(*of_layer) for of_layer in zip(*tables, strict=True)]
+        return [LayerClusters(*of_layer) for of_layer in zip(*self._all, strict=True)]
+
+    @property
+    def _all(self) -> tuple[Tensor, ...]:
+        return self.centroids, self.spreads, self.sizes, self.firsts, self.offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,66 +79,76 @@ class LayerClusters:
 
     Attributes:
         centroids: [KV heads, entries, clusters, head dim], in the cache's dtype.
+        spreads: bfloat16 [KV heads, entries, clusters]; mean squared distance of a cluster's members from its centroid.
         sizes: int16, or int32 if a span is too long for that, [KV heads, entries, clusters].
         firsts: int32, same shape; where in a head's ``offsets``, all entries in a row, a cluster's members begin.
         offsets: as ``sizes``, [KV heads, entries, span]; offsets of tokens in the span, cluster by cluster, and in each
-            cluster by position; then those of the tokens that were left out.
+            cluster by position; then those of the tokens that were left out. Of a span that is clustered piece by piece
+            each piece is so for itself.
     """
 
     centroids: Tensor
+    spreads: Tensor
     sizes: Tensor
     firsts: Tensor
     offsets: Tensor
 
     @property
-    def entry_bytes(self) -> int:
-        """Bytes of one entry's centroids and sizes, of all KV heads."""
-        kv_heads, _, clusters, head_dim = self.centroids.shape
-        return kv_heads * clusters * (head_dim * self.centroids.element_size() + self.sizes.element_size())
+    def cluster_bytes(self) -> int:
+        """Bytes of one cluster's centroid, spread and size, of all KV heads."""
+        kv_heads, _, _, head_dim = self.centroids.shape
+        own = self.spreads.element_size() + self.sizes.element_size()
+        return kv_heads * (head_dim * self.centroids.element_size() + own)
 
-    def build(self, cache: LayerCache, entries: Tensor, slots: Tensor, left_out: Tensor) -> None:
-        """Cluster the keys at ``slots`` into ``entries``.
+    def build(self, cache: LayerCache, entries: Tensor, slots: Tensor, begins: Tensor, left_out: Tensor) -> None:
+        """Cluster the keys at ``slots``, parts of spans, into ``entries``.
 
         Args:
             cache: the layer's.
             entries: int64 [n].
-            slots: int64 [n, span].
-            left_out: int64 [n]; how many of a span's first tokens are in no cluster, less than all.
+            slots: int64 [n, tokens of a part].
+            begins: int64 [n]; offset of a part's first token in its span.
+            left_out: int64 [n]; how many of a part's first tokens are in no cluster.
         """
-        for tokens in left_out.unique().tolist():
-            alike = left_out == tokens
-            self._build_alike(cache, entries[alike], slots[alike], tokens)
+        for begin, tokens in torch.stack([begins, left_out], 1).unique(dim=0).tolist():
+            alike = (begins == begin) & (left_out == tokens)
+            self._build_alike(cache, entries[alike], slots[alike], begin, tokens)
 
-    def _build_alike(self, cache: LayerCache, entries: Tensor, slots: Tensor, left_out: int) -> None:
-        clusters, span = self.sizes.shape[2], self.offsets.shape[2]
+    def _build_alike(self, cache: LayerCache, entries: Tensor, slots: Tensor, begin: int, left_out: int) -> None:
+        part, span = slots.shape[1], self.offsets.shape[2]
+        clusters = part // CLUSTER_SIZE
         # Of fewer keys than clusters each has one of its own.
-        filled = min(clusters, span - left_out)
-        at_once = max(1, _KMEANS_BYTES // (4 * cache.kv_heads * span * clusters))
+        filled = min(clusters, part - left_out)
+        of_part = slice(begin // CLUSTER_SIZE, begin // CLUSTER_SIZE + clusters)
+        at_once = max(1, _KMEANS_BYTES // (4 * cache.kv_heads * part * clusters))
         for some, some_slots in zip(entries.split(at_once), slots.split(at_once), strict=True):
-            keys = cache.keys[some_slots[:, left_out:]].transpose(1, 2)
-            labels, centroids = kmeans(keys.flatten(0, 1), filled)
-            sizes = torch.zeros(labels.shape[0], clusters, dtype=torch.int64, device=labels.device)
-            sizes.scatter_add_(1, labels, torch.ones_like(labels))
-            heads_first = (len(some), cache.kv_heads)
-            centroids = torch.nn.functional.pad(centroids, (0, 0, 0, clusters - filled))
-            self.centroids[:, some] = centroids.unflatten(0, heads_first).transpose(0, 1)
-            self.sizes[:, some] = sizes.to(self.sizes.dtype).unflatten(0, heads_first).transpose(0, 1)
-            firsts = (sizes.cumsum(1) - sizes).int().unflatten(0, heads_first).transpose(0, 1)
-            self.firsts[:, some] = firsts + some[:, None].int() * span
-            by_cluster = left_out + labels.argsort(dim=1, stable=True)
-            not_clustered = torch.arange(left_out, device=labels.device).expand(len(labels), -1)
-            offsets = torch.cat([by_cluster, not_clustered], 1).to(self.offsets.dtype)
-            self.offsets[:, some] = offsets.unflatten(0, heads_first).transpose(0, 1)
+            keys = cache.keys[some_slots[:, left_out:]].transpose(1, 2).flatten(0, 1)
+            sizes = torch.zeros(keys.shape[0], clusters, dtype=torch.int64, device=keys.device)
+            by_cluster = torch.zeros(keys.shape[0], 0, dtype=torch.int64, device=keys.device)
+            if filled:
+                labels, centroids = kmeans(keys, filled)
+                sizes.scatter_add_(1, labels, torch.ones_like(labels))
+                by_cluster = left_out + labels.argsort(dim=1, stable=True)
+                unfilled = clusters - filled
+                _put(self.centroids, F.pad(centroids, (0, 0, 0, unfilled)), some, of_part)
+                _put(self.spreads, F.pad(spreads(keys, labels, centroids), (0, unfilled)), some, of_part)
+            _put(self.sizes, sizes, some, of_part)
+            firsts = begin + sizes.cumsum(1) - sizes
+            firsts += (some * span).repeat_interleave(cache.kv_heads)[:, None]
+            _put(self.firsts, firsts, some, of_part)
+            not_clustered = torch.arange(left_out, device=keys.device).expand(len(keys), -1)
+            offsets = begin + torch.cat([by_cluster, not_clustered], 1)
+            _put(self.offsets, offsets, some, slice(begin, begin + part))
 
-    def read(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return centroids and sizes of ``entries``, int64 [requests, spans]: those of a request's spans in a row."""
+    def read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return centroids, spreads and sizes of ``entries``, int64 [requests, spans]: of its spans in a row."""
         requests, spans = entries.shape
 
         def of_spans(table: Tensor) -> Tensor:
             read = table.index_select(1, entries.flatten())
             return read.view(read.shape[0], requests, spans * read.shape[2], *read.shape[3:])
 
-        return of_spans(self.centroids), of_spans(self.sizes)
+        return of_spans(self.centroids), of_spans(self.spreads), of_spans(self.sizes)
 
     def offsets_of(self, places: Tensor, ranks: Tensor) -> Tensor:
         """Return members' offsets in their span, int64.
@@ -151,10 +163,17 @@ class LayerClusters:
         return self.offsets.flatten().take(addresses.clamp_max_(self.offsets.numel() - 1)).long()
 
 
+def _put(table: Tensor, own: Tensor, entries: Tensor, places: slice) -> None:
+    """Write ``own``, [entries × KV heads, n, …], at ``places`` of ``entries``."""
+    of_entries = own.to(table.dtype).unflatten(0, (len(entries), table.shape[0]))
+    table[:, entries, places] = of_entries.transpose(0, 1)
+
+
 class Tables(NamedTuple):
     """``ClusterTables`` or ``LayerClusters``, for a kernel: ``capacity`` entries, ``of_span`` clusters in each."""
 
     centroids: Pointer
+    spreads: Pointer
     sizes: Pointer
     firsts: Pointer
     offsets: Pointer
@@ -167,7 +186,7 @@ class Tables(NamedTuple):
         """Return those of ``tables``."""
         capacity, of_span = tables.sizes.shape[-2:]
         sizes = (tl.constexpr(tables.offsets.shape[-1]), tl.constexpr(of_span))
-        return cls(tables.centroids, tables.sizes, tables.firsts, tables.offsets, capacity, *sizes)
+        return cls(tables.centroids, tables.spreads, tables.sizes, tables.firsts, tables.offsets, capacity, *sizes)
 
 
 def _number_type(span: int) -> torch.dtype:

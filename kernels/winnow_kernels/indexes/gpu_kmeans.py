@@ -1,9 +1,10 @@
 """K-means of spans on a GPU (``winnow_kernels.indexes.kmeans``): spans × layers × KV heads problems in one launch.
 
-One program clusters the keys of one span and KV head. Its centroids and sums stay in registers and shared memory; the
-keys, 256 KiB for 1,024 of 128 numbers in half precision, do not fit beside them and are read again in every iteration,
-from the L2 cache where the programs at work leave room for it. Assignment and sums are matrix products on tensor cores:
-centroids times keys, then, as attention does with its weights, labels as rows of zeros and ones times the same keys.
+One program clusters the keys of one span, or part of it, and KV head. Its centroids and sums stay in registers and
+shared memory; the keys, 256 KiB for 1,024 of 128 numbers in half precision, do not fit beside them and are read again
+in every iteration, from the L2 cache where the programs at work leave room for it. Assignment and sums are matrix
+products on tensor cores: centroids times keys, then, as attention does with its weights, labels as rows of zeros and
+ones times the same keys.
 There are no atomic additions, and a problem's keys are added in the order of their positions: what comes out depends on
 nothing but them.
 
@@ -33,14 +34,17 @@ _MAX_NUMBERS: Final = 16384
 _NUMBERS_OF_FOUR_WARPS: Final = 8192
 
 
-class Spans(NamedTuple):
-    """Spans to be clustered; see ``cluster_spans``."""
+class Parts(NamedTuple):
+    """Parts of spans to be clustered, each of ``tokens`` tokens; see ``cluster_parts``."""
 
     pages: Pointer
     entries: Pointer
+    begins: Pointer
     left_out: Pointer
     drawn: Pointer
     page_size: Constant
+    tokens: Constant
+    clusters: Constant
 
 
 def fits(clusters: int, head_dim: int) -> bool:
@@ -48,23 +52,27 @@ def fits(clusters: int, head_dim: int) -> bool:
     return _padded(clusters) * triton.next_power_of_2(head_dim) <= _MAX_NUMBERS
 
 
-def cluster_spans(
+def cluster_parts(
     pools: KeyPools,
     pages: Tensor,
+    page_size: int,
     entries: Tensor,
+    begins: Tensor,
     left_out: Tensor,
     drawn: Tensor,
     tables: ClusterTables,
     iterations: int = ITERATIONS,
 ) -> None:
-    """Cluster spans' keys in all layers; two launches.
+    """Cluster the keys of spans, or of parts of them, all equally long, in all layers; three launches.
 
     Args:
         pools: every layer's keys.
-        pages: integers [n, pages of a span].
-        entries: integers [n]; where in ``tables`` each span's clusters go; no two the same.
-        left_out: integers [n]; how many of a span's first tokens are in no cluster, less than all.
-        drawn: integers [n, clusters], contiguous; which keys of a span are its first centroids
+        pages: integers [n, pages of a part], contiguous.
+        page_size: tokens of a page.
+        entries: integers [n]; where in ``tables`` the clusters of each part's span are; no two parts the same place.
+        begins: integers [n]; offset of a part's first token in its span, a multiple of its length.
+        left_out: integers [n]; how many of a part's first tokens are in no cluster.
+        drawn: integers [n, clusters], contiguous; which keys of a part are its first centroids
             (``kmeans.drawn_behind``).
         tables: of all layers, contiguous.
         iterations: at least 1.
@@ -72,23 +80,24 @@ def cluster_spans(
     Raises:
         ValueError: a program cannot hold as many centroids.
     """
-    clusters, head_dim = tables.centroids.shape[3:]
-    span = tables.offsets.shape[3]
+    clusters, head_dim = drawn.shape[1], tables.centroids.shape[4]
+    tokens = pages.shape[1] * page_size
     if not fits(clusters, head_dim):
-        raise ValueError(f"tables: {clusters} centroids of {head_dim} numbers are too many for one program")
+        raise ValueError(f"drawn: {clusters} centroids of {head_dim} numbers are too many for one program")
     grid = (len(pages) * pools.kv_heads, pools.layers)
-    spans = Spans(pages, entries, left_out, drawn, tl.constexpr(span // pages.shape[1]))
-    arguments = (pools.arguments, spans, Tables.of(tables))
-    _lloyd_kernel[grid](
-        *arguments,
-        iterations,
-        block_clusters=_padded(clusters),
-        block_dim=triton.next_power_of_2(head_dim),
-        tile=_tile(span),
-        num_warps=_warps(clusters, head_dim),
-        num_stages=_STAGES,
-    )
-    _order_kernel[grid](*arguments, block_span=triton.next_power_of_2(span), num_warps=4)
+    constants = (tl.constexpr(number) for number in (page_size, tokens, clusters))
+    parts = Parts(pages, entries, begins, left_out, drawn, *constants)
+    arguments = (pools.arguments, parts, Tables.of(tables))
+    blocks = {
+        "block_clusters": _padded(clusters),
+        "block_dim": triton.next_power_of_2(head_dim),
+        "tile": _tile(tokens),
+        "num_warps": _warps(clusters, head_dim),
+        "num_stages": _STAGES,
+    }
+    _lloyd_kernel[grid](*arguments, iterations, **blocks)
+    _spread_kernel[grid](*arguments, **blocks)
+    _order_kernel[grid](*arguments, block_tokens=triton.next_power_of_2(tokens), num_warps=4)
 
 
 def _padded(clusters: int) -> int:
@@ -100,15 +109,15 @@ def _warps(clusters: int, head_dim: int) -> int:
     return 4 if _padded(clusters) * triton.next_power_of_2(head_dim) <= _NUMBERS_OF_FOUR_WARPS else 8
 
 
-def _tile(span: int) -> int:
-    """Return how many keys are assigned at a time: 64, or the greatest power of two that divides the span."""
-    return min(_TILE, span & -span)
+def _tile(tokens: int) -> int:
+    """Return how many keys are assigned at a time: 64, or the greatest power of two that divides all."""
+    return min(_TILE, tokens & -tokens)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(pools: Pools, spans: Spans, tables: Tables) -> tl.tensor:
+def _place(pools: Pools, parts: Parts, tables: Tables) -> tl.tensor:
     """Return where a program's clusters lie, counted through the entries of all heads and layers; int64."""
-    entry = tl.load(spans.entries + tl.program_id(0) // pools.kv_heads).to(tl.int64)
+    entry = tl.load(parts.entries + tl.program_id(0) // pools.kv_heads).to(tl.int64)
     head = tl.program_id(0) % pools.kv_heads
     return (tl.program_id(1).to(tl.int64) * pools.kv_heads + head) * tables.capacity + entry
 
@@ -133,32 +142,33 @@ def _keys_at(
 @triton.jit  # type: ignore[untyped-decorator]
 def _lloyd_kernel(
     pools: Pools,
-    spans: Spans,
+    parts: Parts,
     tables: Tables,
     iterations: tl.tensor,
     block_clusters: tl.constexpr,
     block_dim: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the centroids, sizes and firsts of one problem, and the labels of its keys; any of those left out."""
+    """Write one problem's centroids, sizes and firsts, and the labels of its keys; any of those left out."""
     # float32 is for comparison with the reference, and must not be cut to tf32.
     dtype: tl.constexpr = pools.first.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
-    span: tl.constexpr = tables.span
-    clusters: tl.constexpr = tables.of_span
-    place = _place(pools, spans, tables)
-    # Labels become offsets in a second launch.
-    labels_ptr = tables.offsets + place * span
+    tokens: tl.constexpr = parts.tokens
+    clusters: tl.constexpr = parts.clusters
+    place = _place(pools, parts, tables)
     number = tl.program_id(0) // pools.kv_heads
-    pages_ptr = spans.pages + number * (span // spans.page_size)
-    left_out = tl.load(spans.left_out + number).to(tl.int32)
+    begin = tl.load(parts.begins + number).to(tl.int32)
+    # Labels become offsets in a second launch.
+    labels_ptr = tables.offsets + place * tables.span + begin
+    pages_ptr = parts.pages + number * (tokens // parts.page_size)
+    left_out = tl.load(parts.left_out + number).to(tl.int32)
     keys_ptr = layer_keys(pools.addresses, pools.first, tl.program_id(1))
     keys_ptr += tl.program_id(0) % pools.kv_heads * pools.head_stride
     cluster = tl.arange(0, block_clusters)
     is_cluster = cluster < clusters
-    drawn_ptr = spans.drawn + number * clusters + cluster
+    drawn_ptr = parts.drawn + number * clusters + cluster
     drawn = tl.load(drawn_ptr, mask=is_cluster, other=-1).to(tl.int32)
-    centroids = _keys_at(pools, keys_ptr, pages_ptr, drawn, 0, spans.page_size, block_dim)
+    centroids = _keys_at(pools, keys_ptr, pages_ptr, drawn, 0, parts.page_size, block_dim)
     sizes = tl.zeros([block_clusters], tl.int32)
     for _ in range(iterations):
         # Read anew, for it would find no room in registers.
@@ -167,9 +177,9 @@ def _lloyd_kernel(
         half_norms = tl.where(is_filled, tl.sum(norms * norms, 1) / 2, float("inf"))
         sums = tl.zeros([block_clusters, block_dim], tl.float32)
         sizes = tl.zeros([block_clusters], tl.int32)
-        for start in range(0, span, tile):
+        for start in range(0, tokens, tile):
             positions = start + tl.arange(0, tile)
-            keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, spans.page_size, block_dim)
+            keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, parts.page_size, block_dim)
             products = tl.dot(centroids, tl.trans(keys), input_precision=precision)
             labels = tl.argmin(half_norms[:, None] - products, 0)
             is_member = cluster[:, None] == labels[None, :]
@@ -181,36 +191,85 @@ def _lloyd_kernel(
         means = (sums / tl.maximum(sizes, 1).to(tl.float32)[:, None]).to(dtype)
         centroids = tl.where((sizes > 0)[:, None], means, centroids)
     dims = tl.arange(0, block_dim)
+    place_of_cluster = place * tables.of_span + begin // (tokens // clusters) + cluster
     tl.store(
-        tables.centroids + place * (clusters * pools.head_dim) + cluster[:, None] * pools.head_dim + dims[None, :],
+        tables.centroids + place_of_cluster[:, None] * pools.head_dim + dims[None, :],
         centroids,
         mask=is_cluster[:, None] & (dims < pools.head_dim)[None, :],
     )
-    place_of_cluster = place * clusters + cluster
     tl.store(tables.sizes + place_of_cluster, sizes.to(tables.sizes.dtype.element_ty), mask=is_cluster)
-    first = place % tables.capacity * span + tl.cumsum(sizes) - sizes
+    first = place % tables.capacity * tables.span + begin + tl.cumsum(sizes) - sizes
     tl.store(tables.firsts + place_of_cluster, first.to(tl.int32), mask=is_cluster)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _order_kernel(pools: Pools, spans: Spans, tables: Tables, block_span: tl.constexpr) -> None:
+def _spread_kernel(
+    pools: Pools,
+    parts: Parts,
+    tables: Tables,
+    block_clusters: tl.constexpr,
+    block_dim: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write the spreads of one problem, from its centroids, sizes and labels."""
+    dtype: tl.constexpr = pools.first.dtype.element_ty
+    precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
+    tokens: tl.constexpr = parts.tokens
+    place = _place(pools, parts, tables)
+    number = tl.program_id(0) // pools.kv_heads
+    begin = tl.load(parts.begins + number).to(tl.int32)
+    labels_ptr = tables.offsets + place * tables.span + begin
+    pages_ptr = parts.pages + number * (tokens // parts.page_size)
+    left_out = tl.load(parts.left_out + number).to(tl.int32)
+    keys_ptr = layer_keys(pools.addresses, pools.first, tl.program_id(1))
+    keys_ptr += tl.program_id(0) % pools.kv_heads * pools.head_stride
+    cluster = tl.arange(0, block_clusters)
+    dims = tl.arange(0, block_dim)
+    is_cluster = cluster < parts.clusters
+    place_of_cluster = place * tables.of_span + begin // (tokens // parts.clusters) + cluster
+    centroids = tl.load(
+        tables.centroids + place_of_cluster[:, None] * pools.head_dim + dims[None, :],
+        mask=is_cluster[:, None] & (dims < pools.head_dim)[None, :],
+        other=0.0,
+    )
+    norms = tl.sum(centroids.to(tl.float32) * centroids.to(tl.float32), 1)
+    sums = tl.zeros([block_clusters], tl.float32)
+    for start in range(0, tokens, tile):
+        positions = start + tl.arange(0, tile)
+        keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, parts.page_size, block_dim)
+        labels = tl.load(labels_ptr + positions).to(tl.int32)
+        products = tl.dot(centroids, tl.trans(keys), input_precision=precision)
+        of_keys = tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
+        # |key - centroid|², multiplied out.
+        distances = of_keys[None, :] - 2 * products + norms[:, None]
+        is_member = (cluster[:, None] == labels[None, :]) & (positions >= left_out)[None, :]
+        sums += tl.sum(tl.where(is_member, distances, 0.0), 1)
+    sizes = tl.load(tables.sizes + place_of_cluster, mask=is_cluster, other=0).to(tl.int32)
+    spreads = tl.maximum(sums, 0.0) / tl.maximum(sizes, 1).to(tl.float32)
+    tl.store(tables.spreads + place_of_cluster, spreads.to(tl.bfloat16), mask=is_cluster)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _order_kernel(pools: Pools, parts: Parts, tables: Tables, block_tokens: tl.constexpr) -> None:
     """Replace one problem's labels by the offsets of its keys, label by label, and in each by position.
 
     Keys that are in no cluster, the first, come last.
     """
-    span: tl.constexpr = tables.span
-    clusters: tl.constexpr = tables.of_span
-    offsets_ptr = tables.offsets + _place(pools, spans, tables) * span
-    offsets = tl.arange(0, block_span)
-    labels = tl.load(offsets_ptr + offsets, mask=offsets < span, other=clusters).to(tl.int32)
-    is_left_out = offsets < tl.load(spans.left_out + tl.program_id(0) // pools.kv_heads).to(tl.int32)
+    clusters: tl.constexpr = parts.clusters
+    number = tl.program_id(0) // pools.kv_heads
+    begin = tl.load(parts.begins + number).to(tl.int32)
+    offsets_ptr = tables.offsets + _place(pools, parts, tables) * tables.span + begin
+    places = tl.arange(0, block_tokens)
+    labels = tl.load(offsets_ptr + places, mask=places < parts.tokens, other=clusters).to(tl.int32)
+    is_left_out = places < tl.load(parts.left_out + number).to(tl.int32)
     labels = tl.where(is_left_out, clusters, labels)
+    offsets = (begin + places).to(offsets_ptr.dtype.element_ty)
     # No other thread may write over a label that has not been read.
     tl.debug_barrier()
     first = 0
     for cluster in range(clusters):
         is_member = labels == cluster
         ends = first + tl.cumsum(is_member.to(tl.int32))
-        tl.store(offsets_ptr + ends - 1, offsets.to(offsets_ptr.dtype.element_ty), mask=is_member)
+        tl.store(offsets_ptr + ends - 1, offsets, mask=is_member)
         first = tl.max(ends)
-    tl.store(offsets_ptr + first + offsets, offsets.to(offsets_ptr.dtype.element_ty), mask=is_left_out)
+    tl.store(offsets_ptr + first + places, offsets, mask=is_left_out)

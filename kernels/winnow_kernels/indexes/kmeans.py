@@ -52,6 +52,18 @@ def kmeans(keys: Tensor, clusters: int, iterations: int = ITERATIONS, seed: int 
     return labels, centroids
 
 
+def spreads(keys: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
+    """Return the mean squared distance of clusters' members from their centroid: float32 [problems, clusters].
+
+    It is 0 for a cluster without members. Arguments are those and the results of ``kmeans``.
+    """
+    of_keys = centroids.gather(1, labels[..., None].expand(-1, -1, keys.shape[2]))
+    distances = (keys.float() - of_keys.float()).square_().sum(-1)
+    sums = distances.new_zeros(labels.shape[0], centroids.shape[1]).scatter_add_(1, labels, distances)
+    sizes = torch.zeros_like(sums).scatter_add_(1, labels, torch.ones_like(distances))
+    return sums / sizes.clamp_min_(1)
+
+
 def drawn_members(count: int, clusters: int, seed: int = _SEED) -> Tensor:
     """Return which of ``count`` keys are the first centroids, int64 [clusters], ascending.
 
@@ -67,7 +79,7 @@ def drawn_behind(left_out: int, count: int, clusters: int, seed: int = _SEED) ->
     """Return which of ``count`` keys are the first centroids if the first ``left_out`` are in no cluster.
 
     Args:
-        left_out: less than ``count``.
+        left_out: at most ``count``.
         count: of keys.
         clusters: that there is space for.
         seed: of the draw.
@@ -75,6 +87,8 @@ def drawn_behind(left_out: int, count: int, clusters: int, seed: int = _SEED) ->
     Returns:
         int64 [clusters], ascending; where fewer keys than clusters are left, -1 behind them.
     """
+    if left_out == count:
+        return torch.full((clusters,), -1)
     drawn = left_out + drawn_members(count - left_out, min(clusters, count - left_out), seed)
     return torch.nn.functional.pad(drawn, (0, clusters - len(drawn)), value=-1)
 

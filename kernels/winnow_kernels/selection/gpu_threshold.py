@@ -47,40 +47,36 @@ def threshold(keys: tl.tensor, weights: tl.tensor, wanted: tl.tensor) -> tl.tens
     Returns:
         int32, as ``wanted``: one of the keys that have weight, or ``LOWEST`` where all weights together are less.
     """
-    found, _ = _search(keys, weights, wanted, wanted, False)
-    return found
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def counted_threshold(
-    keys: tl.tensor, packed: tl.tensor, wanted: tl.tensor, by_count: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """``threshold``, of weights or of their number, with both sums; quick also where no sum is exactly ``wanted``.
-
-    Args:
-        keys: int32 [n] or [rows, n], n at most 16,384.
-        packed: int32, same shape; ``counted(weights)`` where there is a key, else 0. Less than 16,384 keys are there,
-            and their weights sum to less than 2^18.
-        wanted: int32, scalar or [rows]; at least 1.
-        by_count: bool, as ``wanted``; whether that many keys are wanted, or keys of that weight.
-
-    Returns:
-        The threshold, as in ``threshold``, the number of keys at or above it, and the sum of their weights.
-    """
-    found, sums = _search(keys, packed, wanted, by_count, True)
-    return found, count_of(sums), weight_of(sums)
+    # Throughout: the weights at or above ``low`` suffice, those at or above ``high`` do not.
+    low = tl.min(tl.where(weights > 0, keys, HIGHEST), axis=-1)
+    high = tl.minimum(tl.max(tl.where(weights > 0, keys, LOWEST), axis=-1), HIGHEST - 1) + 1
+    total = tl.sum(weights, axis=-1)
+    at_low, at_high = total, total * 0
+    enough = total >= wanted
+    searching = enough & (at_low != wanted) & (low + 1 < high)
+    halve = 2
+    while _any(searching):
+        guess = _interpolated_key(low, high, at_low, at_high, wanted, total)
+        middle = (low & high) + ((low ^ high) >> 1)
+        guess = tl.where(halve == 0, middle, tl.minimum(tl.maximum(guess, low + 1), high - 1))
+        guess = tl.where(searching, guess, low)
+        above = tl.sum(tl.where(keys >= _beside(guess, keys), weights, 0), axis=-1)
+        suffices = above >= wanted
+        at_low = tl.where(searching & suffices, above, at_low)
+        low = tl.where(searching & suffices, guess, low)
+        at_high = tl.where(searching & (suffices == 0), above, at_high)
+        high = tl.where(searching & (suffices == 0), guess, high)
+        searching = enough & (at_low != wanted) & (low + 1 < high)
+        halve = tl.where(halve == 0, 2, halve - 1)
+    reached = (keys >= _beside(low, keys)) & (weights > 0)
+    least = tl.min(tl.where(reached, keys, HIGHEST), axis=-1)
+    return tl.where(enough, least, LOWEST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def counted(weights: tl.tensor) -> tl.tensor:
     """Return int32 weights packed with a count of one."""
     return weights + _ONE
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def packed_of(counts: tl.tensor, weights: tl.tensor) -> tl.tensor:
-    """Return int32 ``counts`` of keys packed with the sums of their weights."""
-    return counts * _ONE + weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -112,64 +108,6 @@ def leading(keys: tl.tensor, present: tl.tensor, count: tl.tensor) -> tl.tensor:
     equal = present & (keys == least)
     room = count - tl.sum(above.to(tl.int32), axis=0)
     return (above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))) & (count > 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _search(
-    keys: tl.tensor, weights: tl.tensor, wanted: tl.tensor, by_count: tl.tensor, is_packed: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the threshold, and the sum of ``weights`` at or above it."""
-    # Throughout: the weights at or above ``low`` suffice, those at or above ``high`` do not.
-    low = tl.min(tl.where(weights > 0, keys, HIGHEST), axis=-1)
-    high = tl.minimum(tl.max(tl.where(weights > 0, keys, LOWEST), axis=-1), HIGHEST - 1) + 1
-    at_low = tl.sum(weights, axis=-1)
-    at_high = at_low * 0
-    total = _amount(at_low, by_count, is_packed)
-    enough = total >= wanted
-    searching = enough & _undecided(low, high, at_low, at_high, wanted, by_count, is_packed)
-    halve = 2
-    while _any(searching):
-        guess = _interpolated_key(
-            low, high, _amount(at_low, by_count, is_packed), _amount(at_high, by_count, is_packed), wanted, total
-        )
-        middle = (low & high) + ((low ^ high) >> 1)
-        guess = tl.where(halve == 0, middle, tl.minimum(tl.maximum(guess, low + 1), high - 1))
-        guess = tl.where(searching, guess, low)
-        above = tl.sum(tl.where(keys >= _beside(guess, keys), weights, 0), axis=-1)
-        suffices = _amount(above, by_count, is_packed) >= wanted
-        at_low = tl.where(searching & suffices, above, at_low)
-        low = tl.where(searching & suffices, guess, low)
-        at_high = tl.where(searching & (suffices == 0), above, at_high)
-        high = tl.where(searching & (suffices == 0), guess, high)
-        searching = enough & _undecided(low, high, at_low, at_high, wanted, by_count, is_packed)
-        halve = tl.where(halve == 0, 2, halve - 1)
-    reached = (keys >= _beside(low, keys)) & (weights > 0)
-    least = tl.min(tl.where(reached, keys, HIGHEST), axis=-1)
-    return tl.where(enough, least, LOWEST), at_low
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _undecided(
-    low: tl.tensor,
-    high: tl.tensor,
-    at_low: tl.tensor,
-    at_high: tl.tensor,
-    wanted: tl.tensor,
-    by_count: tl.tensor,
-    is_packed: tl.constexpr,
-) -> tl.tensor:
-    undecided = (_amount(at_low, by_count, is_packed) != wanted) & (low + 1 < high)
-    if is_packed:
-        undecided = undecided & (count_of(at_low - at_high) != 1)
-    return undecided
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _amount(sums: tl.tensor, by_count: tl.tensor, is_packed: tl.constexpr) -> tl.tensor:
-    if is_packed:
-        return tl.where(by_count, count_of(sums), weight_of(sums))
-    else:  # noqa: RET505 - Triton compiles only the branch taken, and needs to see that there is no other
-        return sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -209,7 +147,7 @@ def _beside(values: tl.tensor, keys: tl.tensor) -> tl.tensor:
     """Return one value for each row of ``keys``, [rows, n], such that it broadcasts; a scalar for [n]."""
     if len(keys.shape) == 1:
         return values
-    else:  # noqa: RET505 - as above
+    else:  # noqa: RET505 - Triton compiles only the branch taken, and needs to see that there is no other
         return values[:, None]
 
 

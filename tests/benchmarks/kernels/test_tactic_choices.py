@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.kernels.tactic_choices import Captured, PromptTables, Sums, ranked_positions
+from benchmarks.kernels.tactic_choices import Captured, PromptTables, Sums
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
 
@@ -29,11 +29,10 @@ def test_every_token_that_a_head_takes_is_counted_once() -> None:
         tables.add(p, sums)
         step = tables._step(p)
         [queries], [cache] = tables.captured.queries, tables.captured.caches
-        estimate = step.estimate(0, queries, cache, Meter(STEPS, queries.device))
-        outside = (tables.context.lengths - PROMPT)[:, None, None].expand(estimate.tokens.shape)
-        assert sums.tokens["tactic"] == int((estimate.tokens + outside).sum())
-        assert sums.tokens["optimal"] <= sums.tokens["ranking_optimal"]
-        of_all = tables._step(1.0)
-        whole = of_all.estimate(0, queries, cache, Meter(STEPS, queries.device))
-        ranked = ranked_positions(of_all, whole, 0, PROMPT)
-        assert torch.equal(ranked.sort(-1).values, torch.arange(PROMPT).expand(ranked.shape))
+        taken = step.taken(0, queries, cache)
+        sizes = tables.index.read(0, step.spans).sizes.transpose(0, 1)[:, :, None].long()
+        outside = (tables.context.lengths - PROMPT)[:, None, None].expand(taken.shape[:3])
+        assert sums.tokens["tactic"] == int(((taken * sizes).sum(-1) + outside).sum())
+        selection = step.select(0, queries, cache, Meter(STEPS, queries.device))
+        assert sums.union["tactic"] == int(selection.counts.sum()) or selection.to_the_end is not None
+        assert sums.tokens["optimal"] <= sums.tokens["cluster_optimal"]

@@ -14,7 +14,7 @@ from tests.kernels.gpu.conftest import INTERPRETED
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.cluster_tables import ClusterTables
 from winnow_kernels.indexes.gpu_key_pools import KeyPools
-from winnow_kernels.indexes.gpu_kmeans import cluster_spans, fits
+from winnow_kernels.indexes.gpu_kmeans import cluster_parts, fits
 from winnow_kernels.indexes.kmeans import ITERATIONS, drawn_behind, kmeans
 
 PAGE, SLOTS, CAPACITY = 16, 1024, 11
@@ -33,10 +33,14 @@ class Case:
     entries: Tensor
     span: int
     left_out: Tensor
+    begin: int = 0
+    """Where the parts begin that are clustered, in spans twice as long where it is not 0."""
 
     def empty(self) -> ClusterTables:
-        tables = ClusterTables.empty(self.caches[0], len(self.caches), CAPACITY, self.span)
-        for table in (tables.centroids, tables.sizes, tables.firsts, tables.offsets):
+        tables = ClusterTables.empty(
+            self.caches[0], len(self.caches), CAPACITY, 2 * self.span if self.begin else self.span
+        )
+        for table in (tables.centroids, tables.spreads, tables.sizes, tables.firsts, tables.offsets):
             table.fill_(-7)
         return tables
 
@@ -44,15 +48,16 @@ class Case:
         tables = self.empty()
         slots = (self.pages[..., None] * PAGE + torch.arange(PAGE, device=self.pages.device)).flatten(1)
         for cache, layer in zip(self.caches, tables.layers(), strict=True):
-            layer.build(cache, self.entries, slots, self.left_out)
+            layer.build(cache, self.entries, slots, torch.full_like(self.entries, self.begin), self.left_out)
         return tables
 
     def built(self, some: slice = slice(None), iterations: int = ITERATIONS) -> ClusterTables:
         tables = self.empty()
         left_out = self.left_out[some]
         drawn = [drawn_behind(tokens, self.span, self.span // 16) for tokens in left_out.tolist()]
-        of_spans = (self.pages[some], self.entries[some], left_out, torch.stack(drawn).to(left_out.device))
-        cluster_spans(KeyPools.of(self.caches), *of_spans, tables, iterations)
+        entries = self.entries[some]
+        of_parts = (entries, torch.full_like(entries, self.begin), left_out, torch.stack(drawn).to(left_out.device))
+        cluster_parts(KeyPools.of(self.caches), self.pages[some], PAGE, *of_parts, tables, iterations)
         return tables
 
 
@@ -82,6 +87,11 @@ def tables_of(tables: ClusterTables) -> tuple[Tensor, ...]:
     return tables.sizes, tables.firsts, tables.offsets, tables.centroids
 
 
+def assert_spreads(built: ClusterTables, expected: ClusterTables) -> None:
+    # bfloat16; |key - centroid|², multiplied out or not, may fall on either side of a rounding.
+    torch.testing.assert_close(built.spreads.float(), expected.spreads.float(), rtol=2**-6, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("dtype", "span", "kv_heads", "head_dim"),
     [
@@ -97,8 +107,21 @@ def test_equals_the_reference(
     device: torch.device, dtype: torch.dtype, span: int, kv_heads: int, head_dim: int
 ) -> None:
     case = a_case(device, 2, span, kv_heads, head_dim, 1 if span > 128 else 2, dtype)
-    for built, expected in zip(tables_of(case.built()), tables_of(case.reference()), strict=True):
+    of_case, of_reference = case.built(), case.reference()
+    for built, expected in zip(tables_of(of_case), tables_of(of_reference), strict=True):
         torch.testing.assert_close(built, expected, atol=1e-6 if dtype == torch.float32 else 0, rtol=0)
+    assert_spreads(of_case, of_reference)
+
+
+@pytest.mark.parametrize("left_out", [0, 20, 64])
+def test_a_part_of_a_span_is_written_to_its_place(device: torch.device, left_out: int) -> None:
+    case = replace(a_case(device, 2, 64, 2, left_out=left_out), begin=64)
+    built, reference = case.built(), case.reference()
+    for of_built, expected in zip(tables_of(built), tables_of(reference), strict=True):
+        if left_out == 64 and of_built is built.centroids:
+            continue  # of no member
+        torch.testing.assert_close(of_built, expected, atol=1e-6, rtol=0)
+    assert (built.sizes[:, :, :, :4] == -7).all()
 
 
 @pytest.mark.parametrize(("span", "left_out"), [(64, 1), (64, 16), (96, 40), (64, 62), (96, 95)])
@@ -224,14 +247,15 @@ def _launch(head_dim: int, clusters: int, keys: str) -> None:
     span = 16 * clusters
     pages, entries = torch.zeros(1, span // PAGE, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     drawn = torch.zeros(1, clusters, dtype=torch.int32)
-    cluster_spans(KeyPools.of([cache]), pages, entries, entries, drawn, ClusterTables.empty(cache, 1, 1, span))
+    tables = ClusterTables.empty(cache, 1, 1, span)
+    cluster_parts(KeyPools.of([cache]), pages, PAGE, entries, entries, entries, drawn, tables)
 
 
 def test_kernels_fit_a_multiprocessor() -> None:
     shapes = [*((head_dim, 64, "bfloat16") for head_dim in (64, 96, 128, 256)), (128, 128, "bfloat16")]
     for shape in [*shapes, (128, 64, "float16")]:
-        lloyd, order = compile_launches(_launch, *shape)
-        for kernel in (lloyd, order):
+        lloyd, spread_kernel, order = compile_launches(_launch, *shape)
+        for kernel in (lloyd, spread_kernel, order):
             assert kernel.local_bytes == 0
             assert kernel.shared_bytes <= SHARED_LIMIT
         assert "wgmma.mma_async" in lloyd.ptx

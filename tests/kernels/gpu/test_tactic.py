@@ -111,11 +111,11 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     batch.lengths.copy_(context.lengths)
     pages = context.slots[:, ::PAGE] // PAGE
     batch.page_table[:, : pages.shape[1]] = pages.where(pages < SLOTS // PAGE, 0)
-    of_rows = TacticBatch.empty(count, longest // SPAN, device)
+    of_rows = TacticBatch.empty(count, -(-longest // SPAN), device)
     sinks = torch.tensor([0 if p is None else p.sinks for p in a_case.parameters], device=device)
     spans = a_case.index.lookup(context, a_case.clustered, sinks)
     of_rows.entries[:, : spans.most] = spans.entries
-    of_rows.clustered.copy_(sinks // SPAN * SPAN + spans.counts * SPAN)
+    of_rows.clustered.copy_(sinks // SPAN * SPAN + spans.covered.sum(1))
     of_rows.sinks.copy_(sinks)
     of_rows.by_priority.fill_(int(in_order))
     kind = [p for p in a_case.parameters if p is not None]
@@ -124,7 +124,7 @@ def run(a_case: Case, queries: Tensor, in_order: bool = True, layers: int = 1) -
     of_rows.caps[rows] = torch.tensor(caps, dtype=torch.int32, device=device)
     selection = DeviceSelection.empty(count, kv_heads, selection_width(longest), device)
     selection.counts.fill_(UNTOUCHED)
-    workspace = TacticWorkspace.empty(count, heads, kv_heads, longest // SPAN, SPAN, device)
+    workspace = TacticWorkspace.empty(count, heads, kv_heads, -(-longest // SPAN), SPAN, device)
     statistics = TacticStatistics.empty(count, heads, device)
 
     order = Termination.of([termination_at(0.0, 0.0, 1)] * len(rows), device) if in_order else None
@@ -214,6 +214,14 @@ def test_more_clusters_than_one_slice_holds(in_order: bool, device: torch.device
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0, seed=2), in_order), in_order)
 
 
+@pytest.mark.parametrize("sinks", [0, 20, 70])
+def test_contexts_that_end_in_pieces_of_a_span(sinks: int, device: torch.device) -> None:
+    ends = [64 + 16, 64 + 32, 128 + 48, 128, 16, 2064]
+    parameters: list[Tactic | None] = [tactic_parameters(0.4, sinks=sinks) for _ in ends]
+    a_case = case(parameters, [3 * end // 2 + 7 for end in ends], ends, device, "clustered", 2, torch.float16, seed=6)
+    check(a_case, run(a_case, queries_of(a_case, 2, 3.0, seed=6), in_order=False), in_order=False)
+
+
 def test_rows_of_all_widths(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tactic, "_NARROWEST", 128)
     assert widths_of(256) == [(-1, 128), (128, 256)]
@@ -298,23 +306,25 @@ def test_refusals(device: torch.device) -> None:
         select(queries.repeat(1, 9, 1), *of_layer, wide, workspace, statistics, SCALE, in_order=True, capped=True)
 
 
-def launch_at_128k() -> None:
-    """Launch all kernels for contexts of 128K tokens of Llama-3.1-8B's shape, in bf16; tensors are not read."""
-    cpu, longest, kv_heads, heads = torch.device("cpu"), 2**17, 8, 32
-    cache = LayerCache(*torch.empty(2, 64, kv_heads, 128, dtype=torch.bfloat16))
+def launch(longest: int, kv_heads: int, heads: int, head_dim: int, in_order: bool) -> None:
+    """Launch all kernels for contexts of ``longest`` tokens in bf16; tensors are not read."""
+    cpu = torch.device("cpu")
+    cache = LayerCache(*torch.empty(2, 64, kv_heads, head_dim, dtype=torch.bfloat16))
     tables = ClusterTables.empty(cache, 1, 1, 1024)
     batch, rows = DecodeBatch.empty(1, longest, PAGE, cpu), TacticBatch.empty(1, longest // 1024, cpu)
     workspace = TacticWorkspace.empty(1, heads, kv_heads, longest // 1024, 1024, cpu)
     selection = DeviceSelection.empty(1, kv_heads, selection_width(longest), cpu)
-    queries = torch.empty(1, heads, 128, dtype=torch.bfloat16)
+    queries = torch.empty(1, heads, head_dim, dtype=torch.bfloat16)
     statistics = TacticStatistics.empty(1, heads, cpu)
     of_layer = (tables.layers()[0], batch, rows, selection, workspace, statistics, SCALE)
-    select(queries, cache, *of_layer, in_order=True, capped=True)
+    select(queries, cache, *of_layer, in_order=in_order, capped=in_order)
 
 
-def test_hopper_needs_no_local_memory() -> None:
-    compiled = compile_launches(launch_at_128k)
-    assert len({kernel.kernel for kernel in compiled}) == 9
-    for kernel in compiled:
-        assert kernel.local_bytes == 0
-        assert kernel.shared_bytes < 80 * 1024
+def test_hopper_needs_next_to_no_local_memory() -> None:
+    # Llama-3.1-8B at 128K, and heads of 256.
+    for shape, local_bytes in [((2**17, 8, 32, 128, True), 0), ((2**15, 1, 4, 256, False), 16)]:
+        compiled = compile_launches(launch, *shape)
+        assert len({kernel.kernel for kernel in compiled}) == (7 if shape[-1] else 4)
+        for kernel in compiled:
+            assert kernel.local_bytes <= local_bytes
+            assert kernel.shared_bytes < 80 * 1024

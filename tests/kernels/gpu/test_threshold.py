@@ -9,14 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.gpu.compiling import Variant, compile_for_hopper
-from winnow_kernels.selection.gpu_threshold import (
-    LOWEST,
-    counted,
-    counted_threshold,
-    leading,
-    ordered,
-    threshold,
-)
+from winnow_kernels.selection.gpu_threshold import LOWEST, leading, ordered, threshold
 
 BLOCK = 256
 
@@ -49,26 +42,6 @@ def _thresholds(
     places = rows[:, None] * block + tl.arange(0, block)
     found = threshold(tl.load(keys_ptr + places), tl.load(weights_ptr + places), tl.load(wanted_ptr + rows))
     tl.store(found_ptr + rows, found)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _counted(
-    keys_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    present: tl.tensor,
-    wanted_ptr: tl.tensor,
-    found_ptr: tl.tensor,
-    of_rows: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    rows, places = tl.arange(0, of_rows), tl.arange(0, block)
-    keys = tl.load(keys_ptr + places)[None, :] + tl.zeros((of_rows, 1), tl.int32)
-    weights = tl.where(places < present, counted(tl.load(weights_ptr + places)), 0)
-    packed = weights[None, :] + tl.zeros((of_rows, 1), tl.int32)
-    found, count, weight = counted_threshold(keys, packed, tl.load(wanted_ptr + rows), rows % 2 == 0)
-    tl.store(found_ptr + rows * 3, found)
-    tl.store(found_ptr + rows * 3 + 1, count)
-    tl.store(found_ptr + rows * 3 + 2, weight)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -138,20 +111,6 @@ def test_several_rows_at_once(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_weight_and_by_count(kind: str, device: torch.device) -> None:
-    keys = keys_of(scores_of(kind, BLOCK, 8))
-    weights = torch.randint(0, 40, (BLOCK,), generator=torch.Generator().manual_seed(9), dtype=torch.int32)
-    of_keys, of_weights, ones = keys[:240], weights[:240], torch.ones(240, dtype=torch.int32)
-    wanted = torch.tensor([24, int(of_weights.sum()) // 50, 240, int(of_weights.sum())], dtype=torch.int32)
-    found = torch.zeros(4, 3, dtype=torch.int32, device=device)
-    _counted[(1,)](keys.to(device), weights.to(device), 240, wanted.to(device), found, 4, BLOCK)
-    for row, of_row in enumerate(found.tolist()):
-        least = expected_threshold(of_keys, of_weights if row % 2 else ones, int(wanted[row]))
-        reached = of_keys >= least
-        assert of_row == [least, int(reached.sum()), int(of_weights[reached].sum())]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_leading(kind: str, device: torch.device) -> None:
     keys = keys_of(scores_of(kind, BLOCK, 5))
     marked = torch.zeros(BLOCK, dtype=torch.int8, device=device)
@@ -171,12 +130,11 @@ def test_a_block_of_256k(device: torch.device) -> None:
 def test_hopper_needs_no_local_memory() -> None:
     pointers = {"keys_ptr": "*i32", "weights_ptr": "*i32", "wanted_ptr": "*i32", "found_ptr": "*i32"}
     one = Variant(f"{__name__}:_threshold", pointers, {"block": 8192}, num_warps=8)
-    four = Variant(f"{__name__}:_counted", {**pointers, "present": "i32"}, {"of_rows": 4, "block": 8192}, num_warps=8)
     longest = Variant(
         f"{__name__}:_leading",
         {"keys_ptr": "*i32", "present": "i32", "count": "i32", "marked_ptr": "*i8"},
         {"block": 16384},
         num_warps=32,
     )
-    for compiled in compile_for_hopper([one, four, longest]):
+    for compiled in compile_for_hopper([one, longest]):
         assert compiled.local_bytes == 0

@@ -39,7 +39,7 @@ class TacticDeclaration(Declaration[Tactic]):
     def step(self, batch: PolicyBatch) -> TacticStep:
         clusters = batch.indexes[ClusterIndex]
         ends = [
-            clustered_until(request.prompt_length, length, clusters.span)
+            clustered_until(request.prompt_length, length, clusters.piece)
             for request, length in zip(batch.requests, batch.lengths, strict=True)
         ]
         parameters = batch.parameters(Tactic)

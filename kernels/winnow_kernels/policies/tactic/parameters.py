@@ -8,7 +8,9 @@ from pydantic import field_validator
 
 from winnow_kernels.contract.fields import LayerCount, Ratio, Sparse, Tokens, beside_sinks
 
-TACTIC_TAIL_TOKENS: Final = 2048
+WHOLE_ABOVE: Final = 0.999
+"""Above this share everything is attended to: what is left out would be less than what predictions are wrong by."""
+TACTIC_TAIL_TOKENS: Final = 512
 """At most so many tokens at the end of a context are in no cluster yet; ``tactic`` reads them and sinks first."""
 TACTIC_CAP_WARNING: Final = (
     f"decode.max_tokens is less than the sinks and the {TACTIC_TAIL_TOKENS} newest tokens that tactic may have to read"

@@ -36,7 +36,7 @@ class TacticSelector(Selector):
         self._ranks = ranks
         device = step.slots.device
         kv_heads = step.slots.shape[1]
-        spans = step.batch.longest // clusters.span
+        spans = -(-step.batch.longest // clusters.span)
         self._entries = torch.zeros(requests, spans, dtype=torch.int32, device=device)
         self._clustered = torch.zeros(requests, dtype=torch.int32, device=device)
         self._batch = TacticBatch.empty(step.rows, spans, device)
@@ -51,7 +51,7 @@ class TacticSelector(Selector):
         self._holders: weakref.WeakSet[Request] = weakref.WeakSet()
 
     def stage(self, request: Request, length: int) -> int:
-        return clustered_until(request.prompt_length, length, self._clusters.span)
+        return clustered_until(request.prompt_length, length, self._clusters.piece)
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         policy = request.decode
@@ -63,8 +63,7 @@ class TacticSelector(Selector):
             self._holders.add(request)
             weakref.finalize(request, self._clusters.release, id(request)).atexit = False
         self._entries[slot, : len(held.entries)] = held.entries
-        first = policy.sinks // self._clusters.span
-        self._clustered[slot] = (first + len(held.entries)) * self._clusters.span
+        self._clustered[slot] = held.end
         return Entry(built_tokens=held.built_tokens)
 
     def begin(self, step: Step, *, ordered: bool) -> None:

@@ -50,7 +50,7 @@ def row_at(contexts: Contexts, row: tl.tensor) -> Row:
     sinks = tl.load(asked.sinks + row)
     clustered = tl.maximum(end - sinks, 0)
     span: tl.constexpr = contexts.tables.span
-    clusters = tl.maximum(end // span - sinks // span, 0) * contexts.tables.of_span
+    clusters = tl.maximum(end - sinks // span * span, 0) // (span // contexts.tables.of_span)
     return Row(row, share, cap, length, sinks, clustered, clusters)
 
 
@@ -127,22 +127,16 @@ def count_read(counts_ptr: tl.tensor, row: Row, amount: tl.tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def through(keys: tl.tensor, places: tl.tensor, key: tl.tensor, last: tl.tensor) -> tl.tensor:
-    """Return which clusters come up to and with ``last``, whose key is ``key``; of equal keys the first come first."""
-    return (keys > key) | ((keys == key) & (places <= last))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def places_of(starts_ptr: tl.tensor, tokens: tl.tensor, listed: tl.tensor, most: tl.constexpr) -> tl.tensor:
     """Return to which cluster of a list tokens belong: the last that begins by then.
 
     Args:
         starts_ptr: how many tokens come before each cluster of the list.
         tokens: int32 [n]; counted through the list.
-        listed: scalar; clusters in the list, at most ``most``, a power of two up to 256.
+        listed: scalar; clusters in the list, at most ``most``, a power of two up to 4,096.
     """
     place = tokens * 0
-    for halved in tl.static_range(1, 9):
+    for halved in tl.static_range(1, 13):
         if most >> halved > 0:
             later = place + (most >> halved)
             start = tl.load(starts_ptr + later, mask=later < listed, other=HIGHEST)

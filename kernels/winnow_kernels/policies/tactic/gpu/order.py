@@ -4,12 +4,12 @@ Only early termination and a cap that cuts need an order. The listed clusters of
 of ``RUN`` consecutive ones, whichever slices they are in, so that no program has many more than another. The tokens in
 no cluster are in blocks of ``KEPT_BLOCK``.
 
-    1. step   of each cluster the step of its best share, and its place in its run; of each run its tokens by step;
-              another program of the row and KV head finds the steps of the blocks, and their tokens by step
+    1. step   of each cluster its place in its run; of each run its tokens by step; another program of the row and KV
+              head finds the steps of the blocks, and their tokens by step
     2. place  to that is added what comes before the cluster of all other runs, and of the blocks; other programs find
               what comes before the blocks
 
-A cluster costs 24 bytes beside 12 for each query head, comparisons with ``RUN`` others and ``SHARE_STEPS`` steps, and
+A cluster costs 24 bytes, comparisons with ``RUN`` others and ``SHARE_STEPS`` steps, and
 then a number for each run: 47 for the 3,000 clusters that 12 % of 128K tokens bring. A block costs 4 bytes for each
 query head, comparisons with the steps and with all blocks: 64 for 1,024 tokens. All of it lies in the L2 cache. What
 takes time are two launches, each with some loads that wait for each other and sums over a block.
@@ -22,51 +22,34 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from winnow_kernels.kernel_arguments import Heads
+from winnow_kernels.kernel_arguments import Heads, Vectors
 from winnow_kernels.policies.tactic.gpu.contexts import (
     NOTHING,
+    Row,
     is_idle,
+    kept_positions,
+    keys_at,
     needs_order,
     row_at,
-    through,
+    table_of,
     united,
 )
-from winnow_kernels.policies.tactic.gpu.fit import window_centre
 from winnow_kernels.policies.tactic.gpu.state import (
-    CUT_KEY,
-    CUT_LAST,
-    CUTS,
-    FIT_A,
-    FIT_B,
-    FIT_REFERENCE,
-    FIT_TOTAL,
-    FITS,
     KEPT_BLOCK,
-    RANK_KNOWN,
-    RANK_KNOWN_KEY,
-    RANK_KNOWN_LAST,
-    RANK_KNOWN_START,
-    RANK_NEAR_BEFORE,
-    RANK_NEAR_TOKENS,
-    RANKS,
     RUN,
     SLICE,
+    Attention,
     Contexts,
-    Fitted,
+    Cuts,
     Kept,
     Listed,
     Ordered,
-    Ranked,
     Scored,
 )
-from winnow_kernels.policies.tactic.reference import (
-    FIRST_OCTAVE,
-    MIN_WEIGHT,
-    SHARE_STEPS,
-    STEPS_OF_OCTAVE,
-    WINDOW_CLUSTERS,
-)
-from winnow_kernels.selection.gpu_threshold import HIGHEST, count_of, ordered
+from winnow_kernels.policies.tactic.gpu.union import share_of, share_step
+from winnow_kernels.policies.tactic.reference import SHARE_STEPS
+from winnow_kernels.selection.gpu_slots import slots_at
+from winnow_kernels.selection.gpu_threshold import count_of
 
 SPLITS: Final = 16
 """Programs among which the listed clusters of a row and KV head are dealt out, and then the blocks of other tokens."""
@@ -78,11 +61,7 @@ PLACE_PROGRAMS: Final = 2 * SPLITS
 _SLICE = tl.constexpr(SLICE)
 _RUN = tl.constexpr(RUN)
 _STEPS = tl.constexpr(SHARE_STEPS)
-_STEPS_OF_OCTAVE = tl.constexpr(STEPS_OF_OCTAVE)
-_FIRST_OCTAVE = tl.constexpr(FIRST_OCTAVE)
 _SPLITS = tl.constexpr(SPLITS)
-_WINDOW = tl.constexpr(WINDOW_CLUSTERS)
-_MIN_WEIGHT = tl.constexpr(MIN_WEIGHT)
 _OF_BLOCK = tl.constexpr(KEPT_BLOCK)
 # Blocks of tokens in no cluster that are looked at together.
 _BLOCKS = tl.constexpr(64)
@@ -90,22 +69,23 @@ _BLOCKS = tl.constexpr(64)
 _SUMMED = tl.constexpr(32)
 # Clusters whose places are found at a time, and of how many runs they look at the sums.
 _PLACED, _OTHERS = tl.constexpr(128), tl.constexpr(8)
+# Listed clusters of which what a cap cuts is added up together.
+_CUT = tl.constexpr(1024)
+_TOKENS = tl.constexpr(64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
+def step_kernel(
     contexts: Contexts,
     heads: Heads,
     scored: Scored,
     in_no_cluster: Kept,
-    ranked: Ranked,
-    fitted: Fitted,
+    cuts: Cuts,
     listed: Listed,
     order: Ordered,
-    scale_log2: tl.tensor,
     group_block: tl.constexpr,
 ) -> None:
-    """Find the steps of the listed clusters and of the blocks, and put the clusters of each run in order.
+    """Find the steps of the blocks, and put the listed clusters of each run in order.
 
     Grid: (``STEP_PROGRAMS``, KV heads, rows).
     """
@@ -118,21 +98,17 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
         tl.store(order.placed + of_kv_head, 0)
         tl.store(kept_placed_ptr, 0)
         return
-    head = tl.arange(0, group_block)
-    is_head = head < heads.group
-    of_heads = of_kv_head * heads.group + head
-    reference = tl.load(fitted.fits + of_heads * FITS + FIT_REFERENCE, mask=is_head, other=0.0)
-    best_weight = tl.log2(tl.load(fitted.fits + of_heads * FITS + FIT_TOTAL, mask=is_head, other=1.0)) + reference
-    best_weight -= _FIRST_OCTAVE
-    cut_key = tl.load(fitted.cuts + of_heads * CUTS + CUT_KEY, mask=is_head, other=HIGHEST)
-    cut_last = tl.load(fitted.cuts + of_heads * CUTS + CUT_LAST, mask=is_head, other=-1)
     totals_ptr = listed.totals + of_kv_head * (scored.clusters // _SLICE)
     totals, kept, taken, wanted = united(totals_ptr, row, scored.clusters)
     if part == _SPLITS:
         kept = tl.where((is_ordered != 0) & (taken >= 0), kept, 0)
         tl.store(kept_placed_ptr, kept)
         tl.store(kept_placed_ptr + 1, taken)
-        _step_blocks(in_no_cluster, of_kv_head, of_heads, is_head, best_weight.to(tl.float32), kept)
+        head = tl.arange(0, group_block)
+        is_head = head < heads.group
+        of_heads = of_kv_head * heads.group + head
+        total = tl.load(cuts.totals + of_heads, mask=is_head, other=0.0)
+        _step_blocks(in_no_cluster, of_kv_head, of_heads, is_head, total, kept, heads.group)
         return
     counts = count_of(totals)
     placed = tl.where(needs_order(taken, wanted, is_ordered), tl.sum(counts, axis=0), 0)
@@ -140,15 +116,6 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
     if part * _RUN >= placed:
         return
     slice_ends = tl.cumsum(counts, axis=0)
-    known_key = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_KEY, mask=is_head, other=HIGHEST)
-    known_last = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_LAST, mask=is_head, other=-1)
-    of_last = tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN, mask=is_head, other=0)
-    of_last -= tl.load(ranked.ranks + of_heads * RANKS + RANK_KNOWN_START, mask=is_head, other=0)
-    above_centroids = _above_centroids(scored, ranked, fitted, of_heads, is_head, reference, scale_log2)
-    best_score = ((best_weight - above_centroids) / scale_log2).to(tl.float32)
-    best_weight = best_weight.to(tl.float32)
-    scores_ptr = scored.scores + of_heads[:, None] * scored.clusters
-    masses_ptr = ranked.masses + of_heads[:, None] * scored.clusters
     lists = of_kv_head * scored.clusters
     here = tl.arange(0, _RUN)
     for begin in range(part * _RUN, placed, _SPLITS * _RUN):
@@ -161,23 +128,8 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
             at = tl.where(begin + here >= start, slice_number * _SLICE + begin + here - start, at)
             start += count_of(tl.load(totals_ptr + slice_number))
             slice_number += 1
-        number = tl.load(listed.numbers + lists + at, mask=is_listed, other=0)
         needed = tl.load(listed.needed + lists + at, mask=is_listed, other=0)
-        size = tl.load(scored.sizes + lists + number, mask=is_listed, other=1)
-        is_score = is_head[:, None] & is_listed[None, :]
-        scores = tl.load(scores_ptr + number[None, :], mask=is_score, other=0.0)
-        is_needed = is_score & through(ordered(scores), number[None, :], cut_key[:, None], cut_last[:, None])
-        # With exact weights: of the last cluster that has them only the first members.
-        is_exact = is_score & through(ordered(scores), number[None, :], known_key[:, None], known_last[:, None])
-        masses = tl.load(masses_ptr + number[None, :], mask=is_exact, other=NOTHING)
-        members = tl.where(number[None, :] == known_last[:, None], of_last[:, None], size[None, :])
-        means = masses - tl.log2(tl.maximum(members, 1).to(tl.float32))
-        # The same in float32 as in the reference: no product is added to anything, which a compiler might round
-        # otherwise.
-        of_means = (best_weight[:, None] - means) * _STEPS_OF_OCTAVE
-        of_centroids = (best_score[:, None] - scores) * (scale_log2 * _STEPS_OF_OCTAVE)
-        steps = _in_steps(tl.where(is_exact, of_means, of_centroids))
-        step = tl.min(tl.where(is_needed, steps, _STEPS - 1), axis=0)
+        step = tl.load(listed.steps + lists + at, mask=is_listed, other=_STEPS - 1)
         # They are listed by number. What pads them brings no tokens.
         key = step * _RUN + here
         before = tl.sum(tl.where(key[:, None] < key[None, :], needed[:, None], 0), axis=0)
@@ -190,48 +142,14 @@ def step_kernel(  # noqa: PLR0915 - what is found on the way stays in registers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _above_centroids(
-    scored: Scored,
-    ranked: Ranked,
-    fitted: Fitted,
-    of_heads: tl.tensor,
-    is_head: tl.tensor,
-    reference: tl.tensor,
-    scale_log2: tl.tensor,
-) -> tl.tensor:
-    """Return how many octaves tokens weigh more than their centroids would, in the near window: float64 [heads].
-
-    Args:
-        scored: clusters.
-        ranked: windows.
-        fitted: curves.
-        of_heads: int64 [heads]; numbers of the query heads, through all rows.
-        is_head: bool [heads].
-        reference: float64 [heads].
-        scale_log2: what scores are multiplied by, to base 2.
-    """
-    place = tl.arange(0, _WINDOW)
-    windows_ptr = ranked.windows + of_heads[:, None] * (2 * _WINDOW)
-    numbers = tl.load(windows_ptr + place[None, :], mask=is_head[:, None], other=0)
-    scores_ptr = scored.scores + of_heads[:, None] * scored.clusters
-    scores = tl.load(scores_ptr + numbers, mask=is_head[:, None], other=0.0)
-    mean = tl.sum(scores.to(tl.float64), axis=1) * (1.0 / _WINDOW)
-    before = tl.load(ranked.ranks + of_heads * RANKS + RANK_NEAR_BEFORE, mask=is_head, other=0)
-    tokens = tl.load(ranked.ranks + of_heads * RANKS + RANK_NEAR_TOKENS, mask=is_head, other=0)
-    a = tl.load(fitted.fits + of_heads * FITS + FIT_A, mask=is_head, other=0.0)
-    b = tl.load(fitted.fits + of_heads * FITS + FIT_B, mask=is_head, other=1.0)
-    weight = tl.maximum(a / window_centre(before, tokens) + b, _MIN_WEIGHT)
-    return reference + tl.log2(weight) - mean * scale_log2
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _step_blocks(
     in_no_cluster: Kept,
     of_kv_head: tl.tensor,
     of_heads: tl.tensor,
     is_head: tl.tensor,
-    best_weight: tl.tensor,
+    total: tl.tensor,
     kept: tl.tensor,
+    group: tl.constexpr,
 ) -> None:
     """Find the steps of the blocks of the first ``kept`` tokens in no cluster, and how many tokens are in each.
 
@@ -240,8 +158,9 @@ def _step_blocks(
         of_kv_head: number of the KV head, through all rows.
         of_heads: int64 [heads]; those of its query heads.
         is_head: bool [heads].
-        best_weight: float32 [heads]; logarithm, base 2, of the least weight in the first step.
+        total: float64 [heads]; logarithm, base 2, of all mass.
         kept: scalar; 0 to do nothing but clear the sums.
+        group: query heads.
     """
     here = tl.arange(0, _BLOCKS)
     weights_ptr = in_no_cluster.weights + of_heads[:, None] * in_no_cluster.blocks
@@ -255,15 +174,11 @@ def _step_blocks(
             tokens = tl.minimum(tl.maximum(kept - block * _OF_BLOCK, 0), _OF_BLOCK)
             is_weight = is_head[:, None] & (tokens > 0)[None, :]
             weights = tl.load(weights_ptr + block[None, :], mask=is_weight, other=NOTHING)
-            step = tl.min(_in_steps((best_weight[:, None] - weights) * _STEPS_OF_OCTAVE), axis=0)
+            shares = tl.exp2((weights.to(tl.float64) - total[:, None]).to(tl.float32))
+            step = share_step(tl.sum(tl.where(is_weight, shares, 0.0), axis=0) / group)
             tl.store(steps_ptr + block, step, mask=tokens > 0)
             sums += tl.sum(tl.where(step[:, None] <= each[None, :], tokens[:, None], 0), axis=0)
         tl.store(sums_ptr + each, sums)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _in_steps(steps: tl.tensor) -> tl.tensor:
-    return tl.minimum(tl.maximum(steps, 0.0), _STEPS - 1.0).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -330,3 +245,87 @@ def _tokens_through(step_sums_ptr: tl.tensor, step: tl.tensor, is_block: tl.tens
         is_sum = (run * _RUN < listed)[:, None] & (is_block & (step >= 0))[None, :]
         in_front += tl.load(step_sums_ptr + run[:, None] * _STEPS + step[None, :], mask=is_sum, other=0)
     return tl.sum(in_front, axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def lost_kernel(
+    attention: Attention,
+    heads: Heads,
+    contexts: Contexts,
+    scored: Scored,
+    cuts: Cuts,
+    listed: Listed,
+    order: Ordered,
+) -> None:
+    """State what share of a query head's mass a cap cuts off. Grid: (query heads, rows)."""
+    head = tl.program_id(0)
+    row = row_at(contexts, tl.program_id(1))
+    if is_idle(row) | (row.cap == 0):
+        return
+    kv_head = head // heads.group
+    of_kv_head = row.number.to(tl.int64) * heads.kv_heads + kv_head
+    _totals, kept, taken, wanted = united(
+        listed.totals + of_kv_head * (scored.clusters // _SLICE), row, scored.clusters
+    )
+    in_no_cluster = row.length - row.clustered
+    if (taken < 0) | (kept + taken == in_no_cluster + wanted):
+        return
+    of_head = row.number.to(tl.int64) * (heads.kv_heads * heads.group) + head
+    total = tl.load(cuts.totals + of_head)
+    lost = tl.zeros([_TOKENS], tl.float32)
+    if kept < in_no_cluster:
+        query = head_query(attention.queries, heads, row, head)
+        for begin in range(kept, in_no_cluster, _TOKENS):
+            places = begin + tl.arange(0, _TOKENS)
+            is_token = places < in_no_cluster
+            positions = kept_positions(places, row)
+            slots = slots_at(table_of(contexts.rows, row), positions, is_token, contexts.rows.page_size)
+            keys = keys_at(attention.keys, kv_head, slots, is_token, heads).to(tl.float32)
+            scores = tl.sum(keys * query[None, :], axis=1) * attention.scale_log2
+            lost += tl.where(is_token, tl.exp2((scores.to(tl.float64) - total).to(tl.float32)), 0.0)
+    of_tokens = tl.sum(lost, axis=0)
+    of_clusters = tl.zeros([_CUT], tl.float32)
+    lists = of_kv_head * scored.clusters
+    placed = tl.load(order.placed + of_kv_head)
+    if taken == 0:
+        # Nothing is put in order of which nothing is left.
+        placed = 0
+        slices: tl.constexpr = scored.clusters // _SLICE
+        for slice_number in range(tl.cdiv(row.clusters, _SLICE)):
+            count = count_of(tl.load(listed.totals + of_kv_head * slices + slice_number))
+            each = tl.arange(0, _CUT)
+            at = slice_number * _SLICE + each
+            of_clusters += _cut_off(scored, listed, of_head, lists, at, each < count, total, each * 0)
+    for begin in range(0, placed, _CUT):
+        place = begin + tl.arange(0, _CUT)
+        at = tl.load(order.steps + lists + place, mask=place < placed, other=0) // _STEPS
+        before = tl.load(order.places + lists + at, mask=place < placed, other=0)
+        left = tl.maximum(taken - before, 0)
+        of_clusters += _cut_off(scored, listed, of_head, lists, at, place < placed, total, left)
+    tl.store(cuts.lost + of_head, of_tokens + tl.sum(of_clusters, axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cut_off(
+    scored: Scored,
+    listed: Listed,
+    of_head: tl.tensor,
+    lists: tl.tensor,
+    at: tl.tensor,
+    is_listed: tl.tensor,
+    total: tl.tensor,
+    left: tl.tensor,
+) -> tl.tensor:
+    """Return which share of the mass listed clusters lose of which at most ``left`` tokens are left: float32."""
+    number = tl.load(listed.numbers + lists + at, mask=is_listed, other=0)
+    needed = tl.load(listed.needed + lists + at, mask=is_listed, other=0)
+    steps = tl.load(scored.steps + of_head * scored.clusters + number, mask=is_listed, other=0)
+    return share_of(steps, total, is_listed) * (needed - tl.minimum(left, needed)).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def head_query(queries: Vectors, heads: Heads, row: Row, head: tl.tensor) -> tl.tensor:
+    """Return one query head's query: float32 [dim_block], 0 beyond the head dimension."""
+    dims = tl.arange(0, heads.dim_block)
+    addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + head * heads.head_dim + dims
+    return tl.load(addresses, mask=dims < heads.head_dim, other=0.0).to(tl.float32)

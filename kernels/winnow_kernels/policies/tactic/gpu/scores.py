@@ -1,4 +1,4 @@
-"""Scoring what can be scored at once: all centroids, and the tokens in no cluster (``selection``)."""
+"""Scoring what can be scored at once: all clusters, and the tokens in no cluster (``selection``)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.kernel_arguments import Heads
 from winnow_kernels.policies.tactic.gpu.contexts import (
     GROUP_BLOCK,
@@ -20,7 +21,6 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     row_at,
     table_of,
 )
-from winnow_kernels.policies.tactic.gpu.search import coarse
 from winnow_kernels.policies.tactic.gpu.state import KEPT_BLOCK, TAIL_SPLITS, Attention, Contexts, Kept, Scored
 from winnow_kernels.selection.gpu_slots import slots_at
 
@@ -32,17 +32,24 @@ _TAIL_SPLITS = tl.constexpr(TAIL_SPLITS)
 _TOKENS = tl.constexpr(128)
 _CENTROIDS = tl.constexpr(64)
 _OF_BLOCK = tl.constexpr(KEPT_BLOCK)
+_STEPS = tl.constexpr(STEPS)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+# Added to a number below 2^22, it leaves the nearest whole number in the lowest bits.
+_MAGIC = tl.constexpr(1.5 * 2**23)
+_MAGIC_BITS = tl.constexpr(0x4B400000)
+_MOST_STEPS = tl.constexpr(2.0**22 - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def score_kernel(
+def score_kernel(  # noqa: PLR0915 - its two halves share most of what they read
     attention: Attention,
     heads: Heads,
     contexts: Contexts,
     counts_ptr: tl.tensor,
     scored: Scored,
     kept: Kept,
-    entry_bytes: tl.tensor,
+    cluster_bytes: tl.tensor,
     key_bytes: tl.tensor,
     in_order: tl.constexpr,
 ) -> None:
@@ -62,8 +69,7 @@ def score_kernel(
     if part < _TAIL_SPLITS:
         tokens = row.length - row.clustered
         if (part == 0) & (kv_head == 0):
-            spans = row.clusters // contexts.tables.of_span
-            count_read(counts_ptr, row, spans.to(tl.int64) * entry_bytes + tokens.to(tl.int64) * key_bytes)
+            count_read(counts_ptr, row, row.clusters.to(tl.int64) * cluster_bytes + tokens.to(tl.int64) * key_bytes)
         largest = tl.full((GROUP_BLOCK,), NOTHING, tl.float32)
         mass = tl.zeros((GROUP_BLOCK,), tl.float32)
         for begin in range(part * _TOKENS, tokens, _TAIL_SPLITS * _TOKENS):
@@ -93,6 +99,7 @@ def score_kernel(
         dims = tl.arange(0, heads.dim_block)
         of_all = first + tl.arange(0, _OF_PROGRAM)
         is_one = of_all < row.clusters
+        squares = tl.sum(queries.to(tl.float32) * queries.to(tl.float32), axis=1) * attention.scale_of_squares
         addresses_of_all = addresses_of(contexts, row, of_all, is_one, kv_head)
         sizes = tl.load(contexts.tables.sizes + addresses_of_all, mask=is_one, other=0).to(tl.int32)
         firsts = tl.load(contexts.tables.firsts + addresses_of_all, mask=is_one, other=0)
@@ -106,14 +113,32 @@ def score_kernel(
                 mask=is_cluster[:, None] & (dims < heads.head_dim)[None, :],
                 other=0.0,
             )
-            scores = tl.dot(queries, tl.trans(centroids), input_precision="ieee")
+            spreads = tl.load(contexts.tables.spreads + addresses, mask=is_cluster, other=0.0).to(tl.float32)
+            members_of = tl.load(contexts.tables.sizes + addresses, mask=is_cluster, other=1).to(tl.int32)
+            scores = tl.dot(queries, tl.trans(centroids), input_precision="ieee") * attention.scale_log2
+            scores += _gains(squares[:, None] * spreads[None, :], members_of[None, :]) * _LOG2_E
             tl.store(
-                scored.scores + of_heads[:, None] * scored.clusters + numbers[None, :],
-                coarse(scores),
+                scored.steps + of_heads[:, None] * scored.clusters + numbers[None, :],
+                _in_steps(scores),
                 mask=is_head[:, None] & is_cluster[None, :],
             )
         tl.store(scored.sizes + of_kv_head * scored.clusters + of_all, sizes, mask=is_one)
         tl.store(scored.firsts + of_kv_head * scored.clusters + of_all, firsts, mask=is_one)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gains(variances: tl.tensor, sizes: tl.tensor) -> tl.tensor:
+    """Return what spreading adds to the logarithm of what scores weigh on average (``reference``)."""
+    logarithms = tl.log2(tl.maximum(sizes, 1).to(tl.float32)) * _LN_2
+    of_greatest = tl.sqrt_rn(2 * variances * logarithms) - logarithms
+    return tl.where(variances < 2 * logarithms, variances / 2, of_greatest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_steps(scores: tl.tensor) -> tl.tensor:
+    """Return the nearest steps: int32."""
+    steps = tl.minimum(tl.maximum(scores * _STEPS, -_MOST_STEPS), _MOST_STEPS)
+    return (steps + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,30 +1,27 @@
 """Tactic's selection (``reference``): from centroids to slots without sorting anything.
 
-    1. score   query · centroid for the whole group at once, and the exact weights' sum of the tokens in no cluster
-    2. rank    for each query head the clusters of its first 2 % of tokens and of its two windows, by threshold
-    3. sample  the exact weights of their members; a cluster that several query heads look at is read once
-    4. fit     for each query head how many tokens it takes
-    5. union   of which clusters some query head of a group takes something, slice by slice, and how much
-    6. slots   the slots of the members that are taken, after a look at the slices before
+    1. score  query · centroid and what the keys' spread adds, for the whole group at once; the exact weights' sum of
+              the tokens in no cluster
+    2. cut    for each query head the step of scores down to which it takes clusters
+    3. union  which clusters some query head of a group takes, slice by slice; of the others, what they are predicted
+              to weigh, and what a sample of their keys weighs
+    4. slots  the slots of the members that are taken, after a look at the slices before
 
-What must be read: of each cluster a centroid, of each KV head once the sampled keys that some query head of its group
-needs, and the keys of the tokens in no cluster: with one centroid for 16 keys, 2 % of exact weights and half of them
-shared, 3 % and about 2.5 % of what dense attention reads. ``DecodeBatch.counts`` counts more, what the reference
-counts: a sampled key for each query head. Beside that each query head writes and reads back 4 bytes a cluster (steps
-1 to 5, from the L2 cache mostly), and each KV head 8: what a cluster's size is and where its members begin is looked up
-through a row's spans once, in step 1. All but 2 and 4 deal a row's clusters out to many programs, so that a single
-request keeps the GPU busy; what they take is their chain of dependent loads.
+What must be read: of each cluster a centroid, its spread and its size, the keys of the tokens in no cluster, and for
+each KV head at most some 600 sampled keys. Beside that each query head writes and reads back 4 bytes a cluster (steps 1
+to 3, from the L2 cache mostly), and each KV head 20: what a cluster's size is and where its members begin is looked up
+through a row's spans once, in step 1. All but 2 deal a row's clusters out to many programs, so that a single request
+keeps the GPU busy; what they take is their chain of dependent loads.
 
 Sinks are tokens in no cluster like those behind all spans: the same programs score and write them.
 
 Where the order matters (``in_order``: early termination, or a cap that cuts), two launches more after the union for a
-counting sort (``order``), and where there may be a cap a third, for what is left
-of the share (``order_capped``). Rows that do not need them leave them at once.
+counting sort (``order``), and where there may be a cap a third, for what it cuts off. Rows that do not need them leave
+them at once.
 
-The set of tokens is the reference's, up to rounding (``fit``). Without ``in_order`` those in
-no cluster come first, then clusters by number.
-A row or KV head that attends to everything has ``WHOLE_TO_THE_END`` for a count: no selection is wider than three
-quarters of the longest context.
+The set of tokens is the reference's, up to rounding. Without ``in_order`` those in no cluster come first, then clusters
+by number. A row or KV head that attends to everything has ``WHOLE_TO_THE_END`` for a count: no selection is wider than
+three quarters of the longest context.
 """
 
 from __future__ import annotations
@@ -40,19 +37,14 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.cluster_tables import LayerClusters
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.kernel_arguments import Heads, Selected
-from winnow_kernels.policies.tactic.gpu import fit as tactic_fit
+from winnow_kernels.policies.tactic.gpu import cuts as tactic_cuts
 from winnow_kernels.policies.tactic.gpu import order as tactic_order
-from winnow_kernels.policies.tactic.gpu import ranks as tactic_ranks
 from winnow_kernels.policies.tactic.gpu import scores as tactic_scores
 from winnow_kernels.policies.tactic.gpu import slots as tactic_slots
 from winnow_kernels.policies.tactic.gpu import union as tactic_union
 from winnow_kernels.policies.tactic.gpu.contexts import LARGEST_GROUP
-from winnow_kernels.policies.tactic.gpu.fit import fit_kernel
-from winnow_kernels.policies.tactic.gpu.order import place_kernel, step_kernel
-from winnow_kernels.policies.tactic.gpu.order_capped import capped_share_kernel
-from winnow_kernels.policies.tactic.gpu.ranks import rank_kernel
-from winnow_kernels.policies.tactic.gpu.samples import SLICE as SAMPLED_SLICE
-from winnow_kernels.policies.tactic.gpu.samples import sample_kernel
+from winnow_kernels.policies.tactic.gpu.cuts import cut_kernel
+from winnow_kernels.policies.tactic.gpu.order import lost_kernel, place_kernel, step_kernel
 from winnow_kernels.policies.tactic.gpu.scores import score_kernel
 from winnow_kernels.policies.tactic.gpu.slots import slot_kernel
 from winnow_kernels.policies.tactic.gpu.state import (
@@ -63,7 +55,6 @@ from winnow_kernels.policies.tactic.gpu.state import (
     TacticBatch,
     TacticStatistics,
     TacticWorkspace,
-    known_block_of,
 )
 from winnow_kernels.policies.tactic.gpu.union import union_kernel
 from winnow_kernels.policies.tactic.reference import WHOLE_SHARE
@@ -73,7 +64,7 @@ MAX_CLUSTERS: Final = 16_384
 MAX_TOKENS: Final = MAX_CLUSTERS * CLUSTER_SIZE
 """Tokens of a context, at most."""
 
-# Clusters of 32K tokens; each width is a launch of two kernels, whose programs leave rows of other widths at once.
+# Clusters of 32K tokens; each width is a launch, whose programs leave rows of other widths at once.
 _NARROWEST: Final = 2048
 _WIDER: Final = 4
 
@@ -151,7 +142,7 @@ def select(
 
     attention, heads = Attention.of(queries, cache, scale), Heads.of(query_heads, cache)
     contexts = Contexts.of(batch, rows, clusters)
-    scored, kept, ranked, fitted, listed, ordered = workspace
+    scored, kept, cuts, outside, listed, ordered = workspace
     block, group_block = scored.clusters.value, triton.next_power_of_2(group)
     slices = block // SLICE
     offset_bytes = clusters.firsts.element_size() + clusters.offsets.element_size()
@@ -164,72 +155,59 @@ def select(
         batch.counts,
         scored,
         kept,
-        clusters.entry_bytes,
+        clusters.cluster_bytes,
         kv_heads * cache.vector_bytes,
         in_order=in_order,
         num_warps=4,
     )
     for fewest, most in widths_of(block):
-        rank_kernel[(query_heads, batch.rows)](
+        cut_kernel[(query_heads, batch.rows)](
             contexts,
             heads,
-            batch.counts,
-            scored,
-            ranked,
-            cache.vector_bytes + offset_bytes,
-            block=most,
-            fewest=fewest,
-            num_warps=warps_of(most, tactic_ranks.CLUSTERS_OF_THREAD),
-        )
-    sample_kernel[(block // SAMPLED_SLICE + 2 * group, kv_heads, batch.rows)](
-        attention, heads, contexts, scored, ranked, listed, num_warps=4
-    )
-    for fewest, most in widths_of(block):
-        fit_kernel[(query_heads, batch.rows)](
-            attention,
-            heads,
-            contexts,
             scored,
             kept,
-            ranked,
-            fitted,
+            cuts,
             block=most,
-            known_block=known_block_of(most),
             fewest=fewest,
-            num_warps=warps_of(most, tactic_fit.CLUSTERS_OF_THREAD),
+            num_warps=warps_of(most, tactic_cuts.CLUSTERS_OF_THREAD),
         )
-    union_slices = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
-    union_kernel[(slices // union_slices, kv_heads, batch.rows)](
-        contexts,
+    of_union = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
+    union_kernel[(slices // of_union, kv_heads, batch.rows)](
+        attention,
         heads,
+        contexts,
+        batch.counts,
         scored,
-        fitted,
+        cuts,
+        outside,
         listed,
+        cache.vector_bytes + offset_bytes,
         group_block=group_block,
-        of_program=union_slices,
+        of_program=of_union,
+        in_order=in_order,
         num_warps=4,
     )
     if in_order:
         step_kernel[(tactic_order.STEP_PROGRAMS, kv_heads, batch.rows)](
-            contexts, heads, *workspace, attention.scale_log2, group_block=group_block, num_warps=4
+            contexts, heads, scored, kept, cuts, listed, ordered, group_block=group_block, num_warps=4
         )
         place_kernel[(tactic_order.PLACE_PROGRAMS, kv_heads, batch.rows)](kept, ordered, scored.clusters, num_warps=4)
     if capped:
-        capped_share_kernel[(query_heads, batch.rows)](
-            attention, heads, contexts, scored, ranked, fitted, listed, ordered, num_warps=4
-        )
+        lost_kernel[(query_heads, batch.rows)](attention, heads, contexts, scored, cuts, listed, ordered, num_warps=4)
     slot_kernel[(tactic_slots.KEPT_SPLITS + slices, kv_heads, batch.rows)](
         contexts,
         heads,
         batch.counts,
         scored,
         kept,
-        fitted,
+        cuts,
+        outside,
         listed,
         ordered,
         statistics,
         Selected.of(selection),
         offset_bytes,
+        of_union=of_union,
         in_order=in_order,
         num_warps=4,
     )

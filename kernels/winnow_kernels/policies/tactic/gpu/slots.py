@@ -24,16 +24,14 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     united,
 )
 from winnow_kernels.policies.tactic.gpu.state import (
-    FIT_REFERENCE,
-    FIT_TOTAL,
-    FITS,
     KEPT_BLOCK,
     SLICE,
     Contexts,
-    Fitted,
+    Cuts,
     Kept,
     Listed,
     Ordered,
+    Outside,
     Scored,
     TacticStatistics,
 )
@@ -57,12 +55,14 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
     counts_ptr: tl.tensor,
     scored: Scored,
     in_no_cluster: Kept,
-    fitted: Fitted,
+    cuts: Cuts,
+    outside: Outside,
     listed: Listed,
     order: Ordered,
     statistics: TacticStatistics,
     selected: Selected,
     member_bytes: tl.tensor,
+    of_union: tl.constexpr,
     in_order: tl.constexpr,
 ) -> None:
     """Write one split's slots: in order, or else sinks, what else is in no cluster, and then members of clusters.
@@ -85,7 +85,8 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
         is_read_in_order = tl.load(in_no_cluster.placed + of_kv_head * 2) > 0
     if part < _KEPT_SPLITS:
         if part == 0:
-            _store_beliefs(statistics, fitted, of_kv_head, taken >= 0, heads.group)
+            programs = tl.cdiv(row.clusters, of_union * _SLICE)
+            _store_beliefs(statistics, cuts, outside, of_kv_head, taken >= 0, programs, slices, heads.group)
             # What has no order is read to its end.
             tl.store(selected.counts + of_kv_head, tl.where(taken < 0, _TO_THE_END, kept + taken))
             if taken >= 0:
@@ -133,21 +134,42 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_beliefs(
     statistics: TacticStatistics,
-    fitted: Fitted,
+    cuts: Cuts,
+    outside: Outside,
     of_kv_head: tl.tensor,
     is_believed: tl.tensor,
+    programs: tl.tensor,
+    slices: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
-    """Store what is believed of the mass that is selected and of the rest, of each query head; else nothing."""
+    """Store what is believed of the mass that is selected and of the rest, of each query head; else nothing.
+
+    Args:
+        statistics: get the beliefs.
+        cuts: masses.
+        outside: what each program of the union has added up.
+        of_kv_head: number of the KV head, through all rows.
+        is_believed: whether anything is.
+        programs: of the union, that had clusters.
+        slices: that a row can have, at least as many.
+        group: query heads.
+    """
     members = tl.arange(0, GROUP_BLOCK)
     of_heads = of_kv_head * group + members
-    is_believed = (members < group) & is_believed
-    of_selected = tl.load(fitted.shares + of_heads, mask=is_believed, other=1.0)
-    whole_mass = tl.load(fitted.fits + of_heads * FITS + FIT_REFERENCE, mask=is_believed, other=0.0)
-    whole_mass += tl.log2(tl.load(fitted.fits + of_heads * FITS + FIT_TOTAL, mask=is_believed, other=1.0))
-    selected = tl.where(is_believed, whole_mass + tl.log2(tl.maximum(of_selected, 1e-30)), NOTHING)
-    has_rest = is_believed & (of_selected < 1)
-    rest = tl.where(has_rest, whole_mass + tl.log2(tl.maximum(1 - of_selected, 1e-30)), NOTHING)
+    is_head = members < group
+    part = tl.arange(0, slices)
+    shares_ptr = outside.shares + (of_heads[:, None] * slices + part[None, :]) * 3
+    is_part = is_head[:, None] & (part < programs)[None, :]
+    left = tl.sum(tl.load(shares_ptr, mask=is_part, other=0.0), axis=1)
+    weigh = tl.sum(tl.load(shares_ptr + 1, mask=is_part, other=0.0), axis=1)
+    predicted = tl.sum(tl.load(shares_ptr + 2, mask=is_part, other=0.0), axis=1)
+    lost = tl.load(cuts.lost + of_heads, mask=is_head, other=0.0)
+    total = tl.load(cuts.totals + of_heads, mask=is_head, other=0.0)
+    of_selected = 1 - left - lost
+    # What the sampled tokens weigh, by how much they were predicted to.
+    rest = left * tl.where(predicted > 0, weigh / tl.where(predicted > 0, predicted, 1.0), 1.0) + lost
+    selected = total + tl.log2(tl.maximum(of_selected, 1e-30))
+    of_rest = total + tl.log2(tl.maximum(rest, 1e-30))
     beliefs_ptr = statistics.reported.beliefs + of_heads * 2
-    tl.store(beliefs_ptr, selected.to(tl.float32), mask=members < group)
-    tl.store(beliefs_ptr + 1, rest.to(tl.float32), mask=members < group)
+    tl.store(beliefs_ptr, tl.where(is_believed, selected, NOTHING).to(tl.float32), mask=is_head)
+    tl.store(beliefs_ptr + 1, tl.where(is_believed & (rest > 0), of_rest, NOTHING).to(tl.float32), mask=is_head)

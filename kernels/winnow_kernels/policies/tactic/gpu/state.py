@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Final, NamedTuple
 
 import torch
@@ -15,14 +14,10 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.cluster_tables import LayerClusters, Tables
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows, Vectors
-from winnow_kernels.policies.tactic.reference import LISTED_SHARE, SHARE_STEPS, WINDOW_CLUSTERS
+from winnow_kernels.policies.tactic.reference import SHARE_STEPS
 
 TAIL_SPLITS: Final = 2
 """Programs among which the tokens in no cluster are dealt out, of a row and KV head."""
-WINDOWS: Final = 2 * WINDOW_CLUSTERS
-"""Clusters of a query head's near and far window."""
-HISTOGRAM: Final = 2048
-"""Bins among which a query head's clusters can be counted."""
 SLICE: Final = 128
 """Clusters of a row that are listed together for a KV head."""
 RUN: Final = 64
@@ -33,78 +28,13 @@ KEPT_BLOCK: Final = CLUSTER_SIZE
 _LOG2_E: Final = 1.4426950408889634
 
 
-class Rank(IntEnum):
-    """A number in ``Ranked.ranks``.
-
-    KNOWN tokens, in KNOWN_CLUSTERS clusters, have exact weights: up to and with those of cluster KNOWN_LAST, whose key
-    is KNOWN_KEY and before which KNOWN_START tokens come. Windows hold …_TOKENS, after …_BEFORE others.
-    """
-
-    KNOWN = 0
-    KNOWN_CLUSTERS = 1
-    KNOWN_KEY = 2
-    KNOWN_LAST = 3
-    KNOWN_START = 4
-    NEAR_BEFORE = 5
-    NEAR_TOKENS = 6
-    FAR_BEFORE = 7
-    FAR_TOKENS = 8
-
-
-class Cut(IntEnum):
-    """A number in ``Fitted.cuts``: a query head takes TOKENS, the last TAKEN of them from cluster LAST."""
-
-    KEY = 0
-    LAST = 1
-    TAKEN = 2
-    TOKENS = 3
-
-
-class Fit(IntEnum):
-    """A number in ``Fitted.fits``: log2 of the unit of all masses, masses, the curve and its end."""
-
-    REFERENCE = 0
-    OUTSIDE = 1
-    FIRST = 2
-    TOTAL = 3
-    A = 4
-    B = 5
-    END = 6
-
-
-# The numbers above, as kernels can use them.
-RANKS = tl.constexpr(len(Rank))
-RANK_KNOWN = tl.constexpr(int(Rank.KNOWN))
-RANK_KNOWN_CLUSTERS = tl.constexpr(int(Rank.KNOWN_CLUSTERS))
-RANK_KNOWN_KEY = tl.constexpr(int(Rank.KNOWN_KEY))
-RANK_KNOWN_LAST = tl.constexpr(int(Rank.KNOWN_LAST))
-RANK_KNOWN_START = tl.constexpr(int(Rank.KNOWN_START))
-RANK_NEAR_BEFORE = tl.constexpr(int(Rank.NEAR_BEFORE))
-RANK_NEAR_TOKENS = tl.constexpr(int(Rank.NEAR_TOKENS))
-RANK_FAR_BEFORE = tl.constexpr(int(Rank.FAR_BEFORE))
-RANK_FAR_TOKENS = tl.constexpr(int(Rank.FAR_TOKENS))
-CUTS = tl.constexpr(len(Cut))
-CUT_KEY = tl.constexpr(int(Cut.KEY))
-CUT_LAST = tl.constexpr(int(Cut.LAST))
-CUT_TAKEN = tl.constexpr(int(Cut.TAKEN))
-CUT_TOKENS = tl.constexpr(int(Cut.TOKENS))
-FITS = tl.constexpr(len(Fit))
-FIT_REFERENCE = tl.constexpr(int(Fit.REFERENCE))
-FIT_OUTSIDE = tl.constexpr(int(Fit.OUTSIDE))
-FIT_FIRST = tl.constexpr(int(Fit.FIRST))
-FIT_TOTAL = tl.constexpr(int(Fit.TOTAL))
-FIT_A = tl.constexpr(int(Fit.A))
-FIT_B = tl.constexpr(int(Fit.B))
-FIT_END = tl.constexpr(int(Fit.END))
-
-
 class TacticBatch(NamedTuple):
     """The parameters of a batch's rows.
 
     Attributes:
         entries: int32 [rows, spans]; index entries of the row's usable spans, first that in which its sinks end.
             Beyond them any.
-        clustered: int32 [rows]; where the last of these spans ends, less than the row's length; without spans, 0 up to
+        clustered: int32 [rows]; where what these spans cover ends, less than the row's length; without spans, 0 up to
             ``sinks``. What comes behind it is always attended to.
         sinks: int32 [rows]; first tokens that are in no cluster and always attended to.
         p: float64 [rows]; share of the attention mass, 0 for a row of another kind.
@@ -152,29 +82,34 @@ class Contexts(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """A layer's queries and keys; scores, to base 2, are their products times ``scale_log2``."""
+    """A layer's queries and keys.
+
+    Scores, to base 2, are their products times ``scale_log2``; they vary over keys by the keys' spread times the
+    queries' squares times ``scale_of_squares``.
+    """
 
     queries: Vectors
     keys: Vectors
     scale_log2: Number
+    scale_of_squares: Number
 
     @classmethod
     def of(cls, queries: Tensor, cache: LayerCache, scale: float) -> Attention:
         """Return those of ``queries``, contiguous in their last two dimensions, over ``cache``."""
-        return cls(Vectors.of(queries), Vectors.of(cache.keys), scale * _LOG2_E)
+        return cls(Vectors.of(queries), Vectors.of(cache.keys), scale * _LOG2_E, scale**2 / cache.head_dim)
 
 
 class Scored(NamedTuple):
     """The clusters of each row, by number.
 
     Attributes:
-        scores: float32 [rows, query heads, clusters]; query · centroid, in the steps in which clusters are ranked.
+        steps: int32 [rows, query heads, clusters]; predicted scores, in eighths of an octave.
         sizes: int32 [rows, KV heads, clusters]; members of each cluster.
         firsts: int32, same shape; where in a head's offsets they begin.
         clusters: how many a row can have.
     """
 
-    scores: Pointer
+    steps: Pointer
     sizes: Pointer
     firsts: Pointer
     clusters: Constant
@@ -190,7 +125,7 @@ class Kept(NamedTuple):
             what follows only where the order matters.
         placed: int32 [rows, KV heads, 2]; how many tokens in no cluster are put in order, 0 where the order does
             not matter, and how many tokens of clusters are.
-        steps: int32 [rows, KV heads, blocks]; the step of the best share that a token of a block has on average.
+        steps: int32 [rows, KV heads, blocks]; the step of the share that a token of a block has on average.
         sums: int32 [rows, KV heads, SHARE_STEPS]; tokens of blocks in a step or an earlier one.
         targets: int32 [rows, KV heads, blocks]; how many tokens come before a block, those of clusters included.
         blocks: how many a row can have.
@@ -205,40 +140,33 @@ class Kept(NamedTuple):
     blocks: Number
 
 
-class Ranked(NamedTuple):
-    """What of a query head's list of clusters is looked at.
-
-    Attributes:
-        ranks: int32 [rows, query heads, Rank].
-        known: int32 [rows, query heads, known_clusters]; the clusters with exact weights.
-        masses: float32 [rows, query heads, clusters]; of these the logarithm (base 2) of the weights' sum.
-        windows: int32 [rows, query heads, WINDOWS]; clusters of both windows.
-        window_masses: float32, same shape; logarithms of their masses, as the sample has them.
-        histogram: int32 [rows, query heads, HISTOGRAM]; scratch of the searches.
-        known_clusters: a quarter of the clusters that a row can have.
-    """
-
-    ranks: Pointer
-    known: Pointer
-    masses: Pointer
-    windows: Pointer
-    window_masses: Pointer
-    histogram: Pointer
-    known_clusters: Constant
-
-
-class Fitted(NamedTuple):
+class Cuts(NamedTuple):
     """What each query head takes.
 
     Attributes:
-        cuts: int32 [rows, query heads, Cut].
-        fits: float64 [rows, query heads, Fit].
-        shares: float64 [rows, query heads]; share of the mass that is believed to be attended in this layer.
+        cuts: int32 [rows, query heads]; the lowest step of the clusters that it takes.
+        totals: float64 [rows, query heads]; logarithm (base 2) of the mass of all tokens.
+        lost: float32 [rows, query heads]; share of the mass that a cap cuts off.
     """
 
     cuts: Pointer
-    fits: Pointer
+    totals: Pointer
+    lost: Pointer
+
+
+class Outside(NamedTuple):
+    """What is not selected, and what is sampled of it.
+
+    Attributes:
+        shares: float32 [rows, query heads, programs of the union, 3]; predicted share of the mass of their clusters,
+            what the sampled tokens weigh, and what they were predicted to weigh, as shares of the mass.
+        starts: int32 [rows, KV heads, clusters]; how many samples come before a cluster's among those of its program.
+        worths: float32, same shape; how many tokens one of these samples stands for.
+    """
+
     shares: Pointer
+    starts: Pointer
+    worths: Pointer
 
 
 class Listed(NamedTuple):
@@ -250,7 +178,8 @@ class Listed(NamedTuple):
         numbers: int32 [rows, KV heads, clusters].
         firsts: int32, same shape; where in a head's offsets their members begin.
         starts: int32, same shape; how many tokens the clusters before them in the slice bring.
-        needed: int32, same shape; how many members are taken.
+        needed: int32, same shape; how many members they have.
+        steps: int32, same shape; in which step of the order they are. Only where the order matters.
     """
 
     totals: Pointer
@@ -258,6 +187,7 @@ class Listed(NamedTuple):
     firsts: Pointer
     starts: Pointer
     needed: Pointer
+    steps: Pointer
 
 
 class Ordered(NamedTuple):
@@ -265,8 +195,8 @@ class Ordered(NamedTuple):
 
     Attributes:
         placed: int32 [rows, KV heads]; how many clusters are listed, 0 where the order does not matter.
-        steps: int32 [rows, KV heads, clusters]; of these, without gaps between slices, the step of the best share that
-            a token has for a query head of the group, and SHARE_STEPS times where they lie in the lists.
+        steps: int32 [rows, KV heads, clusters]; of these, without gaps between slices, their step, and SHARE_STEPS
+            times where they lie in the lists.
         sums: int32 [rows, KV heads, clusters / RUN, SHARE_STEPS]; how many tokens are taken of the clusters of
             each run that are in a step or an earlier one.
         places: int32 [rows, KV heads, clusters], as in the lists; how many tokens come before (at first: of the run).
@@ -300,14 +230,14 @@ class TacticStatistics(NamedTuple):
 class TacticWorkspace(NamedTuple):
     """What is handed on from launch to launch, for one layer at a time.
 
-    For a row, 13 bytes a cluster and query head, 48 a cluster and KV head, and 8 KiB a query head: 209 MiB for 32 rows
-    of 128K tokens with 32 query and 8 KV heads. What else there is is less than a hundredth of that.
+    For a row, 4 bytes a cluster and query head and 44 a cluster and KV head: 123 MiB for 32 rows of 128K tokens with 32
+    query and 8 KV heads. What else there is is less than a hundredth of that.
     """
 
     scored: Scored
     kept: Kept
-    ranked: Ranked
-    fitted: Fitted
+    cuts: Cuts
+    outside: Outside
     listed: Listed
     ordered: Ordered
 
@@ -317,21 +247,20 @@ class TacticWorkspace(NamedTuple):
     ) -> TacticWorkspace:
         """Return space for ``rows`` rows with at most ``spans`` spans of ``span`` tokens each."""
         clusters = block_of(spans * span // CLUSTER_SIZE)
-        known = known_block_of(clusters)
         # A context may end within the span behind the last.
         blocks = (spans + 1) * span // KEPT_BLOCK
 
         def of_heads(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(rows, query_heads, *shape, dtype=dtype, device=device)
 
-        def of_kv(*shape: int) -> Tensor:
-            return torch.zeros(rows, kv_heads, *shape, dtype=torch.int32, device=device)
+        def of_kv(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(rows, kv_heads, *shape, dtype=dtype, device=device)
 
         def floats(*shape: int) -> Tensor:
             return of_heads(*shape, dtype=torch.float32)
 
         return cls(
-            Scored(floats(clusters), of_kv(clusters), of_kv(clusters), tl.constexpr(clusters)),
+            Scored(of_heads(clusters), of_kv(clusters), of_kv(clusters), tl.constexpr(clusters)),
             Kept(
                 floats(TAIL_SPLITS, 2),
                 floats(blocks),
@@ -341,17 +270,9 @@ class TacticWorkspace(NamedTuple):
                 of_kv(blocks),
                 blocks,
             ),
-            Ranked(
-                of_heads(len(Rank)),
-                of_heads(known),
-                floats(clusters),
-                of_heads(WINDOWS),
-                floats(WINDOWS),
-                of_heads(HISTOGRAM),
-                tl.constexpr(known),
-            ),
-            Fitted(of_heads(len(Cut)), of_heads(len(Fit), dtype=torch.float64), of_heads(dtype=torch.float64)),
-            Listed(of_kv(clusters // SLICE), *(of_kv(clusters) for _ in range(4))),
+            Cuts(of_heads(), of_heads(dtype=torch.float64), floats()),
+            Outside(floats(clusters // SLICE, 3), of_kv(clusters), of_kv(clusters, dtype=torch.float32)),
+            Listed(of_kv(clusters // SLICE), *(of_kv(clusters) for _ in range(5))),
             Ordered(of_kv(), of_kv(clusters), of_kv(clusters // RUN, SHARE_STEPS), of_kv(clusters), of_kv(clusters)),
         )
 
@@ -364,8 +285,3 @@ class TacticWorkspace(NamedTuple):
 def block_of(clusters: int) -> int:
     """Return how many clusters a program that looks at all of a row holds: a power of two."""
     return max(128, triton.next_power_of_2(clusters))
-
-
-def known_block_of(block: int) -> int:
-    """Return how many of ``block`` clusters can have exact weights, at most."""
-    return int(LISTED_SHARE * block)
