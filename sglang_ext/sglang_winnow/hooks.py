@@ -7,7 +7,7 @@ whose target is gone, or that was not applied, ends the process instead.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,11 @@ class Hook:
     target: str
     function: Callable[..., Any]
     kind: HookType
+
+
+def around(functions: Mapping[str, Callable[..., Any]]) -> tuple[Hook, ...]:
+    """Return the hooks that run ``functions`` around those with the dotted names of their keys."""
+    return tuple(Hook(target, function, HookType.AROUND) for target, function in functions.items())
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.block_keys import BlockNamespace, insert_in_blocks, match_in_blocks
-from sglang_winnow.hooks import Hook
+from sglang_winnow.hooks import Hook, around
 from sglang_winnow.metrics import KEPT_TOKENS, METRICS, UNCACHED_TOKENS
 from sglang_winnow.server_information import block_of
 from sglang_winnow.sglang_versions.arguments import attention_backends
-from sglang_winnow.sglang_versions.prefix_cache import Insertion, default_caches, hooks_on_keys, shared_length
+from sglang_winnow.sglang_versions.prefix_cache import Insertion, default_caches, functions_on_keys, shared_length
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
@@ -90,6 +90,6 @@ def _state(req: Req) -> RequestState | None:
 HOOKS: Final[tuple[Any, ...]] = (
     Hook("sglang.srt.mem_cache.registry.create_tree_cache", require_served_cache, HookType.AFTER),
     Hook("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER),
-    *hooks_on_keys(match_in_blocks, insert_in_blocks),
-    *Insertion(insertable_length, count_answer).hooks(),
+    *around(functions_on_keys(match_in_blocks, insert_in_blocks)),
+    *around(Insertion(insertable_length, count_answer).functions()),
 )

@@ -50,7 +50,7 @@ class Server:
         self.assert_greedy(prompt, self.generate(prompt, 4), 4)
 
 
-def request(prompt: list[int] | list[list[int]], tokens: int, **more: object) -> dict[str, object]:
+def request(prompt: list[int] | list[list[int]], tokens: int, **more: object) -> dict[str, Any]:
     return {
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},

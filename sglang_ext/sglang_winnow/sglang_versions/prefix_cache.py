@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from packaging.version import Version
-from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.hooks import Hook
 from sglang_winnow.sglang_versions.prefill import computed_range
 from sglang_winnow.sglang_versions.releases import (
     CACHE_CHECKPOINTS,
@@ -45,13 +43,12 @@ def default_caches(running: Version = RUNNING) -> tuple[str, ...]:
 _MATCH: Final = "_match_tree" if runs(CACHE_CHECKPOINTS) else "match_prefix"
 
 
-def hooks_on_keys(match: Callable[..., MatchResult], insert: Callable[..., InsertResult]) -> tuple[Any, ...]:
-    """Return hooks around all that the running SGLang's cache looks up, and all that it inserts."""
+def functions_on_keys(
+    match: Callable[..., MatchResult], insert: Callable[..., InsertResult]
+) -> Mapping[str, Callable[..., Any]]:
+    """Return what is to run around all that the running SGLang's cache looks up, and all that it inserts, by dotted names."""
     cache = default_caches()[0]
-    return (
-        Hook(f"{cache}.{_MATCH}", match, HookType.AROUND),
-        Hook(f"{cache}.insert", insert, HookType.AROUND),
-    )
+    return {f"{cache}.{_MATCH}": match, f"{cache}.insert": insert}
 
 
 def matched_length(result: MatchResult) -> int:
@@ -66,7 +63,7 @@ def shared_length(req: Req) -> int:
 
 @dataclass(frozen=True)
 class Insertion:
-    """Hooks that let the cache insert no more of a request than others may share.
+    """Lets the cache insert no more of a request than others may share.
 
     Attributes:
         insertable: of a request's first tokens that are computed, how many others may share: whole pages.
@@ -76,16 +73,16 @@ class Insertion:
     insertable: Callable[[Req, int, int], int]
     count: Callable[[Req, int, int], None]
 
-    def hooks(self) -> tuple[Any, ...]:
-        """Return the hooks on the running SGLang's cache."""
+    def functions(self) -> Mapping[str, Callable[..., None]]:
+        """Return what is to run around which functions of the running SGLang's cache, by their dotted names."""
         cache = default_caches()[0]
-        functions: dict[Version, dict[str, Callable[..., None]]] = {
+        by_release: dict[Version, dict[str, Callable[..., None]]] = {
             OLDEST: {"cache_unfinished_req": self.insert_running, "cache_finished_req": self.insert_or_free},
             INSERTED_AT_END: {"cache_unfinished_req": self.insert_running, "insert_req": self.insert_ended},
             CACHE_CHECKPOINTS: {"checkpoint": self.insert_any},
         }
-        of_release = next(hooks for release, hooks in reversed(functions.items()) if release <= RUNNING)
-        return tuple(Hook(f"{cache}.{name}", function, HookType.AROUND) for name, function in of_release.items())
+        own = next(functions for release, functions in reversed(by_release.items()) if release <= RUNNING)
+        return {f"{cache}.{name}": function for name, function in own.items()}
 
     def insert_any(
         self, checkpoint: Callable[..., None], cache: BasePrefixCache, req: Req, *, up_to: int, **others: Any
