@@ -159,6 +159,25 @@ def test_a_server_that_would_not_start_fails(machine: Machine) -> None:
     assert "hooks on SGLang: the server does not start, because SGLang has no such function" in result.output
 
 
+RELEASES = {"0.5.16": {"start": {}, "cpu": {}, "cuda": {}}, "0.5.17": {"start": {}}}
+
+
+@pytest.mark.parametrize(
+    ("release", "cuda", "found", "remedy"),
+    [
+        ("0.5.16", True, "each policy on a CPU, all on a CPU, CUDA", ""),
+        ("0.5.17", False, "each policy on a CPU", ""),
+        ("0.5.17", True, "each policy on a CPU", "CUDA was tested with SGLang 0.5.16 alone"),
+        ("0.5.17.post1", False, "each policy on a CPU", ""),
+        ("0.5.18", False, "nothing", "tests ran with SGLang 0.5.16, 0.5.17"),
+    ],
+)
+def test_it_says_what_was_tested(release: str, cuda: bool, found: str, remedy: str) -> None:
+    check = doctor.tested_check(release, RELEASES, cuda=cuda)
+    assert (check.found, check.remedy) == (found, remedy)
+    assert check.status is (doctor.Status.OPTIONAL if remedy else doctor.Status.OK)
+
+
 def probing_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "module_command", lambda *_: [sys.executable, "-c", code])
 

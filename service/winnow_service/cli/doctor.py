@@ -7,9 +7,10 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from importlib import resources
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated
 
@@ -40,6 +41,14 @@ PROBE_TIMEOUT_SECONDS = 180
 # Runs in a process of its own: the service's never imports torch or sglang.
 _PROBE = "sglang_winnow.self_check"
 _CPU_PLATFORM = "sglang_winnow.platform"
+_TESTED_RELEASES = resources.files("winnow_service") / "tested_releases.json"
+_KINDS = {
+    "start": "each policy on a CPU",
+    "cpu": "all on a CPU",
+    "interpreted": "kernels in Triton's interpreter",
+    "cuda": "CUDA",
+}
+"""What the record of tested releases calls its tests, and what they are called here."""
 
 
 class Status(Enum):
@@ -153,6 +162,29 @@ def device_checks() -> Iterator[Check]:
     problem = facts["problem"]
     found = "not in force" if problem else "in force"
     yield Check("hooks on SGLang", found, "in force, or the server does not start", str(problem or ""))
+    try:
+        release = version("sglang")
+    except PackageNotFoundError:
+        return
+    yield tested_check(release, json.loads(_TESTED_RELEASES.read_text()), cuda=bool(facts["cuda"]))
+
+
+def tested_check(release: str, releases: Mapping[str, Mapping[str, object]], *, cuda: bool) -> Check:
+    """Check which of Winnow's tests ran with a release of SGLang.
+
+    Args:
+        release: the one that is installed.
+        releases: the kinds of tests that passed, by release.
+        cuda: whether there is a GPU, on which they should have run.
+    """
+    name = "tested with it"
+    kinds = releases.get(Version(release).base_version, {})
+    found = ", ".join(text for kind, text in _KINDS.items() if kind in kinds) or "nothing"
+    if cuda and "cuda" not in kinds:
+        on_gpus = ", ".join(release for release, of in releases.items() if "cuda" in of)
+        return Check(name, found, "CUDA", f"CUDA was tested with SGLang {on_gpus} alone", optional=True)
+    remedy = "" if kinds else f"tests ran with SGLang {', '.join(releases)}"
+    return Check(name, found, "any tests", remedy, optional=True)
 
 
 def probe() -> dict[str, object]:

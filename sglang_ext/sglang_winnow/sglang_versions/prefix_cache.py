@@ -46,7 +46,7 @@ _MATCH: Final = "_match_tree" if runs(CACHE_CHECKPOINTS) else "match_prefix"
 def functions_on_keys(
     match: Callable[..., MatchResult], insert: Callable[..., InsertResult]
 ) -> Mapping[str, Callable[..., Any]]:
-    """Return what is to run around all that the running SGLang's cache looks up, and all that it inserts, by dotted names."""
+    """Return what is to run around the functions that look keys up and insert them, by their dotted names."""
     cache = default_caches()[0]
     return {f"{cache}.{_MATCH}": match, f"{cache}.insert": insert}
 
