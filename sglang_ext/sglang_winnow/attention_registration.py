@@ -17,6 +17,7 @@ from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
 from sglang_winnow.sglang_versions.arguments import decide, decide_graph_backends, resolved
 from sglang_winnow.sglang_versions.hook_targets import target
+from sglang_winnow.sglang_versions.releases import MIXED_POSITIONS, runs
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -62,8 +63,8 @@ def _note_requests(
 
 
 def _place_decoding_rows(_nothing: None, batch: ScheduleBatch, running: ScheduleBatch, *_: Any) -> None:
-    # Until 0.5.18 SGLang counts generated tokens instead, of which the newest are known one pass later or, after a
-    # prefill that is not mixed, are known by now: positions would be off by one.
+    # SGLang counts generated tokens instead, of which the newest are known one pass later or, after a prefill that is
+    # not mixed, are known by now: positions would be off by one.
     decoding = len(running.reqs)
     batch.prefix_lens[-decoding:] = [length - 1 for length in running.seq_lens_cpu.tolist()]
 
@@ -103,10 +104,11 @@ def _without_triton(supports: Any, backend: str) -> bool:
     return bool(supports(backend)) and (backend != NAME or torch.cuda.is_available())
 
 
+_BATCH: Final = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 HOOKS: Final = (
     Hook(target("resolve the attention backend"), _fill_in_arguments, HookType.AFTER),
     Hook(target("plan to size the KV cache after graphs"), _sized_before_capture, HookType.AROUND),
-    Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running", _place_decoding_rows, HookType.AFTER),
+    *([] if runs(MIXED_POSITIONS) else [Hook(f"{_BATCH}.mix_with_running", _place_decoding_rows, HookType.AFTER)]),
     Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _note_requests, HookType.AFTER),
     *(
         Hook(f"sglang.srt.{module}.support_triton", _without_triton, HookType.AROUND)

@@ -88,7 +88,10 @@ OPTIONS: Final = (
     Option(
         "the hierarchical cache",
         "--enable-hierarchical-cache",
-        lambda arguments: arguments.enable_hierarchical_cache,
+        # Later releases have links to other hosts' caches beside it.
+        lambda arguments: bool(
+            arguments.enable_hierarchical_cache or getattr(arguments, "enable_unified_cache_external_linker", False)
+        ),
         reason="pages come back from the host beside the forward pass, and indexes would not know of it",
     ),
     Option("LMCache", "--enable-lmcache", lambda arguments: arguments.enable_lmcache, reason=_ONE_CACHE),

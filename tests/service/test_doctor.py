@@ -159,7 +159,10 @@ def test_a_server_that_would_not_start_fails(machine: Machine) -> None:
     assert "hooks on SGLang: the server does not start, because SGLang has no such function" in result.output
 
 
-RELEASES = {"0.5.16": {"start": {}, "cpu": {}, "cuda": {}}, "0.5.17": {"start": {}}}
+RELEASES: dict[str, dict[str, object]] = {
+    "0.5.16": {"start": {}, "cpu": {}, "cuda": {}},
+    "0.5.17": {"start": {}},
+}
 
 
 @pytest.mark.parametrize(
