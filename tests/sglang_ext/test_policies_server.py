@@ -35,7 +35,7 @@ POLICIES: dict[str, dict[str, Any]] = small_policies() | {
     "tactic": {"decode": {"policy": "tactic", "p": 0.7, "full_layers": 0}},
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 128, "full_layers": 0}},
     "tactic, terminated": {
-        "decode": {"policy": "tactic", "p": 0.9, "full_layers": 1},
+        "decode": {"policy": "tactic", "p": 0.75, "full_layers": 1},
         "early_termination": TERMINATION,
     },
     "quoka": {"decode": {"policy": "quoka", "budget": 96}},

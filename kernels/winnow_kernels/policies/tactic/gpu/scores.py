@@ -38,7 +38,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 # Added to a number below 2^22, it leaves the nearest whole number in the lowest bits.
 _MAGIC = tl.constexpr(1.5 * 2**23)
 _MAGIC_BITS = tl.constexpr(0x4B400000)
-_MOST_STEPS = tl.constexpr(2.0**22 - 1)
+_MAX_STEPS = tl.constexpr(2.0**22 - 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -137,7 +137,7 @@ def _gains(variances: tl.tensor, sizes: tl.tensor) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def _in_steps(scores: tl.tensor) -> tl.tensor:
     """Return the nearest steps: int32."""
-    steps = tl.minimum(tl.maximum(scores * _STEPS, -_MOST_STEPS), _MOST_STEPS)
+    steps = tl.minimum(tl.maximum(scores * _STEPS, -_MAX_STEPS), _MAX_STEPS)
     return (steps + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
 
 
