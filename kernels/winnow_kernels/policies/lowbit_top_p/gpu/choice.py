@@ -39,12 +39,13 @@ def count_kernel(
     row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
     _, scored, sinks = bounds_of(rows, policies, row, window)
-    turn = scored * 0
-    if by_key:
-        slot = tl.load(anchors.slots + row)
-        count_keys(pair, slot, tl.num_programs(0), turn, sinks, scored, shape, scratch, anchors)
-    else:
-        count_marks(pair, tl.num_programs(0), turn, sinks, scored, shape, scratch)
+    if tl.program_id(0) < tl.cdiv(scored, shape.unit):
+        turn = scored * 0
+        if by_key:
+            slot = tl.load(anchors.slots + row)
+            count_keys(pair, slot, tl.num_programs(0), turn, sinks, scored, shape, scratch, anchors)
+        else:
+            count_marks(pair, tl.num_programs(0), turn, sinks, scored, shape, scratch)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
