@@ -70,7 +70,8 @@ def test_a_newer_release_is_taken_with_a_warning(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("function", TARGETS)
 def test_targets_that_moved_are_found_where_the_table_says(function: str) -> None:
     assert callable(pkgutil.resolve_name(target(function)))
-    for elsewhere in set(TARGETS[function].values()) - {target(function)}:
+    # What comes before may still be there, and no longer be what decides.
+    for elsewhere in (name for release, name in TARGETS[function].items() if release > RUNNING):
         with pytest.raises((ImportError, AttributeError)):
             pkgutil.resolve_name(elsewhere)
 
