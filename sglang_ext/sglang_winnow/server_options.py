@@ -91,7 +91,7 @@ OPTIONS: Final = (
     Option(
         "data parallelism",
         "--dp-size 2",
-        lambda arguments: arguments.dp_size > 1,
+        lambda arguments: arguments.dp_size > 1 and not splits_attention_by_data(arguments),
         _CPU | _CUDA,
         cpu_before=LESS_ON_CPU,
         reason_since="SGLang gives each rank cores by the machine's memory nodes, which was not tried",
