@@ -34,6 +34,8 @@ from triton.runtime import driver
 
 SHARED_LIMIT: Final = 227 * 1024
 """Bytes of shared memory that one program can have."""
+SPARE_BYTES: Final = 16
+"""What a release of Triton's compiler may put aside for a thread where another does not: a few registers."""
 
 _HOPPER: Final = GPUTarget("cuda", 90, 32)
 Constant: TypeAlias = int | float | bool | str | None

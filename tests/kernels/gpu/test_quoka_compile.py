@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
+from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launches
 from tests.kernels.gpu.quoka_launch import launch
 from winnow_kernels.policies.quoka.gpu import launch_of
 from winnow_kernels.selection.gpu_top import SORTING_PROGRAMS
 
 # Of a multiprocessor, a program's warps share them.
 REGISTERS = 65536
-# A register or some, once a pair.
-SPARE_BYTES = 16
 
 
 @pytest.mark.parametrize(
