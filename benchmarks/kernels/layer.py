@@ -22,8 +22,8 @@ for, and so is that of ``lowbit_top_p``; ``lowbit_top_k`` has the share for its 
 
 What low-bit codes are searched for begins where the last step, or a sample, tells to begin. So their queries drift from
 step to step, and rows tell how often that place was wrong: ``marked_again_percent`` of layers and steps,
-``counted_again_percent`` of heads. They have further stages: ``build``, what it takes to write a layer's codes, of all
-contexts; and one for each kernel of a layer, ``kernel NAME``, from the profiler.
+``counted_again_percent`` of heads. They have a further stage, ``build``: what it takes to write a layer's codes, of all
+contexts. Whoever selects in layers has one for each kernel of a layer, ``kernel NAME``, from the profiler.
 
     python -m benchmarks.kernels.layer on-captured captured.pt --cases 131072x8 --shares 0.9
 
@@ -458,6 +458,7 @@ def stages_of(
             build = timer(lambda _layer, _step: requests.build(), everywhere, contexts.layers * contexts.layer_bytes)
             per_layer = replace(build, microseconds=build.microseconds / contexts.layers)
             yield Stage("build", per_layer, contexts.layer_bytes / 2, found)
+    if contestant.name not in _NOTHING_TO_SELECT:
         yield from kernels_of(requests, timer, found)
 
 
