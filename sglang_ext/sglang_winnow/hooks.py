@@ -6,6 +6,7 @@ whose target is gone, or that was not applied, ends the process instead.
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,29 @@ def _require_target(target: str) -> None:
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
+        if (failed := _failed_import(target)) is not None:
+            raise SystemExit(
+                f"Winnow: the server does not start, because SGLang's {target} cannot be imported ({failed})."
+            ) from failed
         raise SystemExit(
             f"Winnow: the server does not start, because this version of SGLang has no {target} to hook ({error})."
         ) from error
+
+
+def _failed_import(target: str) -> ImportError | None:
+    """Return why the module of ``target`` cannot be imported though it is there: ``resolve_name`` does not tell."""
+    parts = target.split(".")
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # The target's own names are looked for from the longest on: a class is no module.
+            if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                continue
+            return error
+        except ImportError as error:
+            return error
+        else:
+            return None
+    return None
