@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,17 +19,21 @@ from winnow_kernels.attend.gpu import attend as attend_on_device
 from winnow_kernels.attend.reference import attend
 from winnow_kernels.batch import ELSEWHERE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.cluster_tables import ClusterTables
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.policies.tactic.gpu import selection as tactic
-from winnow_kernels.policies.tactic.gpu.selection import (
-    select,
-    selection_width,
-    widths_of,
+from winnow_kernels.policies.tactic.gpu.contexts import COUNTED
+from winnow_kernels.policies.tactic.gpu.selection import select, selection_width
+from winnow_kernels.policies.tactic.gpu.state import (
+    SCORED,
+    SLICE,
+    WINDOW,
+    TacticBatch,
+    TacticStatistics,
+    TacticWorkspace,
 )
-from winnow_kernels.policies.tactic.gpu.state import SLICE, TacticBatch, TacticStatistics, TacticWorkspace
 from winnow_kernels.policies.tactic.parameters import Tactic
 from winnow_kernels.policies.tactic.reference import TacticStep
 from winnow_kernels.selection.tokens import Selection
@@ -84,12 +89,16 @@ def case(
     kv_heads: int = 1,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    strong: slice | None = None,
 ) -> Case:
+    """Requests; of the first, keys at positions ``strong`` are longer than all others by far."""
     keys = keys_of(kind, kv_heads, seed).to(dtype)
     cache = LayerCache(keys.to(device), torch.zeros_like(keys, device=device))
     index = ClusterIndex([cache], PageGenerations(SLOTS, PAGE, device), SPAN, in_triton=False)
     context = scattered_context(lengths, SLOTS, PAGE, seed)
     context = Context(context.slots.to(device), context.lengths.to(device))
+    if strong is not None:
+        cache.keys[context.slots[0, strong]] *= 14
     for row, (tokens, of_row) in enumerate(zip(clustered, parameters, strict=True)):
         index.ensure(context, row, tokens, 0 if of_row is None else of_row.sinks)
     return Case(cache, context, index, torch.tensor(clustered, device=device), parameters)
@@ -222,9 +231,7 @@ def test_contexts_that_end_in_pieces_of_a_span(sinks: int, device: torch.device)
     check(a_case, run(a_case, queries_of(a_case, 2, 3.0, seed=6), in_order=False), in_order=False)
 
 
-def test_rows_of_all_widths(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tactic, "_NARROWEST", 128)
-    assert widths_of(256) == [(-1, 128), (128, 256)]
+def test_rows_of_all_widths(device: torch.device) -> None:
     parameters: list[Tactic | None] = [tactic_parameters(p) for p in (0.6, 0.5, 0.7, 0.4)]
     a_case = case(parameters, [2250, 460, 1000, 100], [2176, 384, 896, 0], device, "clustered", seed=3)
     assert [-(-int(tokens) // CLUSTER_SIZE) for tokens in a_case.clustered] == [136, 24, 56, 0]
@@ -264,6 +271,20 @@ def test_sinks_in_front_of_more_than_one_slice(sinks: int, device: torch.device)
 def test_two_layers_add_up(device: torch.device) -> None:
     a_case = case([tactic_parameters(0.6, 120)], [400], [320], device, "clustered")
     check(a_case, run(a_case, queries_of(a_case, 2, 2.0), layers=2))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_scores_that_differ_more_than_counts_reach(in_order: bool, device: torch.device) -> None:
+    parameters: list[Tactic | None] = [tactic_parameters(0.99), tactic_parameters(0.6)]
+    strong = slice(SCORED * CLUSTER_SIZE, 3 * SCORED * CLUSTER_SIZE // 2)
+    a_case = case(parameters, [2400, 1200], [2304, 1088], device, "clustered", seed=5, strong=strong)
+    queries = queries_of(a_case, 2, 2.0, seed=5)
+    check(a_case, run(a_case, queries, in_order, layers=2), in_order)
+    step = TacticStep(a_case.context, SCALE, None, a_case.index, [p for p in parameters if p], a_case.clustered)
+    clusters = a_case.index.read(0, step.spans)
+    scores = (queries[0, :2] @ clusters.centroids[0, 0].mT) * SCALE
+    of_tiles = [tile.amax(1) for tile in scores.split(SCORED, dim=1)]
+    assert bool(((of_tiles[1] - of_tiles[0]) / math.log(2) * STEPS > WINDOW - int(COUNTED)).any())
 
 
 def test_equal_scores(device: torch.device) -> None:

@@ -126,7 +126,6 @@ def store(lists: Lists, workspace: TacticWorkspace, row: int, kv_head: int) -> N
     heads = slice(kv_head * GROUP, (kv_head + 1) * GROUP)
     count = lists.scores.shape[1]
     workspace.scored.steps[row, heads, :count] = lists.scores.to(workspace.scored.steps)
-    workspace.scored.sizes[row, kv_head, :count] = torch.tensor(lists.sizes, dtype=torch.int32)
     workspace.cuts.totals[row, heads] = lists.total.to(workspace.cuts.totals)
     workspace.kept.weights[row, heads, : lists.kept_weights.shape[1]] = lists.kept_weights.to(workspace.kept.weights)
     workspace.listed.totals[row, kv_head, : -(-count // SLICE)] = 0

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.batch import COUNTS, NO_MASS, Count
+from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.cluster_tables import Tables
 from winnow_kernels.kernel_arguments import Heads, Number, Rows, Vectors
 from winnow_kernels.policies.tactic.gpu.state import SLICE, Contexts
@@ -20,6 +21,10 @@ LARGEST_GROUP: Final = 16
 
 NOTHING: Final = tl.constexpr(NO_MASS)
 GROUP_BLOCK: Final = tl.constexpr(LARGEST_GROUP)
+COUNTED: Final = tl.constexpr(48 * STEPS)
+"""Steps from the highest down of which tokens are counted: 48 octaves lower all of a context weighs next to nothing."""
+LOWEST_STEP: Final = tl.constexpr(-(2**30))
+"""Below all steps."""
 _WHOLE_SHARE = tl.constexpr(WHOLE_SHARE)
 _SLICE = tl.constexpr(SLICE)
 _COUNTS = tl.constexpr(COUNTS)
@@ -159,6 +164,27 @@ def addresses_of(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def tile_of(
+    contexts: Contexts, row: Row, begin: tl.tensor, tile: tl.constexpr, kv_head: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return where in a layer's tables ``tile`` clusters of a row are, from number ``begin`` on, some of which it has.
+
+    Returns:
+        A scalar, int64; and [tile], to be added. Behind the row's last cluster any that can be read.
+    """
+    of_span: tl.constexpr = contexts.tables.of_span
+    each = tl.arange(0, tile)
+    if of_span % tile == 0:
+        # All of one span: its place is looked up once, and what lies there is contiguous.
+        entry = tl.load(contexts.entries.pointer + row.number * contexts.entries.row_stride + begin // of_span)
+        base = (kv_head.to(tl.int64) * contexts.tables.capacity + entry) * of_span + begin % of_span
+        return base, each
+    else:  # noqa: RET505 - Triton compiles only the branch taken, and needs to see that there is no other
+        number = tl.minimum(begin + each, row.clusters - 1)
+        return kv_head.to(tl.int64) * 0, addresses_of(contexts, row, number, number >= 0, kv_head)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def offsets_of(tables: Tables, kv_head: tl.tensor) -> tl.tensor:
     """Return where a head's offsets begin."""
     return tables.offsets + kv_head.to(tl.int64) * tables.capacity * tables.span
@@ -192,9 +218,9 @@ def keys_at(keys: Vectors, kv_head: tl.tensor, slots: tl.tensor, is_token: tl.te
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def group_queries(queries: Vectors, row: Row, kv_head: tl.tensor, heads: Heads) -> tl.tensor:
-    """Return the queries of a KV head's group, [GROUP_BLOCK, dim_block]; 0 in what pads them."""
-    members, dims = tl.arange(0, GROUP_BLOCK), tl.arange(0, heads.dim_block)
+def group_queries(queries: Vectors, row: Row, kv_head: tl.tensor, heads: Heads, group_block: tl.constexpr) -> tl.tensor:
+    """Return the queries of a KV head's group, [group_block, dim_block]; 0 in what pads them."""
+    members, dims = tl.arange(0, group_block), tl.arange(0, heads.dim_block)
     of_members = (kv_head * heads.group + members)[:, None] * heads.head_dim
     addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + of_members + dims[None]
     return tl.load(addresses, mask=(members < heads.group)[:, None] & (dims < heads.head_dim)[None], other=0.0)

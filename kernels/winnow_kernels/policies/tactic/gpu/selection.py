@@ -8,10 +8,11 @@
     4. slots  the slots of the members that are taken, after a look at the slices before
 
 What must be read: of each cluster a centroid, its spread and its size, the keys of the tokens in no cluster, and for
-each KV head at most some 600 sampled keys. Beside that each query head writes and reads back 4 bytes a cluster (steps 1
-to 3, from the L2 cache mostly), and each KV head 20: what a cluster's size is and where its members begin is looked up
-through a row's spans once, in step 1. All but 2 deal a row's clusters out to many programs, so that a single request
-keeps the GPU busy; what they take is their chain of dependent loads.
+each KV head at most some 600 sampled keys. Beside that each query head writes and reads back 2 bytes a cluster (steps 1
+and 3, from the L2 cache mostly). Step 1 counts for each query head the tokens of each step of scores too, modulo
+``WINDOW``, so that step 2 reads no clusters; where scores differ so much that this mixes steps up, it counts again. All
+but 2 deal a row's clusters out to many programs, so that a single request keeps the GPU busy; what they take is their
+chain of dependent loads.
 
 Sinks are tokens in no cluster like those behind all spans: the same programs score and write them.
 
@@ -26,7 +27,6 @@ three quarters of the longest context.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Final
 
 import triton
@@ -48,6 +48,7 @@ from winnow_kernels.policies.tactic.gpu.order import lost_kernel, place_kernel, 
 from winnow_kernels.policies.tactic.gpu.scores import score_kernel
 from winnow_kernels.policies.tactic.gpu.slots import slot_kernel
 from winnow_kernels.policies.tactic.gpu.state import (
+    SCORED,
     SLICE,
     TAIL_SPLITS,
     Attention,
@@ -60,39 +61,14 @@ from winnow_kernels.policies.tactic.gpu.union import union_kernel
 from winnow_kernels.policies.tactic.reference import WHOLE_SHARE
 
 MAX_CLUSTERS: Final = 16_384
-"""Clusters of a row, at most, and so many that a program holds."""
+"""Clusters of a row, at most."""
 MAX_TOKENS: Final = MAX_CLUSTERS * CLUSTER_SIZE
 """Tokens of a context, at most."""
-
-# Clusters of 32K tokens; each width is a launch, whose programs leave rows of other widths at once.
-_NARROWEST: Final = 2048
-_WIDER: Final = 4
 
 
 def selection_width(longest: int) -> int:
     """Return how wide a selection must be for contexts of ``longest`` tokens."""
     return int(WHOLE_SHARE * longest)
-
-
-def widths_of(block: int) -> list[tuple[int, int]]:
-    """Return by how many clusters rows are told apart, each from more than the first up to the second number.
-
-    A program costs what its block costs, however few of it are there: a server's block is that of its longest context.
-    """
-    widths = [-1]
-    width = _NARROWEST
-    while width < block:
-        widths.append(width)
-        width *= _WIDER
-    return list(pairwise([*widths, block]))
-
-
-def warps_of(block: int, clusters_of_thread: int) -> int:
-    """Return the warps of a program that holds ``block`` clusters, so many in a thread if it can.
-
-    Of ``MAX_CLUSTERS``, twice what 128K of context need, some spill nevertheless.
-    """
-    return min(32, max(4, block // (32 * clusters_of_thread)))
 
 
 def select(
@@ -143,12 +119,12 @@ def select(
     attention, heads = Attention.of(queries, cache, scale), Heads.of(query_heads, cache)
     contexts = Contexts.of(batch, rows, clusters)
     scored, kept, cuts, outside, listed, ordered = workspace
-    block, group_block = scored.clusters.value, triton.next_power_of_2(group)
-    slices = block // SLICE
+    group_block = triton.next_power_of_2(group)
+    slices = scored.clusters.value // SLICE
     offset_bytes = clusters.firsts.element_size() + clusters.offsets.element_size()
 
-    programs = triton.cdiv(rows.entries.shape[1] * clusters.sizes.shape[2], tactic_scores.OF_PROGRAM)
-    score_kernel[(TAIL_SPLITS + programs, kv_heads, batch.rows)](
+    tiles = triton.cdiv(rows.entries.shape[1] * clusters.sizes.shape[2], SCORED)
+    score_kernel[(TAIL_SPLITS + tiles, kv_heads, batch.rows)](
         attention,
         heads,
         contexts,
@@ -157,22 +133,12 @@ def select(
         kept,
         clusters.cluster_bytes,
         kv_heads * cache.vector_bytes,
+        group_block=max(tactic_scores.MIN_GROUP, group_block),
         in_order=in_order,
         num_warps=4,
     )
-    for fewest, most in widths_of(block):
-        cut_kernel[(query_heads, batch.rows)](
-            contexts,
-            heads,
-            scored,
-            kept,
-            cuts,
-            block=most,
-            fewest=fewest,
-            num_warps=warps_of(most, tactic_cuts.CLUSTERS_OF_THREAD),
-        )
-    of_union = min(max(1, tactic_union.SLICES_OF_GROUP // group_block), slices)
-    union_kernel[(slices // of_union, kv_heads, batch.rows)](
+    cut_kernel[(query_heads, batch.rows)](contexts, heads, scored, kept, cuts, num_warps=tactic_cuts.WARPS)
+    union_kernel[(slices, kv_heads, batch.rows)](
         attention,
         heads,
         contexts,
@@ -183,9 +149,8 @@ def select(
         listed,
         cache.vector_bytes + offset_bytes,
         group_block=group_block,
-        of_program=of_union,
         in_order=in_order,
-        num_warps=4,
+        num_warps=tactic_union.WARPS,
     )
     if in_order:
         step_kernel[(tactic_order.STEP_PROGRAMS, kv_heads, batch.rows)](
@@ -207,7 +172,6 @@ def select(
         statistics,
         Selected.of(selection),
         offset_bytes,
-        of_union=of_union,
         in_order=in_order,
         num_warps=4,
     )

@@ -62,7 +62,6 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
     statistics: TacticStatistics,
     selected: Selected,
     member_bytes: tl.tensor,
-    of_union: tl.constexpr,
     in_order: tl.constexpr,
 ) -> None:
     """Write one split's slots: in order, or else sinks, what else is in no cluster, and then members of clusters.
@@ -85,8 +84,8 @@ def slot_kernel(  # noqa: PLR0915 - its two halves share most of what they read
         is_read_in_order = tl.load(in_no_cluster.placed + of_kv_head * 2) > 0
     if part < _KEPT_SPLITS:
         if part == 0:
-            programs = tl.cdiv(row.clusters, of_union * _SLICE)
-            _store_beliefs(statistics, cuts, outside, of_kv_head, taken >= 0, programs, slices, heads.group)
+            filled = tl.cdiv(row.clusters, _SLICE)
+            _store_beliefs(statistics, cuts, outside, of_kv_head, taken >= 0, filled, slices, heads.group)
             # What has no order is read to its end.
             tl.store(selected.counts + of_kv_head, tl.where(taken < 0, _TO_THE_END, kept + taken))
             if taken >= 0:
@@ -138,7 +137,7 @@ def _store_beliefs(
     outside: Outside,
     of_kv_head: tl.tensor,
     is_believed: tl.tensor,
-    programs: tl.tensor,
+    filled: tl.tensor,
     slices: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
@@ -147,10 +146,10 @@ def _store_beliefs(
     Args:
         statistics: get the beliefs.
         cuts: masses.
-        outside: what each program of the union has added up.
+        outside: what was added up of each slice.
         of_kv_head: number of the KV head, through all rows.
         is_believed: whether anything is.
-        programs: of the union, that had clusters.
+        filled: slices that have clusters.
         slices: that a row can have, at least as many.
         group: query heads.
     """
@@ -159,7 +158,7 @@ def _store_beliefs(
     is_head = members < group
     part = tl.arange(0, slices)
     shares_ptr = outside.shares + (of_heads[:, None] * slices + part[None, :]) * 3
-    is_part = is_head[:, None] & (part < programs)[None, :]
+    is_part = is_head[:, None] & (part < filled)[None, :]
     left = tl.sum(tl.load(shares_ptr, mask=is_part, other=0.0), axis=1)
     weigh = tl.sum(tl.load(shares_ptr + 1, mask=is_part, other=0.0), axis=1)
     predicted = tl.sum(tl.load(shares_ptr + 2, mask=is_part, other=0.0), axis=1)

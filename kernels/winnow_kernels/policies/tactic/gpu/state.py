@@ -18,6 +18,10 @@ from winnow_kernels.policies.tactic.reference import SHARE_STEPS
 
 TAIL_SPLITS: Final = 2
 """Programs among which the tokens in no cluster are dealt out, of a row and KV head."""
+SCORED: Final = 64
+"""Clusters of a row that are scored together: those of a span."""
+WINDOW: Final = 1024
+"""Neighbouring steps whose tokens are counted apart from each other: a power of two."""
 SLICE: Final = 128
 """Clusters of a row that are listed together for a KV head."""
 RUN: Final = 64
@@ -103,15 +107,16 @@ class Scored(NamedTuple):
     """The clusters of each row, by number.
 
     Attributes:
-        steps: int32 [rows, query heads, clusters]; predicted scores, in eighths of an octave.
-        sizes: int32 [rows, KV heads, clusters]; members of each cluster.
-        firsts: int32, same shape; where in a head's offsets they begin.
+        steps: int16 [rows, query heads, clusters]; predicted scores, in eighths of an octave.
+        highest: int32 [rows, query heads, clusters / SCORED]; the highest step of each tile's clusters.
+        tokens: int32 [rows, query heads, WINDOW]; how many tokens clusters of a step have, at the step modulo WINDOW.
+            All 0 between selections.
         clusters: how many a row can have.
     """
 
     steps: Pointer
-    sizes: Pointer
-    firsts: Pointer
+    highest: Pointer
+    tokens: Pointer
     clusters: Constant
 
 
@@ -158,15 +163,11 @@ class Outside(NamedTuple):
     """What is not selected, and what is sampled of it.
 
     Attributes:
-        shares: float32 [rows, query heads, programs of the union, 3]; predicted share of the mass of their clusters,
-            what the sampled tokens weigh, and what they were predicted to weigh, as shares of the mass.
-        starts: int32 [rows, KV heads, clusters]; how many samples come before a cluster's among those of its program.
-        worths: float32, same shape; how many tokens one of these samples stands for.
+        shares: float32 [rows, query heads, clusters / SLICE, 3]; of each slice the predicted share of the mass of its
+            clusters, what the sampled tokens weigh, and what they were predicted to weigh, as shares of the mass.
     """
 
     shares: Pointer
-    starts: Pointer
-    worths: Pointer
 
 
 class Listed(NamedTuple):
@@ -230,8 +231,8 @@ class TacticStatistics(NamedTuple):
 class TacticWorkspace(NamedTuple):
     """What is handed on from launch to launch, for one layer at a time.
 
-    For a row, 4 bytes a cluster and query head and 44 a cluster and KV head: 123 MiB for 32 rows of 128K tokens with 32
-    query and 8 KV heads. What else there is is less than a hundredth of that.
+    For a row of 128K tokens with 32 query and 8 KV heads 4.4 MiB: 2 bytes a cluster and query head, 36 a cluster and KV
+    head, 4 KiB a query head, and a third of all for the tokens in no cluster.
     """
 
     scored: Scored
@@ -260,7 +261,12 @@ class TacticWorkspace(NamedTuple):
             return of_heads(*shape, dtype=torch.float32)
 
         return cls(
-            Scored(of_heads(clusters), of_kv(clusters), of_kv(clusters), tl.constexpr(clusters)),
+            Scored(
+                of_heads(clusters, dtype=torch.int16),
+                of_heads(clusters // SCORED),
+                of_heads(WINDOW),
+                tl.constexpr(clusters),
+            ),
             Kept(
                 floats(TAIL_SPLITS, 2),
                 floats(blocks),
@@ -271,7 +277,7 @@ class TacticWorkspace(NamedTuple):
                 blocks,
             ),
             Cuts(of_heads(), of_heads(dtype=torch.float64), floats()),
-            Outside(floats(clusters // SLICE, 3), of_kv(clusters), of_kv(clusters, dtype=torch.float32)),
+            Outside(floats(clusters // SLICE, 3)),
             Listed(of_kv(clusters // SLICE), *(of_kv(clusters) for _ in range(5))),
             Ordered(of_kv(), of_kv(clusters), of_kv(clusters // RUN, SHARE_STEPS), of_kv(clusters), of_kv(clusters)),
         )
