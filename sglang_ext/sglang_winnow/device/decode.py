@@ -61,6 +61,7 @@ class DeviceDecode:
 
     Attributes:
         variant: what the step launches.
+        lanes: on which selectors run side by side.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DeviceDecode:
         self._buffers = buffers
         self._attend_buffers = attend_buffers
         self._selectors = selectors
-        self._lanes = Lanes(len(selectors), table.device)
+        self.lanes = Lanes(len(selectors), table.device)
         self._statistics = statistics
         self._parameters = ParameterTable(LAYOUT, len(table), table.device)
         self._owners: dict[int, weakref.ref[RequestState]] = {}
@@ -165,7 +166,7 @@ class DeviceDecode:
             for kind in kinds:
                 selectors[kind].select(layer, queries, cache, step)
 
-        self._lanes.run([partial(select, kinds) for kinds in lanes_of(selectors)])
+        self.lanes.run([partial(select, kinds) for kinds in lanes_of(selectors)])
         thresholds = step.parameters.thresholds if variant.ordered else None
         attend(
             queries,

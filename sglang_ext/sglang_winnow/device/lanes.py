@@ -48,5 +48,5 @@ def lanes_of(selectors: Mapping[str, Selector]) -> list[list[str]]:
     kinds = [kind for kind in in_order(selectors) if selectors[kind].selects_in_layers]
     meeting = [kind for kind in kinds if selectors[kind].programs_meet]
     alone = [[kind] for kind in kinds if kind not in meeting]
-    # The longest first: it begins a launch earlier than the others.
+    # The longest first: it stays on the current stream, and waits for no event of another.
     return [meeting, *alone] if meeting else alone
