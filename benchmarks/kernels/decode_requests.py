@@ -136,12 +136,12 @@ class Contexts:
         """Return the contexts' lengths, int32 [rows]."""
         return torch.full((self.rows,), self.length, dtype=torch.int32, device=self.device)
 
-    def states(self, policy: AttentionPolicy) -> list[RequestState]:
-        """Return a request of ``policy`` for each row, about to make the first step after its prompt.
+    def states(self, *policies: AttentionPolicy) -> list[RequestState]:
+        """Return a request for each row, of ``policies`` in turn, about to make the first step after its prompt.
 
         What SnapKV keeps is drawn at random, the same in all layers: reading it takes as long.
         """
-        states = [RequestState(policy, self.length - 1) for _ in range(self.rows)]
+        states = [RequestState(policies[row % len(policies)], self.length - 1) for row in range(self.rows)]
         for row, state in enumerate(states):
             state.kept = kept_by(state, self.layers)
             if isinstance(state.kept, SnapKVState):
@@ -154,7 +154,7 @@ class Contexts:
 
 
 class Requests:
-    """One request of a policy in each row, prepared for its first decode step, on the device.
+    """One request in each row, prepared for its first decode step, on the device.
 
     Attributes:
         contexts: of the requests.
@@ -165,15 +165,15 @@ class Requests:
         statistics: of all request slots.
     """
 
-    def __init__(self, contexts: Contexts, policy: AttentionPolicy, *, ordered: bool = False) -> None:
-        """With ``ordered`` the step launches what early termination needs, even if ``policy`` has none."""
+    def __init__(self, contexts: Contexts, *policies: AttentionPolicy, ordered: bool = False) -> None:
+        """Rows have ``policies`` in turn. With ``ordered`` the step launches what early termination needs anyway."""
         device, heads = contexts.device, contexts.heads
         self.contexts = contexts
         self.output = torch.empty_like(contexts.queries)
         self.statistics = Statistics(len(contexts.table), device)
         self.attend_buffers = AttendBuffers.empty(contexts.rows, heads.query, contexts.caches[0])
         # Dense rows run here together with sparse ones only: in a step for StreamingLLM that has no row of its own.
-        self._kinds = kinds_of([policy.decode.policy]) or kinds_of(["streaming_llm"])
+        self._kinds = kinds_of({policy.decode.policy for policy in policies}) or kinds_of(["streaming_llm"])
         self._ordered = ordered
         self._indexes = Indexes(contexts.caches, PAGE_SIZE, device)
         longest = contexts.table.shape[1]
@@ -198,18 +198,17 @@ class Requests:
             buffers.largest,
             ALONE,
         )
-        selectors = selectors_of(self._kinds, server)
-        [self._selector] = selectors.values()
+        self._selectors = selectors_of(self._kinds, server)
         self.decode = DeviceDecode(
-            contexts.caches, heads.scale, contexts.table, buffers, self.attend_buffers, selectors, self.statistics
+            contexts.caches, heads.scale, contexts.table, buffers, self.attend_buffers, self._selectors, self.statistics
         )
         self.step: Step = buffers.largest
-        self.serve(policy)
+        self.serve(*policies)
 
-    def serve(self, policy: AttentionPolicy) -> None:
-        """Prepare requests of ``policy``, of the kind that there is a selector for."""
+    def serve(self, *policies: AttentionPolicy) -> None:
+        """Prepare requests of ``policies``, of the kinds that there are selectors for."""
         contexts = self.contexts
-        states = contexts.states(policy)
+        states = contexts.states(*policies)
         lengths = [contexts.length] * contexts.rows
         needed = self.decode.needed(states, lengths)
         variant: Variant = replace(needed, kinds=self._kinds, ordered=self._ordered or needed.ordered)
@@ -222,7 +221,7 @@ class Requests:
 
     @property
     def selects_by_codes(self) -> bool:
-        return isinstance(self._selector, CodedSelector)
+        return any(isinstance(selector, CodedSelector) for selector in self._selectors.values())
 
     @property
     def walk(self) -> list[int]:
@@ -238,27 +237,29 @@ class Requests:
     def select(self, layer: int, step: int = 0) -> None:
         """Do what comes before attention."""
         queries = self.contexts.queries_of(layer, step)
-        self._selector.select(layer, queries, self.contexts.caches[layer], self.step)
+        for selector in self._selectors.values():
+            selector.select(layer, queries, self.contexts.caches[layer], self.step)
 
     def build(self) -> None:
         """Write the codes of all keys, in all layers."""
         self._indexes[KeyCodes].entries.build(self._pages)
 
     def missed(self, layers: Sequence[int]) -> tuple[float, float]:
-        """Return how often selections begin at the wrong place in consecutive steps.
+        """Return how often selections of the only policy begin at the wrong place in consecutive steps.
 
         Returns:
             The share of layers and steps in which tokens are marked again; and that of the heads for which they are
             counted again.
         """
-        assert isinstance(self._selector, CodedSelector)
+        [selector] = self._selectors.values()
+        assert isinstance(selector, CodedSelector)
         found = []
         for layer in layers:
             # What the first step looks like to those behind it.
             self.select(layer, 0)
             for step in range(1, self.contexts.steps):
                 self.select(layer, step)
-                found.append(self._selector.missed(self.contexts.rows))
+                found.append(selector.missed(self.contexts.rows))
         marked, counted = zip(*found, strict=True)
         return statistics.fmean(marked), statistics.fmean(counted)
 

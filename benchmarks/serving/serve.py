@@ -253,7 +253,7 @@ def run(
         winnow_dense_up_to,
     )
     layers = tuple(numbers(delta_layers)) or shape.delta_layers
-    environment = dict(_pair(text, "--winnow-environment") for text in winnow_environment or [])
+    environment = dict(pair_of(text, "--winnow-environment") for text in winnow_environment or [])
     environment.setdefault("WINNOW_POLICIES", ",".join(sorted(kinds_asked(contestants))))
     about = header_from_outside() | {
         "server_arguments": server_arguments,
@@ -321,7 +321,7 @@ def with_attending(contestants: Sequence[Contestant], asked: Sequence[str]) -> l
     """
     found = {contestant.name: contestant for contestant in contestants}
     for text in asked:
-        name, share = _pair(text, "--attending")
+        name, share = pair_of(text, "--attending")
         if name not in found:
             raise typer.BadParameter(f"{name}: must be one of {', '.join(found)}", param_hint="--attending")
         policy = parse_policy(found[name].policy or {})
@@ -662,7 +662,12 @@ def _beside_the_cache(row: Row) -> int | None:
     return None if peak is None or cache is None else peak - cache
 
 
-def _pair(text: str, option: str) -> tuple[str, str]:
+def pair_of(text: str, option: str) -> tuple[str, str]:
+    """Read ``NAME=VALUE``.
+
+    Raises:
+        typer.BadParameter: it is something else.
+    """
     name, separator, value = text.partition("=")
     if not separator:
         raise typer.BadParameter(f"must be NAME=VALUE; it is {text}", param_hint=option)

@@ -44,7 +44,21 @@ DENSE_BYTES: Final = CounterName(
     _COST_LABELS,
 )
 READ_BYTES: Final = CounterName("read_kv_bytes", "Bytes of KV cache and index that were read.", _COST_LABELS)
-COUNTERS: Final = (UNCACHED_TOKENS, KEPT_TOKENS, REQUESTS, CONTEXT_TOKENS, ATTENDED_TOKENS, DENSE_BYTES, READ_BYTES)
+SUPERSET_STEPS: Final = CounterName(
+    "superset_decode_steps",
+    "Decode steps on a GPU that ran the graph of a larger set of policies than they needed.",
+    ("graph",),
+)
+COUNTERS: Final = (
+    UNCACHED_TOKENS,
+    KEPT_TOKENS,
+    REQUESTS,
+    CONTEXT_TOKENS,
+    ATTENDED_TOKENS,
+    DENSE_BYTES,
+    READ_BYTES,
+    SUPERSET_STEPS,
+)
 
 
 class Metrics:

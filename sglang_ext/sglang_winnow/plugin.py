@@ -25,6 +25,7 @@ from sglang_winnow import (
 from sglang_winnow.admission import attach_policy, check_request, check_tokens, limits_of
 from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.crossover import crossover_tokens
+from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
@@ -53,7 +54,7 @@ def register() -> None:
         SystemExit: the environment, or SGLang, is not what the hooks need.
     """
     with refusing_to_start():
-        served_policies()
+        graph_sets(served_policies())
         index_settings()
         crossover_tokens("quest")
     register_backend()

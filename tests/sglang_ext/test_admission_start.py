@@ -107,6 +107,7 @@ def test_the_server_does_not_start_unchecked(
     [
         ("WINNOW_POLICIES", "tactic,nonsense", "WINNOW_POLICIES: no decode policy is called 'nonsense'"),
         ("WINNOW_KEY_BITS", "5", "WINNOW_KEY_BITS: must be one of 2, 3, 4; it is '5'."),
+        ("WINNOW_GRAPHS", "quest+nonsense", "WINNOW_GRAPHS: no decode policy is called 'nonsense'"),
         ("WINNOW_CROSSOVER_TOKENS", "-1", "WINNOW_CROSSOVER_TOKENS: must be a number of tokens from 0 on."),
     ],
 )

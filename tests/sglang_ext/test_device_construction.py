@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_winnow import key_bits
+from sglang_winnow import graph_sets, key_bits
+from sglang_winnow.device import backend as backend_module
 from sglang_winnow.device import memory
+from sglang_winnow.device.backend import WinnowDeviceBackend
 from sglang_winnow.device.construction import enabled_kinds
 from sglang_winnow.device.decode import Variant
 from sglang_winnow.device.memory import fixed_bytes
 from sglang_winnow.device.reserved_indexes import reserved_indexes
-from sglang_winnow.device.variants import ANY, DENSE, variant_for, variants_of
+from sglang_winnow.device.variants import DENSE, variant_for, variants_of
+from sglang_winnow.graph_sets import GraphSet
+from sglang_winnow.metrics import Metrics
 from sglang_winnow.refusals import PAGE_SIZES_ON_CUDA
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.served_policies import served_policies
@@ -87,26 +93,64 @@ def test_an_unknown_policy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
         enabled_kinds()
 
 
+KINDS_SERVED = st.sets(st.sampled_from(sorted(ALL)))
+
+
+def variants_drawn(data: st.DataObject, kinds: set[str]) -> dict[str, Variant]:
+    sets = st.builds(
+        GraphSet, st.frozensets(st.sampled_from(sorted(kinds))) if kinds else st.just(frozenset()), st.booleans()
+    )
+    profile = data.draw(st.sampled_from([(), (1, 4)]))
+    return variants_of(kinds, data.draw(st.lists(sets, max_size=6)), LAYERS, profile)
+
+
 @given(
-    kinds=st.sets(st.sampled_from(sorted(ALL))),
-    needed=st.sets(st.sampled_from(sorted(ALL))),
+    data=st.data(),
+    kinds=KINDS_SERVED,
+    needed=KINDS_SERVED,
     ordered=st.booleans(),
     layers=st.sets(st.integers(0, LAYERS - 1)),
 )
-def test_a_batch_gets_the_first_variant_that_launches_what_it_needs(
-    kinds: set[str], needed: set[str], ordered: bool, layers: set[int]
+def test_a_batch_gets_the_smallest_variant_that_launches_what_it_needs(
+    data: st.DataObject, kinds: set[str], needed: set[str], ordered: bool, layers: set[int]
 ) -> None:
-    variants = variants_of(kinds, LAYERS, delta_layers=(1, 4))
+    variants = variants_drawn(data, kinds)
     needed &= kinds
     wanted = Variant(frozenset(needed), ordered, frozenset(layers if "delta" in needed else ()))
-    label = variant_for(wanted, variants)
-    if not needed and not ordered:
-        assert label == DENSE
-    elif len(needed) == 1 and not ordered and wanted.own_layers <= {1, 4}:
-        assert label == next(iter(needed))
-    else:
-        assert label == ANY
-    assert needed <= variants[label].kinds
+    chosen = variants[variant_for(wanted, variants)]
+    assert chosen.covers(wanted)
+    assert not any(other != chosen and chosen.covers(other) and other.covers(wanted) for other in variants.values())
+    assert all(len(chosen.kinds) <= len(other.kinds) for other in variants.values() if other.covers(wanted))
+
+
+@given(data=st.data(), kinds=KINDS_SERVED)
+def test_a_variant_is_there_once_and_each_kind_has_its_own(data: st.DataObject, kinds: set[str]) -> None:
+    variants = variants_drawn(data, kinds)
+    assert len(set(variants.values())) == len(variants)
+    assert next(iter(variants)) == DENSE
+    assert variants[DENSE].is_dense
+    for kind in kinds:
+        assert variants[kind].kinds == {kind}
+        assert not variants[kind].ordered
+    layers = frozenset(range(LAYERS) if "delta" in kinds else ())
+    assert list(variants.values())[-1].covers(Variant(frozenset(kinds), True, layers))
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("delta_layers", "count"), [((), 17), ((1, 4), 18)])
+def test_by_default_a_server_captures_few_graphs(
+    delta_layers: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(graph_sets.ENVIRONMENT, raising=False)
+    kinds = enabled_kinds()
+    variants = variants_of(kinds, graph_sets.graph_sets(served_policies()), LAYERS, delta_layers)
+    # Dense, each alone and with early termination, the presets' and all likewise, and DELTA in layers of a request's.
+    assert len(variants) == 1 + 2 * (len(kinds) + 2) + bool(delta_layers) == count
+    assert {"dense", "quoka", "quoka+early_termination", "all", "all+early_termination"} < variants.keys()
+    assert ("all+early_termination+any_layers" in variants) == bool(delta_layers)
+    own_layers = {variants[label].own_layers for label in ("delta", "all", "all+early_termination")}
+    assert own_layers == {frozenset(delta_layers or range(LAYERS))}
+    assert variants["quoka"].own_layers == frozenset()
 
 
 SHAPE = PoolShape(layers=32, kv_heads=8, head_dim=128, element_size=2)
@@ -205,3 +249,20 @@ def test_pieces_do_not_overlap_and_are_free_when_their_requests_are_gone(steps: 
     assert pool._free == free
     states.clear()
     pool.keep(request(), 0, torch.zeros(capacity, dtype=torch.int32), torch.full((1, 2), capacity // 2))
+
+
+@pytest.mark.parametrize(("needed", "label", "counted"), [({"quest"}, "quest", 0), ({"quest", "snapkv"}, "all", 1)])
+def test_a_step_with_the_graph_of_a_larger_set_is_counted(
+    needed: set[str], label: str, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = Metrics()
+    monkeypatch.setattr(backend_module, "METRICS", totals)
+    backend: Any = object.__new__(WinnowDeviceBackend)
+    backend.requests = SimpleNamespace(begin=lambda _: None)
+    everything = GraphSet(frozenset({"quest", "snapkv", "tactic"}), ordered=False)
+    backend.variants = variants_of(everything.kinds, [everything], LAYERS, ())
+    backend._decode = SimpleNamespace(needed=lambda *_: Variant(frozenset(needed)))
+    decoding: Any = SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens_cpu=torch.tensor([100]))
+    backend.note([], decoding, 0)
+    assert backend.label == label
+    assert totals.totals()["superset_decode_steps_total"] == counted

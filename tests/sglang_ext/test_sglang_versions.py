@@ -41,7 +41,7 @@ METHODS = (
     "init_forward_metadata_out_graph",
     "on_after_cuda_graph_warmup",
 )
-BACKEND = SimpleNamespace(variants={"dense": 0, "quest": 1, "any": 2}, label="quest", capturing=None)
+BACKEND = SimpleNamespace(variants={"dense": 0, "quest": 1, "all": 2}, label="quest", capturing=None)
 
 
 def test_an_older_release_is_refused() -> None:

@@ -38,7 +38,7 @@ class Declaration(ABC, Generic[P]):
     """A decode policy.
 
     Attributes:
-        kind: policies of one kind share a selector and a CUDA graph; named after one of them.
+        kind: policies of one kind share a selector and CUDA graphs; named after one of them.
         crossover: of the policy.
         columns: what its rows have on a GPU.
         index: over the KV pool, which it reads; None for none.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -65,18 +64,23 @@ class Server:
     ranks: Ranks
 
 
-class Selector(ABC):
+class Selector:
     """What one kind of policy does in a decode step.
 
     ``enter`` runs on the host before a request's first sparse step in a request slot, and may wait for the device. All
-    else is captured in CUDA graphs.
+    else is captured in CUDA graphs. ``select`` may run while other kinds' does: it writes to scratch of its own and,
+    of what rows share, to its own rows alone.
 
     Attributes:
         reports_shares: whether ``select`` writes beliefs of its rows to ``Step.reported``, and attention reports the
             share that they have attended to.
+        selects_in_layers: whether there is anything to ``select`` in a layer.
+        programs_meet: whether programs of a launch in ``select`` wait for each other (``selection.gpu_meeting``).
     """
 
     reports_shares: ClassVar[bool] = False
+    selects_in_layers: ClassVar[bool] = True
+    programs_meet: ClassVar[bool] = False
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         """Prepare a request; ``context`` has its row alone."""
@@ -88,17 +92,16 @@ class Selector(ABC):
         del request, length
         return 0
 
-    def begin(self, step: Step, *, ordered: bool) -> None:  # noqa: B027
+    def begin(self, step: Step, *, ordered: bool) -> None:
         """Do what is done once a step; ``ordered`` says whether the order of a selection may matter."""
 
-    @abstractmethod
     def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
         """Write slots and counts of the rows of this kind; ``queries`` are [rows, query heads, head dim]."""
 
-    def attend_at(self, layer: int, queries: Tensor, cache: LayerCache, step: Step, output: Tensor) -> None:  # noqa: B027
+    def attend_at(self, layer: int, queries: Tensor, cache: LayerCache, step: Step, output: Tensor) -> None:
         """Write the ``output`` of rows that attend in ``layer`` by themselves (``Declaration.own_layers``)."""
 
-    def finish(self, step: Step, statistics: Statistics) -> None:  # noqa: B027
+    def finish(self, step: Step, statistics: Statistics) -> None:
         """Add what only this kind of policy knows to the requests' statistics."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,14 @@ from sglang_winnow.device.construction import build_decode, dense_backend, enabl
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
 from sglang_winnow.forward_pass import context_of, write_keys_and_values
+from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.key_bits import index_settings
+from sglang_winnow.metrics import METRICS, SUPERSET_STEPS
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
+from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.backend_defaults import take_from_dense
 from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.cache import LayerCache
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 class WinnowDeviceBackend(AttentionBackend):
@@ -62,7 +68,11 @@ class WinnowDeviceBackend(AttentionBackend):
         self.requests = RequestTable(self.statistics)
         kinds = enabled_kinds()
         self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, kinds, ranks)
-        self.variants = variants_of(kinds, len(layers), profiled_layers(runner))
+        sets = graph_sets(served_policies())
+        self.variants = variants_of(kinds, sets, len(layers), profiled_layers(runner))
+        logger.info(
+            "Winnow has decode graphs of %d kinds of batches: %s.", len(self.variants), ", ".join(self.variants)
+        )
         self.label = DENSE
         self.capturing: str | None = None
         self._states: list[RequestState] = []
@@ -104,6 +114,8 @@ class WinnowDeviceBackend(AttentionBackend):
             self._lengths = batch.seq_lens_cpu.tolist()
             needed = self._decode.needed(self._states, self._lengths)
             self.label = variant_for(needed, self.variants)
+            if self.variants[self.label] != needed:
+                METRICS.add(SUPERSET_STEPS, graph=self.label)
 
     def compile(self, rows: int) -> None:
         """Compile the kernels of decode steps of ``rows`` rows, before graphs are captured of them."""

@@ -7,12 +7,14 @@ import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
+from sglang_winnow.device.lanes import Lanes, lanes_of
 from sglang_winnow.device.parameters import parameters_of
 from sglang_winnow.request_policy import dense_until, effective_budget
 from sglang_winnow.request_state import RequestState
@@ -47,6 +49,10 @@ class Variant:
     def is_dense(self) -> bool:
         return not self.kinds and not self.ordered
 
+    def covers(self, needed: Variant) -> bool:
+        """Return whether all that is ``needed`` is launched."""
+        return needed.kinds <= self.kinds and needed.ordered <= self.ordered and needed.own_layers <= self.own_layers
+
 
 class DeviceDecode:
     """The decode steps of a server.
@@ -55,6 +61,7 @@ class DeviceDecode:
 
     Attributes:
         variant: what the step launches.
+        lanes: on which selectors run side by side.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class DeviceDecode:
         self._buffers = buffers
         self._attend_buffers = attend_buffers
         self._selectors = selectors
+        self.lanes = Lanes(len(selectors), table.device)
         self._statistics = statistics
         self._parameters = ParameterTable(LAYOUT, len(table), table.device)
         self._owners: dict[int, weakref.ref[RequestState]] = {}
@@ -152,8 +160,13 @@ class DeviceDecode:
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         """Attend in a layer; ``queries`` and ``output`` are [rows, query heads, head dim]."""
         step, variant, cache = self._step, self.variant, self._caches[layer]
-        for kind in in_order(variant.kinds):
-            self._selectors[kind].select(layer, queries, cache, step)
+        selectors = {kind: self._selectors[kind] for kind in variant.kinds}
+
+        def select(kinds: Sequence[str]) -> None:
+            for kind in kinds:
+                selectors[kind].select(layer, queries, cache, step)
+
+        self.lanes.run([partial(select, kinds) for kinds in lanes_of(selectors)])
         thresholds = step.parameters.thresholds if variant.ordered else None
         attend(
             queries,

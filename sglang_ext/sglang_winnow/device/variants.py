@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.device.decode import Variant
+from sglang_winnow.graph_sets import ALL, EARLY_TERMINATION, GraphSet
 from sglang_winnow.hooks import Hook
 from sglang_winnow.sglang_versions.releases import ATTENTION_GRAPH_VARIANTS, runs
 from winnow_kernels.policies.declarations import DECLARATIONS, in_order
@@ -17,36 +18,55 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 DENSE: Final = "dense"
-ANY: Final = "any"
+ANY_LAYERS: Final = "any_layers"
 
 
-def variants_of(kinds: Collection[str], layers: int, delta_layers: Collection[int]) -> dict[str, Variant]:
+def variants_of(
+    kinds: Collection[str], sets: Collection[GraphSet], layers: int, delta_layers: Collection[int]
+) -> dict[str, Variant]:
     """Return the variants of a server by their labels, each after those that launch less.
+
+    Beside those of ``sets`` there are one without a policy, one of each kind alone, and one that serves every batch.
 
     Args:
         kinds: of the policies that the server serves, besides dense.
+        sets: which of them have graphs together.
         layers: how many the model has.
-        delta_layers: of the model's profile; a request with others is served by the last variant.
+        delta_layers: of the model's profile, in which all variants but the last let rows attend by themselves; without
+            a profile requests name some, which may be any.
     """
-    variants = {DENSE: Variant(frozenset())}
-    for kind in in_order(kinds):
-        own_layers = delta_layers if DECLARATIONS[kind].has_own_layers else ()
-        variants[kind] = Variant(frozenset({kind}), own_layers=frozenset(own_layers))
-    anywhere = range(layers) if any(DECLARATIONS[kind].has_own_layers for kind in kinds) else ()
-    variants[ANY] = Variant(frozenset(kinds), ordered=True, own_layers=frozenset(anywhere))
-    return variants
+    everywhere = frozenset(range(layers))
+    profiled = frozenset(delta_layers) or everywhere
+
+    def variant(own: Collection[str], *, ordered: bool) -> Variant:
+        attends = any(DECLARATIONS[kind].has_own_layers for kind in own)
+        return Variant(frozenset(own), ordered, profiled if attends else frozenset())
+
+    everything = variant(kinds, ordered=True)
+    found = {
+        variant((), ordered=False),
+        *(variant({kind}, ordered=False) for kind in kinds),
+        *(variant(own.kinds, ordered=own.ordered) for own in sets),
+        everything,
+        replace(everything, own_layers=everywhere if everything.own_layers else frozenset()),
+    }
+    return {_label(each, kinds, profiled): each for each in sorted(found, key=_size)}
 
 
 def variant_for(needed: Variant, variants: Mapping[str, Variant]) -> str:
-    """Return the label of the first variant that launches all that is needed."""
-    for label, variant in variants.items():
-        if (
-            needed.kinds <= variant.kinds
-            and needed.ordered <= variant.ordered
-            and needed.own_layers <= variant.own_layers
-        ):
-            return label
-    raise AssertionError("the last variant launches everything")
+    """Return the label of the smallest variant that launches all that is needed: the first, in their order."""
+    return next(label for label, variant in variants.items() if variant.covers(needed))
+
+
+def _size(variant: Variant) -> tuple[int, bool, int, list[str]]:
+    return len(variant.kinds), variant.ordered, len(variant.own_layers), in_order(variant.kinds)
+
+
+def _label(variant: Variant, kinds: Collection[str], profiled: Collection[int]) -> str:
+    named = [ALL] if len(kinds) > 1 and len(variant.kinds) == len(kinds) else in_order(variant.kinds) or [DENSE]
+    early_termination = [EARLY_TERMINATION] if variant.ordered else []
+    any_layers = [ANY_LAYERS] if len(variant.own_layers) > len(profiled) else []
+    return "+".join([*named, *early_termination, *any_layers])
 
 
 @dataclass(frozen=True)

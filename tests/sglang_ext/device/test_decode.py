@@ -39,6 +39,10 @@ STEPS = 2
 TERMINATION = {"scale": 0.3, "direction": 0.3, "patience": 1}
 POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "dense, terminated": {"early_termination": TERMINATION},
+    "quest, terminated": {
+        "decode": {"policy": "quest", "budget": 128, "full_layers": 0},
+        "early_termination": TERMINATION,
+    },
     "tactic, capped": {"decode": {"policy": "tactic", "p": 0.9, "max_tokens": 80, "full_layers": 0}},
     "tactic, no sinks": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0, "sinks": 0}},
     "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
@@ -157,7 +161,7 @@ def device_decode(
     return DeviceDecode(server.caches, SCALE, server.table, buffers, attend_buffers, selectors, server.statistics)
 
 
-VARIANTS = variants_of(KINDS, LAYERS, delta_layers=(1,))
+VARIANTS = variants_of(KINDS, (), LAYERS, delta_layers=(1,))
 
 
 def queries_of(server: Server, step: int, layer: int) -> Tensor:

@@ -29,7 +29,7 @@ __all__ = ["policies_act_at_every_length"]
 NAMES = ("tactic", "lowbit_top_p", "quest", "tactic, no sinks")
 LENGTHS = (208, 143, 176, 190)
 KINDS = ("tactic", "lowbit_top_p", "quest")
-VARIANTS = variants_of(KINDS, LAYERS, delta_layers=())
+VARIANTS = variants_of(KINDS, (), LAYERS, delta_layers=())
 
 
 def selectors(server: SelectorServer) -> Mapping[str, Selector]:

@@ -20,6 +20,8 @@ KIND = "delta"
 class DeltaSelector(Selector):
     """Pages that Δ-layers find. Those layers' attention is its own, too: ``attend_at``."""
 
+    selects_in_layers = False
+
     def __init__(self, server: Server) -> None:
         layers, step = len(server.caches), server.step
         device = step.slots.device
@@ -44,9 +46,6 @@ class DeltaSelector(Selector):
         is_row = step.parameters.own(KIND, "pages") > 0
         torch.mul(self._roles[step.request_slots].T, is_row, out=self._of(step).roles)
         gpu.write_counts(step.batch, self._of(step), step.counts, step.slots.shape[2])
-
-    def select(self, layer: int, queries: Tensor, cache: LayerCache, step: Step) -> None:
-        """Nothing is left to do."""
 
     def attend_at(self, layer: int, queries: Tensor, cache: LayerCache, step: Step, output: Tensor) -> None:
         """Attend with the rows whose Δ-layer ``layer`` is, write their ``output``, and select for the layers behind."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -30,7 +30,7 @@ from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 KIND = "lowbit_top_p"
 
 
-class CodedSelector(PageIndexSelector):
+class CodedSelector(PageIndexSelector, ABC):
     """Tokens by the codes of their keys.
 
     Attributes:
@@ -40,6 +40,7 @@ class CodedSelector(PageIndexSelector):
     """
 
     reports_shares = True
+    programs_meet = True
     kind: ClassVar[str]
     by_key: ClassVar[bool]
 

@@ -16,6 +16,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import (
     Scratch,
     Shape,
     bounds_of,
+    own_part,
 )
 from winnow_kernels.selection.gpu_meeting import leave, meet
 
@@ -31,21 +32,23 @@ def count_kernel(
     anchors: Anchors,
     window: tl.constexpr,
     by_key: tl.constexpr,
+    row_block: tl.constexpr,
 ) -> None:
     """List tokens that may be selected, from where the last steps say, and count them.
 
-    Grid: programs that share a pair's units × rows × KV heads.
+    Grid: programs that share a pair's units if all rows act × rows × KV heads.
     """
-    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row, part, sharing = own_part(policies, row_block)
+    kv_head = tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
     _, scored, sinks = bounds_of(rows, policies, row, window)
-    if tl.program_id(0) < tl.cdiv(scored, shape.unit):
+    if part < tl.minimum(tl.cdiv(scored, shape.unit), sharing):
         turn = scored * 0
         if by_key:
             slot = tl.load(anchors.slots + row)
-            count_keys(pair, slot, tl.num_programs(0), turn, sinks, scored, shape, scratch, anchors)
+            count_keys(pair, slot, part, sharing, turn, sinks, scored, shape, scratch, anchors)
         else:
-            count_marks(pair, tl.num_programs(0), turn, sinks, scored, shape, scratch)
+            count_marks(pair, part, sharing, turn, sinks, scored, shape, scratch)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -65,30 +68,34 @@ def cut_kernel(
     row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     _, scored, _ = bounds_of(rows, policies, row, window)
     if scored > 0:
-        _cut(row, kv_head, tl.num_programs(0), scored * 0, rows, policies, shape, scratch, anchors, window, by_key)
+        part, sharing = tl.program_id(0), tl.num_programs(0)
+        _cut(row, kv_head, part, sharing, scored * 0, rows, policies, shape, scratch, anchors, window, by_key)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["at_once"])  # type: ignore[untyped-decorator]
 def keep_kernel(
     rows: Rows,
     policies: Policies,
     shape: Shape,
     scratch: Scratch,
     anchors: Anchors,
+    at_once: tl.tensor,
     window: tl.constexpr,
     by_key: tl.constexpr,
+    row_block: tl.constexpr,
 ) -> None:
     """Leave in the lists what is selected.
 
     Where the last steps led to a list too short, the pair's programs first list, count and cut once more from further
-    down, and meet in between. Grid: as of ``count_kernel``; a pair's programs must fit the device at once.
+    down, and meet in between. Grid: as of ``count_kernel``; of a pair there are no more than fit the device at once.
     """
-    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row, part, sharing = own_part(policies, row_block)
+    kv_head = tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
     _, scored, sinks = bounds_of(rows, policies, row, window)
     units = tl.cdiv(scored, shape.unit)
-    sharing = tl.minimum(units, tl.num_programs(0))
-    if tl.program_id(0) < sharing:
+    sharing = tl.minimum(tl.minimum(units, sharing), at_once)
+    if part < sharing:
         met_ptr = scratch.met + pair
         arrivals, turn = sharing, sharing * 0
         is_open = _open_of(pair, shape, scratch, by_key)
@@ -99,16 +106,16 @@ def keep_kernel(
                 # All have seen that it is open before anyone can change that.
                 meet(met_ptr, arrivals)
                 if by_key:
-                    count_keys(pair, slot, sharing, turn, sinks, scored, shape, scratch, anchors)
+                    count_keys(pair, slot, part, sharing, turn, sinks, scored, shape, scratch, anchors)
                 else:
-                    count_marks(pair, sharing, turn, sinks, scored, shape, scratch)
+                    count_marks(pair, part, sharing, turn, sinks, scored, shape, scratch)
                 meet(met_ptr, arrivals + sharing)
-                _cut(row, kv_head, sharing, turn, rows, policies, shape, scratch, anchors, window, by_key)
+                _cut(row, kv_head, part, sharing, turn, rows, policies, shape, scratch, anchors, window, by_key)
                 meet(met_ptr, arrivals + 2 * sharing)
                 is_open = _open_of(pair, shape, scratch, by_key)
                 arrivals += 3 * sharing
             leave(met_ptr, arrivals)
-        keep_taken(pair, sharing, units, shape, scratch, by_key)
+        keep_taken(pair, part, sharing, units, shape, scratch, by_key)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -125,17 +132,19 @@ def write_kernel(
     window: tl.constexpr,
     by_key: tl.constexpr,
     in_order: tl.constexpr,
+    row_block: tl.constexpr,
 ) -> None:
     """Write what is selected as slots, its counts, and what is believed of the masses.
 
     Whoever is the last of a pair writes what is kept. Grid: as of ``count_kernel``.
     """
-    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row, part, sharing = own_part(policies, row_block)
+    kv_head = tl.program_id(2)
     pair = row * shape.kv_heads + kv_head
     _, scored, _ = bounds_of(rows, policies, row, window)
-    sharing = tl.minimum(tl.cdiv(scored, shape.unit), tl.num_programs(0))
-    if tl.program_id(0) < sharing:
-        write_taken(row, pair, sharing, rows, policies, shape, scratch, selected, window, by_key, in_order)
+    sharing = tl.minimum(tl.cdiv(scored, shape.unit), sharing)
+    if part < sharing:
+        write_taken(row, pair, part, sharing, rows, policies, shape, scratch, selected, window, by_key, in_order)
         if leave(scratch.met + pair, sharing):
             write_kept(
                 row,
@@ -159,6 +168,7 @@ def write_kernel(
 def _cut(
     row: tl.tensor,
     kv_head: tl.tensor,
+    part: tl.tensor,
     sharing: tl.tensor,
     turn: tl.tensor,
     rows: Rows,
@@ -170,12 +180,12 @@ def _cut(
     by_key: tl.constexpr,
 ) -> None:
     if by_key:
-        if tl.program_id(0) == 0:
+        if part == 0:
             pair = row * shape.kv_heads + kv_head
             slot = tl.load(anchors.slots + row)
             cut_keys(row, pair, slot, turn, rows, policies, shape, scratch, anchors, window)
     else:
-        cut_marks(row, kv_head, sharing, turn, rows, policies, shape, scratch, anchors, window)
+        cut_marks(row, kv_head, part, sharing, turn, rows, policies, shape, scratch, anchors, window)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -32,6 +32,7 @@ _WHOLE_ABOVE = tl.constexpr(WHOLE_ABOVE)
 @triton.jit  # type: ignore[untyped-decorator]
 def count_marks(
     pair: tl.tensor,
+    part: tl.tensor,
     sharing: tl.tensor,
     turn: tl.tensor,
     sinks: tl.tensor,
@@ -43,6 +44,7 @@ def count_marks(
 
     Args:
         pair: of the units.
+        part: the number of this program among those of the pair.
         sharing: programs that share them.
         turn: how often they were counted before; after the first time only the marks of open heads are.
         sinks: first tokens, which are not listed.
@@ -58,7 +60,7 @@ def count_marks(
     # What has the mark 0 is listed at most.
     least = tl.where(is_head & ((turn == 0) | is_open), tl.maximum(starts, 1), _MARKS)
     histogram_ptr = scratch.histograms + of_heads * _MARKS
-    for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
+    for unit in range(part, tl.cdiv(scored, shape.unit), sharing):
         listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
         # Other threads' entries are read from here on.
         tl.debug_barrier()
@@ -75,6 +77,7 @@ def count_marks(
 def cut_marks(
     row: tl.tensor,
     kv_head: tl.tensor,
+    part: tl.tensor,
     sharing: tl.tensor,
     turn: tl.tensor,
     rows: Rows,
@@ -91,6 +94,7 @@ def cut_marks(
     Args:
         row: of the batch.
         kv_head: of the row.
+        part: the number of this program among those of the pair.
         sharing: programs that share its query heads.
         turn: how often marks were counted before.
         rows: of the batch.
@@ -102,7 +106,7 @@ def cut_marks(
     """
     pair = row * shape.kv_heads + kv_head
     of_request = (tl.load(anchors.slots + row) * shape.kv_heads + kv_head) * shape.group
-    for head in range(tl.program_id(0), shape.group, sharing):
+    for head in range(part, shape.group, sharing):
         of_head = pair * shape.padded_group + head
         if (turn == 0) | (tl.load(scratch.open + of_head, cache_modifier=".cg") == _IS_OPEN):
             _cut(row, of_head, turn, anchors.cuts + of_request + head, rows, policies, scratch, window)

@@ -62,6 +62,7 @@ def key_of(marks: tl.tensor, floors: tl.tensor, totals: tl.tensor, shape: Shape)
 def count_keys(
     pair: tl.tensor,
     slot: tl.tensor,
+    part: tl.tensor,
     sharing: tl.tensor,
     turn: tl.tensor,
     sinks: tl.tensor,
@@ -75,6 +76,7 @@ def count_keys(
     Args:
         pair: of the units.
         slot: of the request.
+        part: the number of this program among those of the pair.
         sharing: programs that share the units.
         turn: how often they were counted before: each time fewer tokens are left out.
         sinks: first tokens, which are not listed.
@@ -94,7 +96,7 @@ def count_keys(
     starts = tl.where(lowest > 0, tl.maximum(starts, 1), 0)
     starts = tl.where(head < shape.group, starts, _MARKS)
     histogram_ptr = scratch.key_histograms + pair * _KEYS
-    for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
+    for unit in range(part, tl.cdiv(scored, shape.unit), sharing):
         listed = list_candidates(scratch, pair, unit, sinks, scored, starts, shape)
         # Other threads' entries are read from here on.
         tl.debug_barrier()

@@ -28,6 +28,8 @@ _ALONE: Final = 24
 # Those that may wait for others of their pair: so many that all run at once.
 _MEETING: Final = 16
 _REGISTERS: Final = 64 << 10
+# No dearer than fewer: a warp looks at so many at once.
+_MIN_ROW_BLOCK: Final = 32
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,9 @@ def launches(
 
     by_unit_of_pair = sharing(programs_on(device, _ALONE))
     # The interpreter runs programs one after another: none can wait for another.
-    by_unit_meeting = sharing(programs_on(device, _MEETING) if queries.is_cuda else 1)
+    at_once = programs_on(device, _MEETING) if queries.is_cuda else 1
+    by_unit_meeting = sharing(at_once)
+    by_row = {"row_block": max(_MIN_ROW_BLOCK, triton.next_power_of_2(batch.rows))}
     by_head = (1 if by_key else shape.group.value, batch.rows, kv_heads)
     chosen_by = {"window": WINDOW, "by_key": by_key}
 
@@ -186,10 +190,10 @@ def launches(
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
         "total again": lambda: total(again=True),
-        "count": lambda: count_kernel[by_unit_of_pair](*of_batch, anchors, **chosen_by, num_warps=1),
+        "count": lambda: count_kernel[by_unit_of_pair](*of_batch, anchors, **chosen_by, **by_row, num_warps=1),
         "cut": lambda: cut_kernel[by_head](*of_batch, anchors, **chosen_by, num_warps=1),
         "keep": lambda: keep_kernel[by_unit_meeting](
-            *of_batch, anchors, **chosen_by, num_warps=1, maxnreg=_REGISTERS // (32 * _MEETING)
+            *of_batch, anchors, at_once, **chosen_by, **by_row, num_warps=1, maxnreg=_REGISTERS // (32 * _MEETING)
         ),
         "write": lambda: write_kernel[by_unit_of_pair](
             *of_batch,
@@ -199,6 +203,7 @@ def launches(
             cache.vector_bytes,
             bytes_of_key(cache.head_dim, index.bits),
             **chosen_by,
+            **by_row,
             in_order=in_order,
             num_warps=1,
         ),

@@ -37,12 +37,19 @@ _READ_BYTES = tl.constexpr(int(Count.READ_BYTES))
 
 @triton.jit  # type: ignore[untyped-decorator]
 def keep_taken(
-    pair: tl.tensor, sharing: tl.tensor, units: tl.tensor, shape: Shape, scratch: Scratch, by_key: tl.constexpr
+    pair: tl.tensor,
+    part: tl.tensor,
+    sharing: tl.tensor,
+    units: tl.tensor,
+    shape: Shape,
+    scratch: Scratch,
+    by_key: tl.constexpr,
 ) -> None:
     """Leave in the lists of this program's units what is taken, and what ties with the lowest key.
 
     Args:
         pair: of the units.
+        part: the number of this program among those of the pair.
         sharing: programs that share them.
         units: all units of the pair.
         shape: of the layer.
@@ -54,7 +61,7 @@ def keep_taken(
         scratch.cuts + pair * shape.padded_group + head, mask=head < shape.group, other=_MARKS, cache_modifier=".cg"
     )
     key_cut = tl.load(scratch.key_cuts + pair, cache_modifier=".cg")
-    for unit in range(tl.program_id(0), units, sharing):
+    for unit in range(part, units, sharing):
         counts_ptr = scratch.counts + pair * scratch.units + unit
         of_unit = pair * scratch.tokens + unit * shape.unit
         list_ptr = scratch.local + of_unit
@@ -89,6 +96,7 @@ def keep_taken(
 def write_taken(
     row: tl.tensor,
     pair: tl.tensor,
+    part: tl.tensor,
     sharing: tl.tensor,
     rows: Rows,
     policies: Policies,
@@ -104,6 +112,7 @@ def write_taken(
     Args:
         row: of the batch.
         pair: of the units.
+        part: the number of this program among those of the pair.
         sharing: programs that share them.
         rows: of the batch.
         policies: of the rows.
@@ -124,7 +133,7 @@ def write_taken(
     table_ptr = rows.page_table + row * rows.table_stride
     of_tokens = pair * scratch.tokens
     floors = tl.load(scratch.floors + of_heads)
-    for unit in range(tl.program_id(0), tl.cdiv(scored, shape.unit), sharing):
+    for unit in range(part, tl.cdiv(scored, shape.unit), sharing):
         of_unit = pair * scratch.units + unit
         listed, ties = tl.load(scratch.counts + of_unit), 0
         before = listed_before(scratch.counts, pair, unit, scratch)

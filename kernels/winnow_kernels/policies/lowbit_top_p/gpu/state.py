@@ -272,6 +272,31 @@ def bounds_of(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def own_part(policies: Policies, row_block: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Deal the programs of a KV head out to the rows that act, as if there were no others.
+
+    Grid: some programs × rows × KV heads.
+
+    Args:
+        policies: of the rows.
+        row_block: a power of two, no less than the rows.
+
+    Returns:
+        This program's row, its number among those of the row and KV head, and how many these are: 0 for a program that
+        is left over, whose row is any.
+    """
+    each, rows = tl.arange(0, row_block), tl.num_programs(1)
+    acts = tl.load(policies.acts + each, mask=each < rows, other=0) != 0
+    up_to = tl.cumsum(acts.to(tl.int32), 0)
+    acting = tl.max(up_to, 0)
+    sharing = tl.num_programs(0) * rows // tl.maximum(acting, 1)
+    number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    place = number // sharing
+    row = tl.minimum(tl.sum((up_to <= place).to(tl.int32), 0), rows - 1)
+    return row.to(tl.int64), number % sharing, tl.where(place < acting, sharing, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def kept_positions(places: tl.tensor, length: tl.tensor, scored: tl.tensor) -> tl.tensor:
     """Return the positions of what is always attended to, by its places: the newest tokens, then the sinks."""
     newest = length - scored
