@@ -47,6 +47,13 @@ def meta_of(events: Iterable[tuple[float, str]]) -> Iterator[tuple[float, dict[s
         raise RuntimeError(f"the answer did not end as it should: {reason or 'the stream broke off'}")
 
 
+def answer_of(lines: Iterable[str]) -> list[int]:
+    """Return the token ids of a streamed answer; each of its events has all of them so far."""
+    *_, last = (line for line in lines if line.startswith(_PREFIX) and line != _END)
+    tokens: list[int] = json.loads(last.removeprefix(_PREFIX))["output_ids"]
+    return tokens
+
+
 class GenerateClient:
     """A running server. Use it as a context manager."""
 

@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
+from benchmarks.cpu.conversation_figures import conversations_table
 from benchmarks.cpu.server_figures import cpu_server_table
 from benchmarks.fidelity import fidelity_tables
 from benchmarks.fidelity.accuracy_tables import (
@@ -144,6 +145,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "dram": ("dram.json", dram_table),
     "service-overhead": ("service-overhead.json", overhead_table),
     "cpu-server": ("cpu-server.json", cpu_server_table),
+    "cpu-conversations": ("cpu-conversations.json", conversations_table),
     "service": ("service.json", service_table),
 }
 """By name: the record's file, and what makes Markdown of it."""

@@ -182,8 +182,8 @@ def cpu_server_table(path: Path) -> str:
     return markdown(json.loads(path.read_text()))
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """Return a benchmark's record as Markdown tables."""
+def machine_line(record: dict[str, Any]) -> str:
+    """Return on what, with which versions and when a record was measured, and with which model."""
     commit = record["commit"]["id"][:12] if record["commit"] else "unknown"
     if record["commit"] and record["commit"]["modified"]:
         commit += " with changes"
@@ -191,7 +191,12 @@ def markdown(record: dict[str, Any]) -> str:
     machine = (
         f"{record['cpu']}, {record['cpu_threads']} threads, SGLang {versions['sglang']}, torch {versions['torch']}"
     )
-    parts = [f"{machine}; commit {commit}, {record['date'][:10]}; {record['model']}."]
+    return f"{machine}; commit {commit}, {record['date'][:10]}; {record['model']}."
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Return a benchmark's record as Markdown tables."""
+    parts = [machine_line(record)]
     found = figures(read_series(record))
     for kind in Kind:
         rows = [cells(figure) for figure in found if figure.series.kind == kind]

@@ -69,7 +69,8 @@ class WinnowAttentionBackend(AttentionBackend):
         rows = range(forward_batch.batch_size)
         if mode.is_decode():
             self._plan = self._decode(forward_batch, context, rows)
-        elif mode.is_mixed():
+        elif self._decoding:
+            # From 0.5.19 on SGLang calls a mixed batch an extended one by now.
             first = len(rows) - self._decoding
             self._plan = MixedPlan(
                 self._prefill(forward_batch, context, rows[:first]), self._decode(forward_batch, context, rows[first:])

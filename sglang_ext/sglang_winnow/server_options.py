@@ -12,14 +12,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import torch
-from packaging.version import Version
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import LAUNCH, Hook
 from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data
 from sglang_winnow.sglang_versions.hook_targets import target
-from sglang_winnow.sglang_versions.releases import LESS_ON_CPU, RUNNING, runs
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -42,8 +40,6 @@ class Option:
         asked: whether the arguments ask for it.
         served_on: the devices on which the backend serves it.
         reason: why it is refused elsewhere, as a clause.
-        cpu_before: the first release that it is refused with on a CPU; None if with none.
-        reason_since: why it is refused with that and later releases, as a clause.
     """
 
     feature: str
@@ -51,25 +47,14 @@ class Option:
     asked: Callable[[ServerArgs], bool]
     served_on: frozenset[Device] = frozenset()
     reason: str = ""
-    cpu_before: Version | None = None
-    reason_since: str = ""
-
-    def is_served(self, on: Device) -> bool:
-        """Return whether it is served on a device with the running release."""
-        return on in self.served_on and not self._is_too_new(on)
 
     def refusal(self, on: Device) -> str:
         """Return the sentence that refuses it on a device."""
         where = f" on {on}" if self.served_on else ""
-        where += f" with SGLang {RUNNING}" if self._is_too_new(on) else ""
-        reason = self.reason_since if self._is_too_new(on) else self.reason
         return (
             f"Winnow: the server does not start, because --attention-backend {NAME} does not serve {self.feature}"
-            f"{where} ({self.flag}): {reason}."
+            f"{where} ({self.flag}): {self.reason}."
         )
-
-    def _is_too_new(self, on: Device) -> bool:
-        return on is Device.CPU and self.cpu_before is not None and runs(self.cpu_before)
 
     @property
     def flag(self) -> str:
@@ -93,8 +78,6 @@ OPTIONS: Final = (
         "--dp-size 2",
         lambda arguments: arguments.dp_size > 1 and not splits_attention_by_data(arguments),
         _CPU | _CUDA,
-        cpu_before=LESS_ON_CPU,
-        reason_since="SGLang gives each rank cores by the machine's memory nodes, which was not tried",
     ),
     Option(
         "mixed chunks",
@@ -102,8 +85,6 @@ OPTIONS: Final = (
         lambda arguments: arguments.enable_mixed_chunk,
         _CPU,
         "kernels of a policy's decode steps take a batch that decodes, and no other rows",
-        cpu_before=LESS_ON_CPU,
-        reason_since="answers of some policies differed from those of requests that are alone",
     ),
     Option(
         "LoRA",
@@ -225,7 +206,7 @@ def device() -> Device:
 
 def refused(arguments: ServerArgs, on: Device) -> Iterator[str]:
     """Return a sentence for each option that ``arguments`` ask for and the backend does not serve on ``on``."""
-    return (option.refusal(on) for option in OPTIONS if not option.is_served(on) and option.asked(arguments))
+    return (option.refusal(on) for option in OPTIONS if on not in option.served_on and option.asked(arguments))
 
 
 def require_served(arguments: ServerArgs) -> None:

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 
 from sglang_winnow.server_options import OPTIONS, Device
-from sglang_winnow.sglang_versions.releases import LESS_ON_CPU, runs
 from tests.models import write_model, write_weights
 from tests.sglang_ext.answers import TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, equal_tokens
 from tests.sglang_ext.test_cpu_server import events
 from tests.sglang_ext.test_policies_server import CHUNK, NAMES, SHAPE, Server, body, prompt_of, serve
-
-# ``test_server_options`` sees that they are refused there.
-pytestmark = pytest.mark.skipif(runs(LESS_ON_CPU), reason=f"refused on a CPU from {LESS_ON_CPU} on")
 
 EXAMPLES = {option.feature: option.example.split() for option in OPTIONS if Device.CPU in option.served_on}
 REQUESTS = [(prompt_of(350 + 200 * (i % 3), seed=500 + i), name) for i, name in enumerate(NAMES)]

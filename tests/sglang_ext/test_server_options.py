@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from sglang_winnow.server_options import OPTIONS, Device, Option, require_served
-from sglang_winnow.sglang_versions.releases import RUNNING
 from tests.models import ModelShape, write_model
 from tests.runtime import runtime_server
 
@@ -57,20 +56,16 @@ def said(model: Path) -> dict[str, str]:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.feature)
 def test_what_is_not_served_is_refused_with_a_sentence(option: Option, device: Device, said: dict[str, str]) -> None:
     where = f" on {device}" if option.served_on else ""
-    is_too_new = option.cpu_before is not None and option.cpu_before <= RUNNING and device is Device.CPU
-    if is_too_new:
-        where += f" with SGLang {RUNNING}"
     expected = (
         "Winnow: the server does not start, because --attention-backend winnow does not serve"
-        f" {option.feature}{where} ({option.flag}): {option.reason_since if is_too_new else option.reason}."
+        f" {option.feature}{where} ({option.flag}): {option.reason}."
     )
-    assert said[f"{option.feature} on {device}"] == ("" if device in option.served_on and not is_too_new else expected)
+    assert said[f"{option.feature} on {device}"] == ("" if device in option.served_on else expected)
 
 
 def test_a_reason_is_for_what_is_refused() -> None:
     for option in OPTIONS:
         assert bool(option.reason) == (option.served_on != set(Device)), option.feature
-        assert bool(option.reason_since) == (option.cpu_before is not None), option.feature
 
 
 @pytest.mark.parametrize("backend", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])

@@ -18,10 +18,10 @@ RUNNING: Final = Version(version("sglang"))
 ARGUMENTS_DECLARED: Final = Version("0.5.19")
 # The handlers of arguments are functions in ``arg_groups``, no longer methods of ``ServerArgs``.
 ARGUMENT_HANDLERS: Final = Version("0.5.19")
-# From here on data parallelism and mixed chunks are not served on a CPU.
-LESS_ON_CPU: Final = Version("0.5.17")
 # In a mixed batch rows that decode get the positions that they have; until then they may be off by one.
 MIXED_POSITIONS: Final = Version("0.5.19")
+# On a CPU each rank of data parallelism is given a memory node of its own; until then ranks shared them.
+RANKS_BY_MEMORY_NODE: Final = Version("0.5.19")
 # A request's slot is a field of its ``kv``.
 KV_OF_REQUEST: Final = Version("0.5.19")
 # The default prefix cache is ``UnifiedRadixCache``; until then it is ``RadixCache``.
