@@ -34,7 +34,7 @@ from winnow_kernels.policies.tactic.reference import FIRST_OCTAVE, SHARE_STEPS, 
 from winnow_kernels.policies.tactic.sample import FACTORS, MIXERS, SAMPLED, UNIFORM_BITS
 from winnow_kernels.selection.gpu_threshold import HIGHEST, count_of, counted, weight_of
 
-WARPS: Final = 4
+WARPS: Final = 2
 """Of a program."""
 
 _SLICE = tl.constexpr(SLICE)
