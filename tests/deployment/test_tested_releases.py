@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -22,6 +23,12 @@ def test_every_release_from_the_oldest_to_the_newest_was_tested() -> None:
     assert (releases[0], releases[-1]) == (OLDEST, NEWEST)
     assert [release.micro for release in releases] == list(range(OLDEST.micro, NEWEST.micro + 1))
     assert all("start" in of for of in read().values())
+
+
+@pytest.mark.parametrize("release", [OLDEST, NEWEST], ids=["oldest", "newest"])
+@pytest.mark.parametrize("kind", ["cpu", "interpreted"])
+def test_the_oldest_and_the_newest_passed_all_that_needs_no_gpu(release: Version, kind: str) -> None:
+    assert read()[str(release)][kind]["tests"] > 100
 
 
 def test_the_runtime_that_is_installed_is_one_of_them() -> None:

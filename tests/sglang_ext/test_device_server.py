@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,6 +41,12 @@ POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
 }
 REPLAYED = ("dense", "snapkv", "delta", "quoka prefill")
 REPLAYING = Path(__file__).parent / "replayed_prefill"
+INTERPRETING = Path(__file__).parent / "interpreted_kernels"
+
+
+def interpreted(*plugins: Path) -> dict[str, str]:
+    """Return the environment of a server that interprets kernels, as tests of kernels do, with more ``plugins``."""
+    return {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (INTERPRETING, *plugins)))}
 
 
 @contextmanager
@@ -82,7 +89,7 @@ def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
     write_weights(model)
     with serve(model, tmp_path / "torch.log") as http:
         expected = answers(http)
-    with serve(model, tmp_path / "device.log", TRITON_INTERPRET="1") as http:
+    with serve(model, tmp_path / "device.log", **interpreted()) as http:
         got = answers(http)
     for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
         assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == TOKENS
@@ -99,9 +106,9 @@ def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", SHAPE)
     write_weights(model)
     log = tmp_path / "replayed.log"
-    with serve(model, tmp_path / "eager.log", TRITON_INTERPRET="1") as http:
+    with serve(model, tmp_path / "eager.log", **interpreted()) as http:
         expected = answers_of_padded_passes(http)
-    with serve(model, log, TRITON_INTERPRET="1", PYTHONPATH=str(REPLAYING)) as http:
+    with serve(model, log, **interpreted(REPLAYING)) as http:
         got = answers_of_padded_passes(http)
     assert "prefill passes are padded as graphs are" in log.read_text()
     for own, wanted in zip(got, expected, strict=True):
