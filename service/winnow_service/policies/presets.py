@@ -2,10 +2,6 @@
 
 The numbers are from the frontier of docs/measurements.md: no other policy there loses less without reading more. None
 needs a profile of the model, and none ends attention to a full cache early.
-
-A share of the attention is no promise of retrieval: where one token holds most of it, nine tenths may be reached without
-the token that was asked for. So presets that promise a share read 512 tokens at least (docs/measurements.md, "Retrieval
-with presets").
 """
 
 from __future__ import annotations
@@ -30,26 +26,23 @@ class Preset:
     description: str
 
 
-LEAST_TOKENS: Final = 512
-"""Of each KV head, in presets that promise a share."""
-
 PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
     {
         "exact": Preset(AttentionPolicy(), "Dense attention: what SGLang itself computes."),
         "balanced": Preset(
-            AttentionPolicy(decode=LowBitTopP(min_tokens=LEAST_TOKENS)),
-            "Reads the fewest tokens that hold nine tenths of the attention, 512 at least, found by low-bit keys.",
+            AttentionPolicy(decode=LowBitTopP()),
+            "Reads the fewest tokens that hold nine tenths of the attention, found by low-bit keys.",
         ),
         "fast": Preset(
             AttentionPolicy(decode=LowBitTopK(budget=512)),
             "The 512 tokens that hold most of the attention at every decode step, found by low-bit keys.",
         ),
         "long-prompt": Preset(
-            AttentionPolicy(decode=LowBitTopP(min_tokens=LEAST_TOKENS), prefill=QuokaPrefill(budget_ratio=0.25)),
+            AttentionPolicy(decode=LowBitTopP(), prefill=QuokaPrefill(budget_ratio=0.25)),
             "Sparse prefill too: less time to the first token. Of several values to be looked up it may miss some.",
         ),
         "reasoning": Preset(
-            AttentionPolicy(decode=LowBitTopP(min_tokens=LEAST_TOKENS), early_termination=EarlyTermination()),
+            AttentionPolicy(decode=LowBitTopP(), early_termination=EarlyTermination()),
             "For long answers: stops reading once the output of a step has settled.",
         ),
     }
