@@ -102,6 +102,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "ruler": ("accuracy-smollm2-32k.json", lengths_table),
     "presets-32k": ("accuracy-presets-smollm2-32k.json", accuracy_table),
     "presets-tasks-32k": ("accuracy-presets-smollm2-32k.json", tasks_table),
+    "min-tokens-32k": ("accuracy-min-tokens-smollm2-32k.json", accuracy_table),
+    "min-tokens-tasks-32k": ("accuracy-min-tokens-smollm2-32k.json", tasks_table),
     "accuracy-prefill": ("accuracy-prefill.json", accuracy_table),
     "tasks-prefill": ("accuracy-prefill.json", tasks_table),
     "accuracy-blocks": ("accuracy-blocks.json", accuracy_table),

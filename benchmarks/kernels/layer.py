@@ -453,11 +453,10 @@ def stages_of(
     if contestant.name not in _NOTHING_TO_SELECT:
         index = max(0.0, counts[Count.READ_BYTES] - attended)
         yield Stage("select", timer(requests.select, everywhere, index, requests.walk), index, found)
-    if requests.selects_by_codes:
-        if termination == _NONE:
-            build = timer(lambda _layer, _step: requests.build(), everywhere, contexts.layers * contexts.layer_bytes)
-            per_layer = replace(build, microseconds=build.microseconds / contexts.layers)
-            yield Stage("build", per_layer, contexts.layer_bytes / 2, found)
+    if requests.selects_by_codes and termination == _NONE:
+        build = timer(lambda _layer, _step: requests.build(), everywhere, contexts.layers * contexts.layer_bytes)
+        per_layer = replace(build, microseconds=build.microseconds / contexts.layers)
+        yield Stage("build", per_layer, contexts.layer_bytes / 2, found)
     if contestant.name not in _NOTHING_TO_SELECT:
         yield from kernels_of(requests, timer, found)
 

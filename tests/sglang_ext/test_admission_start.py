@@ -18,15 +18,15 @@ plugin.HOOKS = (*plugin.HOOKS, Hook("sglang.srt.utils.no_such_function", print, 
 from sglang.srt.plugins import load_plugins
 load_plugins()
 """
-# What a package of SGLang's is that is not installed.
-CANNOT_BE_IMPORTED = """
+RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+# As if a package that SGLang imports there were not installed.
+CANNOT_BE_IMPORTED = f"""
 import sys
-target = "sglang.srt.entrypoints.openai.serving_responses"
-sys.modules.pop(target, None)
+sys.modules.pop("{RESPONSES.rpartition(".")[0]}", None)
 sys.modules["openai_harmony"] = None
 from sglang_winnow import plugin
 from sglang_winnow.hooks import Hook
-plugin.HOOKS = (Hook(target + ".OpenAIServingResponses.create_responses", print, plugin.HookType.BEFORE),)
+plugin.HOOKS = (Hook("{RESPONSES}.create_responses", print, plugin.HookType.BEFORE),)
 from sglang.srt.plugins import load_plugins
 load_plugins()
 """
@@ -88,8 +88,7 @@ def assert_ends(
         (NO_SUCH_TARGET, "this version of SGLang has no sglang.srt.utils.no_such_function to hook"),
         (
             CANNOT_BE_IMPORTED,
-            "SGLang's sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.create_responses"
-            + " cannot be imported (import of openai_harmony halted",
+            f"SGLang's {RESPONSES}.create_responses cannot be imported (import of openai_harmony halted",
         ),
         (NOT_APPLIED, "SGLang did not apply a hook to sglang.srt.managers.tokenizer_manager.TokenizerManager."),
         (NOT_APPLIED_IN_SCHEDULER, f"SGLang did not apply a hook to {default_caches()[0]}.insert"),

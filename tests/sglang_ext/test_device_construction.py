@@ -137,7 +137,7 @@ def test_a_variant_is_there_once_and_each_kind_has_its_own(data: st.DataObject, 
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize(("delta_layers", "count"), [((), 17), ((1, 4), 18)])
+@pytest.mark.parametrize(("delta_layers", "count"), [((), 11), ((1, 4), 12)])
 def test_by_default_a_server_captures_few_graphs(
     delta_layers: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

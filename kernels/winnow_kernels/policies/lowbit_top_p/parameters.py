@@ -17,7 +17,8 @@ class LowBitTopP(Sparse):
 
     Attributes:
         p: share of the attention mass; above 0.999 everything is attended to.
-        min_tokens: least tokens for each KV head, where the context has as many.
+        min_tokens: least tokens for each query head, where the context has as many; a KV head reads the union over its
+            query heads, which may be several times as many.
         max_tokens: most tokens for each KV head, after the union over its query heads; None for no cap.
     """
 
