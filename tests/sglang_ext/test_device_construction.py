@@ -144,9 +144,9 @@ def test_by_default_a_server_captures_few_graphs(
     monkeypatch.delenv(graph_sets.ENVIRONMENT, raising=False)
     kinds = enabled_kinds()
     variants = variants_of(kinds, graph_sets.graph_sets(served_policies()), LAYERS, delta_layers)
-    # Dense, each alone and with early termination, the presets' and all likewise, and DELTA in layers of a request's.
-    assert len(variants) == 1 + 2 * (len(kinds) + 2) + bool(delta_layers) == count
-    assert {"dense", "quoka", "quoka+early_termination", "all", "all+early_termination"} < variants.keys()
+    # Dense, each alone, two sets of the presets', all with and without early termination, and all in any layers.
+    assert len(variants) == 1 + len(kinds) + 2 + 2 + bool(delta_layers) == count
+    assert {"dense", "quoka", "lowbit_top_p+early_termination", "all", "all+early_termination"} < variants.keys()
     assert ("all+early_termination+any_layers" in variants) == bool(delta_layers)
     own_layers = {variants[label].own_layers for label in ("delta", "all", "all+early_termination")}
     assert own_layers == {frozenset(delta_layers or range(LAYERS))}
