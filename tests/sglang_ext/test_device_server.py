@@ -84,6 +84,18 @@ def answers(http: httpx.Client) -> list[Any]:
         return alone + list(together)
 
 
+def assert_equal_costs(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Where two scores nearly tie, rounding decides on a token or a sample more: of the ratios, the fourth digit."""
+    for name, expected in wanted.items():
+        if isinstance(expected, Mapping):
+            assert_equal_costs(own[name], expected)
+        elif isinstance(expected, float):
+            assert own[name] == pytest.approx(expected, rel=2e-3), name
+        else:
+            assert own[name] == expected, name
+    assert own.keys() == wanted.keys()
+
+
 def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", SHAPE)
     write_weights(model)
@@ -98,7 +110,7 @@ def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
             # Prompts share chunks: how far an index of a prompt is built beforehand depends on who came first. And on
             # the device QUOKA's prefill needs no index.
             del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
-        assert cost == wanted_cost
+        assert_equal_costs(cost, wanted_cost)
 
 
 def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
@@ -115,4 +127,4 @@ def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
         assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == TOKENS
         cost, wanted_cost = (answer["meta_info"]["attention"] for answer in (own, wanted))
         del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
-        assert cost == wanted_cost
+        assert_equal_costs(cost, wanted_cost)
