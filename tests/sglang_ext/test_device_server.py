@@ -85,7 +85,7 @@ def answers(http: httpx.Client) -> list[Any]:
 
 
 def assert_equal_costs(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Where two scores nearly tie, rounding decides on a token or a sample more: of the ratios, the fourth digit."""
+    """Where scores nearly tie, rounding decides on a token or a sample more: two thousandths of a ratio at most."""
     for name, expected in wanted.items():
         if isinstance(expected, Mapping):
             assert_equal_costs(own[name], expected)
