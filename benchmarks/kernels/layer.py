@@ -76,7 +76,7 @@ _HALVINGS: Final = 16
 _NONE: Final = "none"
 _INFINITE: Final = "infinite patience"
 _NEVER: Final = "never settled"
-_NEVER_SETTLES: Final = {"scale": 1e-9, "direction": 1e-9, "patience": MAX_PATIENCE}
+NEVER_SETTLES: Final = {"scale": 1e-9, "direction": 1e-9, "patience": MAX_PATIENCE}
 TERMINATIONS: Final = (_NONE, _INFINITE, _NEVER)
 # In a layer: StreamingLLM selects once a step.
 _NOTHING_TO_SELECT: Final = ("dense", "streaming_llm")
@@ -106,7 +106,7 @@ class Contestant:
         """Return the policy with one of ``TERMINATIONS``, its decode policy with ``more``."""
         asked: dict[str, Any] = {"decode": {"policy": self.name, **self.decode, **more}}
         if termination == _NEVER:
-            asked["early_termination"] = _NEVER_SETTLES
+            asked["early_termination"] = NEVER_SETTLES
         return parse_policy(asked)
 
 

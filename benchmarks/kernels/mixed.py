@@ -31,14 +31,14 @@ from torch import Tensor
 from benchmarks.folders import RESULTS
 from benchmarks.kernels.cases import Case, parse_cases
 from benchmarks.kernels.decode_requests import Contexts, Requests, measured_length
-from benchmarks.kernels.layer import DTYPE, Timer, heads_of, layers_for
+from benchmarks.kernels.layer import DTYPE, NEVER_SETTLES, Timer, heads_of, layers_for
 from benchmarks.kernels.timing import Timing, gpu
 from benchmarks.model_shapes import shape_named
 from benchmarks.records import Record, Row, header
 from sglang_winnow import crossover
 from sglang_winnow.device.lanes import Lanes
 from winnow_kernels.batch import Count
-from winnow_kernels.contract.early_termination import MAX_PATIENCE, EarlyTermination
+from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
 BENCH: Final = "mixed layer"
@@ -49,7 +49,6 @@ SIDE_BY_SIDE: Final = "side by side"
 ONE_AFTER_ANOTHER: Final = "one after another"
 CHECKED: Final = 40_000
 _CHECKED_LAYERS: Final = 2
-_NEVER_SETTLES: Final = EarlyTermination(scale=1e-9, direction=1e-9, patience=MAX_PATIENCE)
 _DEFAULT: Final = (
     '{"policy": "snapkv", "budget": 1024}',
     '{"policy": "quest", "budget": 2048, "full_layers": 0}',
@@ -92,7 +91,8 @@ def main(
 
 def groups_of(policies: Sequence[AttentionPolicy]) -> dict[str, list[AttentionPolicy]]:
     """Return what the rows of mixed batches have in turn."""
-    ending = [policy.model_copy(update={"early_termination": _NEVER_SETTLES}) for policy in policies]
+    never = EarlyTermination.model_validate(NEVER_SETTLES)
+    ending = [policy.model_copy(update={"early_termination": never}) for policy in policies]
     return {PLAIN: list(policies), TERMINATING: [*policies, *ending]}
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -38,6 +35,7 @@ from benchmarks.kernels.layer import (
 )
 from benchmarks.kernels.timing import Timing, times_by_place
 from benchmarks.model_shapes import shape_named
+from tests.benchmarks.kernels.interpreted import run_interpreted
 from winnow_kernels.batch import Count
 
 LLAMA = shape_named("Llama-3.1-8B")
@@ -239,18 +237,7 @@ def test_terminations_are_compared_with_none() -> None:
 
 
 def test_requests_are_as_the_references() -> None:
-    """In Triton's interpreter, in a process of its own: the variable is read when Triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "WINNOW_CROSSOVER_TOKENS": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_layers.py"))],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_interpreted("interpreted_layers.py", WINNOW_CROSSOVER_TOKENS="0")
     assert len(found["errors"]) == 16
     assert wrong_errors(found["errors"]) == {}
     assert found["stages"] == ["step", "layer", "attend", "select"]

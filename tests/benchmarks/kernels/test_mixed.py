@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.kernels.mixed import MIXED, PLAIN, TERMINATING, table
 from benchmarks.model_shapes import shape_named
 from benchmarks.records import Row
+from tests.benchmarks.kernels.interpreted import run_interpreted
 
 
 def test_a_mixed_batch_is_checked_and_beside_its_policies() -> None:
-    """In Triton's interpreter, in a process of its own: the variable is read when Triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "WINNOW_CROSSOVER_TOKENS": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_mixed.py"))],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_interpreted("interpreted_mixed.py", WINNOW_CROSSOVER_TOKENS="0")
     assert found["wrong"] == []
     assert found["changed"] == [0]
     rows = [Row(**row) for row in found["rows"]]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +23,7 @@ from benchmarks.kernels.prefill import (
 )
 from benchmarks.kernels.timing import Timing
 from benchmarks.model_shapes import shape_named
+from tests.benchmarks.kernels.interpreted import run_interpreted
 from winnow_kernels.policies.quoka.prefill.attention import Launch
 from winnow_kernels.prefill.blocks import WHOLE
 
@@ -86,18 +83,7 @@ def test_errors_that_are_too_large_or_no_numbers() -> None:
 
 
 def test_a_small_prompt_is_as_torch_has_it() -> None:
-    """In Triton's interpreter, in a process of its own: the variable is read when Triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_prefill.py"))],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_interpreted("interpreted_prefill.py")
     # Of QUOKA selection and output, of whole contexts and of what is compared with the output.
     assert len(found["errors"]) == 4
     assert wrong_errors(found["errors"]) == {}
