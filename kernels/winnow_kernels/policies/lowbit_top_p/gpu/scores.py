@@ -56,6 +56,11 @@ def score_kernel(
     lines: tl.constexpr = tile * shape.padded_group // shape.columns
     all_pairs = tl.arange(0, pair_block)
     spans = parts_of(rows, policies, all_pairs, pairs, shape, window, _SPAN)
+    if again:
+        # All programs share the few pairs that are left.
+        each = all_pairs[:, None] * shape.padded_group + tl.arange(0, shape.padded_group)[None, :]
+        is_open = tl.load(scratch.open + each, mask=(all_pairs < pairs)[:, None], other=0) != 0
+        spans = tl.where(tl.max(is_open.to(tl.int32), 1) > 0, spans, 0)
     column = tl.arange(0, shape.columns)
     head = column % shape.padded_group
     number = tl.arange(0, lines)[:, None] * shape.columns + column[None, :]
@@ -68,37 +73,36 @@ def score_kernel(
         is_marked = head < shape.group
         if again:
             is_marked &= tl.load(scratch.open + of_heads) != 0
-        if (not again) | (tl.max(is_marked.to(tl.int32), 0) > 0):
-            row, kv_head = (pair // shape.kv_heads).to(tl.int64), pair % shape.kv_heads
-            _, scored, sinks = bounds_of(rows, policies, row, window)
-            query = query_of(scratch, pair, codes, shape)
-            bases = tl.load(scratch.bases + of_heads)
-            zeros = bases + _MAGIC_BITS
-            # What a shifted score is to be multiplied with and added to, to be a logarithm in the units of masses.
-            to_logarithms = -((bases + _UNIT_MARK).to(tl.float32) + _MAGIC) * (1.0 / _STEPS)
-            marks_ptr = scratch.marks + of_pair * scratch.tokens * shape.padded_group + number
-            masses_ptr = scratch.masses + of_pair * scratch.spans * shape.columns + column
-            highest = tl.zeros([lines, shape.columns], tl.float32)
-            masses = tl.zeros([lines, shape.columns], tl.float32)
-            behind = tl.minimum((last - first) * _SPAN, scored)
-            # One loop over all spans: where one ends, the next tile's codes are on their way already.
-            for begin in tl.range((own - first) * _SPAN, behind, tile, num_stages=stages):
-                scores = scores_of_tile(rows, row, kv_head, begin, scored, sinks, codes, shape, query, tile, in_words)
-                shifted = scores + _MAGIC
-                highest = tl.maximum(highest, shifted)
-                masses += tl.exp2(shifted * (1.0 / _STEPS) + to_logarithms[None, :])
-                marks = bytes_of(shifted.to(tl.int32, bitcast=True) - zeros[None, :], in_words)
-                if again:
-                    tl.store(marks_ptr + begin * shape.padded_group, marks, mask=is_marked[None, :])
-                else:
-                    tl.store(marks_ptr + begin * shape.padded_group, marks)
-                done = begin + tile
-                if (done // _SPAN * _SPAN == done) | (done >= behind):
-                    tl.store(masses_ptr + begin // _SPAN * shape.columns, tl.sum(masses, 0), mask=is_marked)
-                    masses = tl.zeros([lines, shape.columns], tl.float32)
-            if not again:
-                tops = tl.max(highest, 0).to(tl.int32, bitcast=True) - _MAGIC_BITS
-                tl.atomic_max(scratch.tops + of_heads, tops, mask=is_marked, sem="relaxed")
+        row, kv_head = (pair // shape.kv_heads).to(tl.int64), pair % shape.kv_heads
+        _, scored, sinks = bounds_of(rows, policies, row, window)
+        query = query_of(scratch, pair, codes, shape)
+        bases = tl.load(scratch.bases + of_heads)
+        zeros = bases + _MAGIC_BITS
+        # What a shifted score is to be multiplied with and added to, to be a logarithm in the units of masses.
+        to_logarithms = -((bases + _UNIT_MARK).to(tl.float32) + _MAGIC) * (1.0 / _STEPS)
+        marks_ptr = scratch.marks + of_pair * scratch.tokens * shape.padded_group + number
+        masses_ptr = scratch.masses + of_pair * scratch.spans * shape.columns + column
+        highest = tl.zeros([lines, shape.columns], tl.float32)
+        masses = tl.zeros([lines, shape.columns], tl.float32)
+        behind = tl.minimum((last - first) * _SPAN, scored)
+        # One loop over all spans: where one ends, the next tile's codes are on their way already.
+        for begin in tl.range((own - first) * _SPAN, behind, tile, num_stages=stages):
+            scores = scores_of_tile(rows, row, kv_head, begin, scored, sinks, codes, shape, query, tile, in_words)
+            shifted = scores + _MAGIC
+            highest = tl.maximum(highest, shifted)
+            masses += tl.exp2(shifted * (1.0 / _STEPS) + to_logarithms[None, :])
+            marks = bytes_of(shifted.to(tl.int32, bitcast=True) - zeros[None, :], in_words)
+            if again:
+                tl.store(marks_ptr + begin * shape.padded_group, marks, mask=is_marked[None, :])
+            else:
+                tl.store(marks_ptr + begin * shape.padded_group, marks)
+            done = begin + tile
+            if (done // _SPAN * _SPAN == done) | (done >= behind):
+                tl.store(masses_ptr + begin // _SPAN * shape.columns, tl.sum(masses, 0), mask=is_marked)
+                masses = tl.zeros([lines, shape.columns], tl.float32)
+        if not again:
+            tops = tl.max(highest, 0).to(tl.int32, bitcast=True) - _MAGIC_BITS
+            tl.atomic_max(scratch.tops + of_heads, tops, mask=is_marked, sem="relaxed")
         own = last
 
 

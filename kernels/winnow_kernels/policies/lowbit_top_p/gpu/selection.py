@@ -150,8 +150,7 @@ def launches(
     chosen_by = {"window": WINDOW, "by_key": by_key}
 
     def score(*, again: bool) -> None:
-        # Most often there is nothing to do again.
-        score_kernel[(programs_on(device, 2 if again else launch.programs),)](
+        score_kernel[(programs_on(device, launch.programs),)](
             rows,
             policies,
             codes,
