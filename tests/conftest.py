@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections import Counter, defaultdict
@@ -37,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--tested") == "cuda" and not _kernels_run_on_a_gpu():
+        raise pytest.UsageError("--tested=cuda: there is no GPU, or Triton interprets kernels")
     config.pluginmanager.register(
         SessionOutcome(config.getoption("--record"), config.getoption("--tested")), "session-outcome"
     )
@@ -121,6 +124,14 @@ class SessionOutcome:
         (folder / f"test-full-{now:%Y-%m-%d}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
+def _kernels_run_on_a_gpu() -> bool:
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+
+
 def _git(*arguments: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
     result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, timeout=30)
     return result.stdout.strip() if result.returncode == 0 else None

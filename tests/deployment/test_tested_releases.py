@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -10,7 +14,7 @@ from packaging.version import Version
 
 from sglang_winnow.sglang_versions.releases import NEWEST, OLDEST
 from tests.deployment.repository import ROOT
-from tests.tested_releases import PAGE, read, table
+from tests.tested_releases import PAGE, RECORD, read, table
 
 
 def test_the_page_has_the_record() -> None:
@@ -29,6 +33,22 @@ def test_every_release_from_the_oldest_to_the_newest_was_tested() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "interpreted"])
 def test_the_oldest_and_the_newest_passed_all_that_needs_no_gpu(release: Version, kind: str) -> None:
     assert read()[str(release)][kind]["tests"] > 100
+
+
+def test_nothing_is_noted_of_a_gpu_where_there_is_none() -> None:
+    before = RECORD.read_bytes()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--tested=cuda",
+        f"{Path(__file__)}::{test_the_page_has_the_record.__name__}",
+    ]
+    without = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=without, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--tested=cuda: there is no GPU" in result.stderr
+    assert RECORD.read_bytes() == before
 
 
 def test_the_runtime_that_is_installed_is_one_of_them() -> None:

@@ -181,6 +181,11 @@ def test_it_says_what_was_tested(release: str, cuda: bool, found: str, remedy: s
     assert check.status is (doctor.Status.OPTIONAL if remedy else doctor.Status.OK)
 
 
+def test_it_says_that_no_release_was_tested_on_a_gpu() -> None:
+    check = doctor.tested_check("0.5.17", {"0.5.16": {"cpu": {}}, "0.5.17": {"start": {}}}, cuda=True)
+    assert check.remedy == "CUDA was tested with no release of SGLang"
+
+
 def probing_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "module_command", lambda *_: [sys.executable, "-c", code])
 

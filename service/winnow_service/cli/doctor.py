@@ -182,7 +182,10 @@ def tested_check(release: str, releases: Mapping[str, Mapping[str, object]], *, 
     found = ", ".join(text for kind, text in _KINDS.items() if kind in kinds) or "nothing"
     if cuda and "cuda" not in kinds:
         on_gpus = ", ".join(release for release, of in releases.items() if "cuda" in of)
-        return Check(name, found, "CUDA", f"CUDA was tested with SGLang {on_gpus} alone", optional=True)
+        remedy = (
+            f"CUDA was tested with SGLang {on_gpus} alone" if on_gpus else "CUDA was tested with no release of SGLang"
+        )
+        return Check(name, found, "CUDA", remedy, optional=True)
     remedy = "" if kinds else f"tests ran with SGLang {', '.join(releases)}"
     return Check(name, found, "any tests", remedy, optional=True)
 

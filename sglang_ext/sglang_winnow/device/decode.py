@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,6 +55,28 @@ class Variant:
         return needed.kinds <= self.kinds and needed.ordered <= self.ordered and needed.own_layers <= self.own_layers
 
 
+@dataclass(frozen=True, eq=False)
+class _Selectors:
+    """Those of a variant.
+
+    Attributes:
+        in_order: of their launches.
+        side_by_side: those that select in every layer, in lists that may run side by side.
+        report_shares: whether any has shares reported.
+    """
+
+    in_order: Sequence[Selector]
+    side_by_side: Sequence[Sequence[Selector]]
+    report_shares: bool
+
+    @classmethod
+    def of(cls, kinds: Collection[str], selectors: Mapping[str, Selector]) -> Self:
+        """Return the selectors of ``kinds``."""
+        own = {kind: selectors[kind] for kind in in_order(kinds)}
+        side_by_side = [[own[kind] for kind in lane] for lane in lanes_of(own)]
+        return cls(list(own.values()), side_by_side, any(selector.reports_shares for selector in own.values()))
+
+
 class DeviceDecode:
     """The decode steps of a server.
 
@@ -95,6 +118,7 @@ class DeviceDecode:
         self._parameters = ParameterTable(LAYOUT, len(table), table.device)
         self._owners: dict[int, weakref.ref[RequestState]] = {}
         self.variant = Variant(frozenset())
+        self._of_kinds: dict[frozenset[str], _Selectors] = {}
         self._step = buffers.largest
 
     def needed(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> Variant:
@@ -150,23 +174,24 @@ class DeviceDecode:
         if variant.is_dense:
             return
         step.counts.fill_(WHOLE)
-        if self._reports_shares:
+        own = self._own_selectors
+        if own.report_shares:
             # Of who attends to everything in a layer nothing is believed, and a share of 1 is reported.
             step.reported.clear()
         # First what writes the counts of one layer, and copies them to the others.
-        for kind in in_order(variant.kinds):
-            self._selectors[kind].begin(step, ordered=variant.ordered)
+        for selector in own.in_order:
+            selector.begin(step, ordered=variant.ordered)
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         """Attend in a layer; ``queries`` and ``output`` are [rows, query heads, head dim]."""
         step, variant, cache = self._step, self.variant, self._caches[layer]
-        selectors = {kind: self._selectors[kind] for kind in variant.kinds}
+        own = self._own_selectors
 
-        def select(kinds: Sequence[str]) -> None:
-            for kind in kinds:
-                selectors[kind].select(layer, queries, cache, step)
+        def select(selectors: Sequence[Selector]) -> None:
+            for selector in selectors:
+                selector.select(layer, queries, cache, step)
 
-        self.lanes.run([partial(select, kinds) for kinds in lanes_of(selectors)])
+        self.lanes.run([partial(select, selectors) for selectors in own.side_by_side])
         thresholds = step.parameters.thresholds if variant.ordered else None
         attend(
             queries,
@@ -177,22 +202,18 @@ class DeviceDecode:
             thresholds,
             self._attend_buffers,
             output,
-            step.reported if self._reports_shares else None,
+            step.reported if own.report_shares else None,
         )
         if layer in variant.own_layers:
-            for kind in in_order(variant.kinds):
-                self._selectors[kind].attend_at(layer, queries, cache, step, output)
-
-    @property
-    def _reports_shares(self) -> bool:
-        return any(self._selectors[kind].reports_shares for kind in self.variant.kinds)
+            for selector in own.in_order:
+                selector.attend_at(layer, queries, cache, step, output)
 
     def finish(self) -> None:
         """Add what was read to the statistics, after the last layer."""
         step = self._step
         count_step(step, self._parameters, self._statistics, self._caches[0] if self.variant.is_dense else None)
-        for kind in in_order(self.variant.kinds):
-            self._selectors[kind].finish(step, self._statistics)
+        for selector in self._own_selectors.in_order:
+            selector.finish(step, self._statistics)
 
     def compile(self, variants: Collection[Variant], rows: int, query_heads: int) -> None:
         """Compile what steps of ``rows`` rows launch, of which no one is under way."""
@@ -207,6 +228,14 @@ class DeviceDecode:
                 for layer in {0, *sorted(variant.own_layers)[:1]} if not variant.is_dense else ():
                     self.attend(layer, queries, torch.empty_like(queries))
                 self.finish()
+
+    @property
+    def _own_selectors(self) -> _Selectors:
+        """The selectors of the variant, which are looked up when its kinds first come."""
+        kinds = self.variant.kinds
+        if kinds not in self._of_kinds:
+            self._of_kinds[kinds] = _Selectors.of(kinds, self._selectors)
+        return self._of_kinds[kinds]
 
     def _acts(self, state: RequestState, length: int) -> bool:
         return length > dense_until(state, self._step.batch.page_size)

@@ -30,7 +30,8 @@ from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import KINDS, LAYOUT, selectors_of
 
-LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 32, 16
+# Products of 8-bit numbers on tensor cores need 32 bytes of a key's means, which are half as many as its channels.
+LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 64, 16
 SCALE = HEAD_DIM**-0.5
 LONGEST = 256
 SPAN = 64

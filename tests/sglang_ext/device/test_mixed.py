@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from sglang_winnow import crossover
+from sglang_winnow.device import decode as decode_module
 from sglang_winnow.device.decode import DeviceDecode, Variant
+from sglang_winnow.device.lanes import lanes_of
 from sglang_winnow.device.variants import variant_for, variants_of
 from sglang_winnow.graph_sets import GraphSet
 from tests.sglang_ext.device.test_decode import (
+    GROUP,
+    HEAD_DIM,
+    KV_HEADS,
     LAYERS,
     STEPS,
     Server,
@@ -57,7 +62,7 @@ class Launches:
         self._decode.prepare(variant, (), (), (), self._step.request_slots, self._step.batch.lengths)
         self._decode.begin()
         self._launched = Counter()
-        queries = torch.zeros(self._step.rows, 4, 32, device=self._step.slots.device)
+        queries = torch.zeros(self._step.rows, GROUP * KV_HEADS, HEAD_DIM, device=self._step.slots.device)
         self._decode.attend(layer, queries, torch.empty_like(queries))
         return self._launched
 
@@ -86,6 +91,20 @@ def test_order_is_launched_where_it_may_matter_and_delta_in_its_layers(launches:
         assert sum(in_order.values()) > sum(unordered.values()) > 2
     assert sum(launches.of(["delta"], ordered=False, layer=0).values()) == 2
     assert sum(launches.of(["delta"], ordered=False, layer=DELTA_LAYER).values()) == 7
+
+
+def test_what_runs_side_by_side_is_laid_out_once_for_a_set(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out: list[list[str]] = []
+
+    def lay_out(own: Mapping[str, Selector]) -> list[list[str]]:
+        laid_out.append(list(own))
+        return lanes_of(own)
+
+    monkeypatch.setattr(decode_module, "lanes_of", lay_out)
+    for kinds in (("quest", "snapkv"), ("tactic",), ("snapkv", "quest")):
+        for layer in range(LAYERS):
+            launches.of(kinds, ordered=False, layer=layer)
+    assert laid_out == [["quest", "snapkv"], ["tactic"]]
 
 
 def selectors(server: SelectorServer) -> Mapping[str, Selector]:

@@ -1,87 +1,112 @@
 """An SGLang plugin for tests: on a CPU, prefill passes take the way of CUDA graphs that are replayed.
 
-SGLang's own ``PrefillCudaGraphRunner`` pads each batch to a captured size and hands it to the model, and attention goes
-through the function that interrupts a graph. What attention has read is overwritten afterwards, as the graph's next
-piece may do. Only capture and replay themselves are left out: each layer is computed.
+SGLang's own ``PrefillCudaGraphRunner`` is made and asked as on CUDA: it captures each size, pads a batch to one of them
+and hands it to the model, and attention goes through the function that interrupts a graph. What attention has read is
+overwritten afterwards, as the graph's next piece may do. Only capture and replay themselves are left out: each layer is
+computed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
+from types import SimpleNamespace
 from typing import Any, Final
 
-import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-IN_PLACE: Final = "prefill passes are padded as graphs are"
+REPLAYED: Final = "A prefill pass is padded as graphs are"
 SIZES: Final = (16, 48, 96, 200, 400, 700, 1500, 3000)
 
 logger = logging.getLogger(__name__)
-_runners: dict[int, Any] = {}
 
 
 def register() -> None:
-    """Take the place of eager prefill; SGLang calls this in each of its processes."""
-    target = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
-    HookRegistry.register(target, _execute, HookType.AROUND)
+    """Have SGLang make graphs for prefill; it calls this in each of its processes."""
+    target = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph"
+    HookRegistry.register(target, _capture, HookType.AROUND)
 
 
-def _execute(_eager: Callable[..., Any], runner: Any, batch: Any, proxies: Any = None) -> Any:
-    model_runner = runner.model_runner
-    if id(model_runner) not in _runners:
-        _runners[id(model_runner)] = _runner_of(model_runner)
-        logger.warning(IN_PLACE)
-    return _runners[id(model_runner)].execute(batch, **model_runner._extend_forward_kwargs(batch, proxies))
-
-
-def _runner_of(model_runner: Any) -> Any:
-    """Return the runner as it is behind capture."""
-    from sglang.srt.layers import radix_attention  # noqa: PLC0415
-    from sglang.srt.model_executor.model_runner_components import layer_setup  # noqa: PLC0415
+def _capture(capture: Callable[..., Any], *, model_runner: Any, **others: Any) -> Any:
+    # Winnow lets no graph be captured on a CPU.
     from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as graphs  # noqa: PLC0415
 
-    attention = _attention()
+    prefill = _graph_config(model_runner).prefill
+    prefill.backend, prefill.bs = graphs.Backend.BREAKABLE, list(SIZES)
+    graphs.resolve_prefill_backend = _replay_class(graphs.BreakableCudaGraphBackend)
+    graphs.graph_capture = _no_stream
+    graphs.get_or_create_global_graph_capture_stream = lambda: None
+    _overwrite_what_attention_has_read()
+    return capture(model_runner=model_runner, **others)
 
-    def attend(query: Any, key: Any, value: Any, output: Any, *arguments: Any, **named: Any) -> None:
-        attention(query, key, value, output, *arguments, **named)
-        for tensor in (query, key, value):
+
+def _graph_config(model_runner: Any) -> Any:
+    """Return what SGLang decides by; from 0.5.19 on that is no longer what the server's arguments say."""
+    from sglang_winnow.sglang_versions.releases import ARGUMENTS_DECLARED, runs  # noqa: PLC0415
+
+    if not runs(ARGUMENTS_DECLARED):
+        return model_runner.server_args.cuda_graph_config
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
+
+    return get_exec().graph.cuda_graph_config
+
+
+@contextmanager
+def _no_stream(**_: object) -> Iterator[SimpleNamespace]:
+    yield SimpleNamespace(stream=None)
+
+
+def _replay_class(of_sglang: Any) -> type:
+    """Return a kind of graphs for SGLang's runner: those of its own kind, which are computed instead of replayed."""
+
+    class Computed(of_sglang):  # type: ignore[misc]
+        def __init__(self, runner: Any) -> None:
+            self._runner = runner
+            self._sizes: set[Any] = set()
+
+        @contextmanager
+        def capture_session(self, _stream: None) -> Iterator[None]:
+            with self.replay_session():
+                yield
+
+        def capture_one(self, shape_key: Any, forward_fn: Callable[[], Any], **_: object) -> None:
+            forward_fn()
+            self._sizes.add(shape_key)
+
+        def replay(self, shape_key: Any, batch: Any, **_: object) -> Any:
+            assert shape_key in self._sizes
+            logger.warning("%s, to %d tokens.", REPLAYED, len(batch.input_ids))
+            model = self._runner.layer_model
+            # The runner has put its own in the place of the instance's.
+            return type(model).forward(model, batch.input_ids, batch.positions, batch)
+
+    return Computed
+
+
+def _overwrite_what_attention_has_read() -> None:
+    """Overwrite it after each call of the function that interrupts graphs; SGLang 0.5.23 made a method of it."""
+    from sglang.srt.layers import radix_attention  # noqa: PLC0415
+
+    layer = radix_attention.RadixAttention
+    if hasattr(layer, "_eager_attention"):
+        layer._eager_attention = _overwriting(layer._eager_attention.run_eager, inputs=slice(1, 4))
+    else:
+        assert hasattr(radix_attention, "breakable_unified_attention_with_output")
+        radix_attention.breakable_unified_attention_with_output = _overwriting(_undecorated(), inputs=slice(3))
+
+
+def _overwriting(attention: Callable[..., None], inputs: slice) -> Callable[..., None]:
+    def attend(*arguments: Any, **named: Any) -> None:
+        attention(*arguments, **named)
+        for tensor in arguments[inputs]:
             tensor.fill_(float("nan"))
 
-    radix_attention.breakable_unified_attention_with_output = attend
-    runner: Any = object.__new__(graphs.PrefillCudaGraphRunner)
-    runner.model_runner, runner.device = model_runner, model_runner.device
-    runner.capture_num_tokens, runner.max_num_tokens = list(SIZES), max(SIZES)
-    runner.max_bs = model_runner.req_to_token_pool.size
-    runner.prefill_backend_name = "breakable"
-    runner.capture_hidden_mode = graphs.CaptureHiddenMode.NULL
-    runner.capture_return_pooled_hidden_states = False
-    runner.mamba_track_enabled = runner.is_multimodal = False
-    runner.buffer_registry = graphs.build_prefill_registry(
-        device=torch.device("cpu"),
-        max_bs=runner.max_bs,
-        max_num_token=max(SIZES),
-        cache_loc_dtype=torch.int64,
-        share_pool=False,
-    )
-    runner._is_full_backend = runner.use_captured_attn_metadata = False
-    runner.has_mha_companion_layers = False
-    runner.attn_metadata_buffers = runner.static_draft_hidden_states = runner.quant_config = None
-    runner._prefill_static_buffers = runner._full_cg_seq_lens_cpu = None
-    runner._capture_req_slots = 1
-    runner._next_token_logits_buffer = lambda _rows: None
-    found = layer_setup.compute_attention_and_moe_layers(model_runner.model.model)
-    runner.attention_layers, runner.moe_layers, runner.moe_fusions, runner.dsa_indexers, companions = found
-    runner.mha_companion_layers = companions
-    runner.layer_model, runner._input_embeds_arg_idx = model_runner.model.model, 3
-    forward = runner.layer_model.forward
-    runner.backend = object.__new__(graphs.BreakableCudaGraphBackend)
-    runner.backend.replay = lambda _key, batch, **_: forward(batch.input_ids, batch.positions, batch)
-    return runner
+    return attend
 
 
-def _attention() -> Callable[..., None]:
+def _undecorated() -> Callable[..., None]:
     """Return the function that interrupts graphs, as it is before SGLang makes an operator of it, which CPUs lack."""
     from sglang.srt.layers import radix_attention  # noqa: PLC0415
     from sglang.srt.utils import custom_op  # noqa: PLC0415
