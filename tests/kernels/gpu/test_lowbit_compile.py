@@ -29,6 +29,7 @@ def compiled(head_dim: int, group: int, bits: int, page_size: int, by_key: bool)
         (128, 4, False),
         (128, 8, True),
         (64, 1, False),
+        (32, 2, False),
         pytest.param(128, 4, True, marks=pytest.mark.full),
         pytest.param(128, 8, False, marks=pytest.mark.full),
         pytest.param(64, 4, False, marks=pytest.mark.full),

@@ -214,7 +214,7 @@ def query_of(scratch: Scratch, pair: tl.tensor, codes: Codes, shape: Shape) -> t
     of_heads = pair.to(tl.int64) * shape.padded_group + tl.arange(0, shape.columns) % shape.padded_group
     levels_ptr = scratch.levels + pair.to(tl.int64) * shape.padded_group * head_dim
     mean_bytes: tl.constexpr = head_dim // 2
-    for_means = levels_of(levels_ptr, 4, power_of_two(mean_bytes), mean_bytes, 1, shape, head_dim)
+    for_means = levels_of(levels_ptr, 4, padded_bytes(mean_bytes, 1), mean_bytes, 1, shape, head_dim)
     higher: tl.constexpr = 2 if bits == 3 else bits
     own: tl.constexpr = head_dim * higher // 8
     for_codes = levels_of(levels_ptr, higher, padded_bytes(own, of_row), own, of_row, shape, head_dim)
@@ -228,14 +228,11 @@ def query_of(scratch: Scratch, pair: tl.tensor, codes: Codes, shape: Shape) -> t
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def padded_bytes(own: int, tokens: int) -> int:
-    """Return the bytes of a token in a row of codes: a power of two, and 32 in a row at least."""
+    """Return the bytes of a token in a row of codes: a power of two, and 32 in a row at least.
+
+    SGLang replaces Triton's own next power of two by a function that kernels cannot call.
+    """
     return max(1 << (own - 1).bit_length(), 32 // tokens)
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def power_of_two(number: int) -> int:
-    """Return the next power of two. SGLang replaces Triton's own function by one that kernels cannot call."""
-    return 1 << (number - 1).bit_length()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -281,7 +278,7 @@ def scores_of_tile(
     each = tl.arange(0, blocks)
     block = tl.max(tl.reshape(line_block, [blocks, in_block]), 1) * codes.kv_heads + kv_head
     mean_bytes: tl.constexpr = head_dim // 2
-    byte = tl.arange(0, power_of_two(mean_bytes))
+    byte = tl.arange(0, padded_bytes(mean_bytes, 1))
     packed = tl.load(
         codes.means + block[:, None] * mean_bytes + byte[None, :], mask=(byte < mean_bytes)[None, :], other=0
     )
