@@ -1,6 +1,7 @@
 """Tactic's selection, one request and KV head at a time, in float64 and loops: what the reference is compared with.
 
-It takes the clusters as given: for each, its centroid, its spread and the positions of its members.
+It takes the clusters as given: for each, its centroid, its spread, which way its span's clusters spread, and the
+positions of its members.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ SAMPLED = 512
 class Cluster:
     centroid: Array
     spread: float
+    directions: Array
     members: list[int]
 
 
@@ -41,10 +43,10 @@ def _mixed(cluster: int, kv_head: int, length: int) -> tuple[float, int]:
     return (number >> 8) / 2**24, number * 0x9E3779B1 % 2**32 >> 16
 
 
-def predicted_score(query: Array, cluster: Cluster, scale: float) -> float:
-    """To base 2."""
-    variance = cluster.spread * scale**2 * float(query @ query) / len(query)
-    logarithm = math.log(len(cluster.members))
+def predicted_score(query: Array, cluster: Cluster, scale: float, tokens: int) -> float:
+    """To base 2; all clusters have room for so many ``tokens``."""
+    variance = cluster.spread * scale**2 * float(query**2 @ cluster.directions) / len(query)
+    logarithm = math.log(tokens)
     gain = variance / 2 if variance < 2 * logarithm else math.sqrt(2 * variance * logarithm) - logarithm
     return (scale * float(query @ cluster.centroid) + gain) / math.log(2)
 
@@ -79,7 +81,7 @@ def select(
     filled = [number for number, cluster in enumerate(clusters) if cluster.members]
     levels, shares, kept_shares, totals = [], [], [], []
     for query, scores in zip(queries, exact, strict=True):
-        own = {c: round(8 * predicted_score(query, clusters[c], scale)) for c in filled}
+        own = {c: round(8 * predicted_score(query, clusters[c], scale, 16 * len(clusters))) for c in filled}
         masses = [2.0 ** scores[position] for position in kept]
         total = math.fsum([*masses, *(len(clusters[c].members) * 2.0 ** (own[c] / 8) for c in filled)])
         levels.append(own)

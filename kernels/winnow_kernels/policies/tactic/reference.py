@@ -9,10 +9,13 @@ What is not as in the paper:
 - Sinks: the first tokens are in no cluster. A real model's first token may hold most of a head's attention (an
   attention sink), and the centroid of a cluster that it is in does not show that.
 - The mass of a cluster (the paper ranks by query · centroid, and reads the mass off a curve that it fits to sampled
-  weights, sections 3.3 and 3.4): a member's weight is predicted to be exp(s q·μ + v ÷ 2) with v = ρ s² |q|² ÷ d, where
-  s scales scores, μ is the centroid, ρ the members' mean squared distance from it, and d the head dimension. That is
-  the mean of exp(s q·k) over keys k that are spread normally around μ, alike in all directions. Of n members that vary
-  more than √(2 ln n) the greatest decides: from there on it is √(2 v ln n) - ln n instead of v ÷ 2, which meet there.
+  weights, sections 3.3 and 3.4): a member's weight is predicted to be exp(s q·μ + v ÷ 2) with
+  v = ρ s² Σ w q² ÷ d, where s scales scores, μ is the centroid, ρ the members' mean squared distance from it, d the head
+  dimension, and w, one number an element, what part each element makes of such distances in the cluster's span. That is
+  the mean of exp(s q·k) over keys k that are spread normally around μ, as far along each element as keys of the span
+  are. Where the scores of all n clustered tokens vary more than √(2 ln n), as those of a head that looks up one token
+  do, the greatest of them decides, whichever cluster it is in: from there on it is √(2 v ln n) - ln n instead of v ÷ 2,
+  which meet there.
 - Scores in steps of an eighth of an octave; a query head takes whole clusters, all from the step on with which it has
   enough (``PredictedAttention``). Nothing is sorted.
 - p above ``WHOLE_ABOVE`` takes everything.
@@ -32,6 +35,7 @@ What is not as in the paper:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -193,7 +197,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         grouped = group(queries, cache.kv_heads)
         kept_scores = self._kept_scores(grouped, cache, meter)
         clusters = self.index.read(layer, self.spans) if self.spans.most else None
-        meter.count_bytes(self.spans.clusters * self.index.read_bytes(layer))
+        meter.count_bytes(self.index.read_bytes(layer, self.spans))
         choices = []
         for row, whole in enumerate(self._whole):
             if whole:
@@ -270,8 +274,11 @@ class TacticStep(FullLayersStep["TacticStep"]):
         centroids, spreads = clusters.centroids[:, row, own], clusters.spreads[:, row, own].float()
         sizes = clusters.sizes[:, row, own].long()
         scores = queries @ centroids.to(queries.dtype).mT * (self.scale * _LOG2_E)
-        norms = queries.square().sum(-1) * (self.scale**2 / queries.shape[-1])
-        gains = _gains(norms[..., None] * spreads[:, None], sizes[:, None])
+        # How far scores vary along a query in a span, for each unit of its clusters' spread.
+        along = queries.square() @ clusters.directions[:, row].float().mT
+        along *= self.scale**2 / queries.shape[-1]
+        along = along.repeat_interleave(self.index.clusters, dim=-1)[..., own]
+        gains = _gains(along * spreads[:, None], sizes.shape[-1] * CLUSTER_SIZE)
         return PredictedAttention.of(kept_scores, scores + gains * _LOG2_E, sizes)
 
     def _choose_kept(self, row: int, kept_scores: Tensor) -> _Choice:
@@ -435,15 +442,15 @@ class TacticStep(FullLayersStep["TacticStep"]):
         return self.context.slots[row, : self._lengths[row]].flip(0)
 
 
-def _gains(variances: Tensor, sizes: Tensor) -> Tensor:
+def _gains(variances: Tensor, count: int) -> Tensor:
     """Return what spreading around their mean adds to the logarithm of what scores weigh on average.
 
     Args:
         variances: float32; of the scores.
-        sizes: integers; how many scores there are, of which the greatest decides where they vary much.
+        count: how many scores vary so, of which the greatest decides where they vary much.
     """
-    logarithms = sizes.clamp_min(1).float().log()
-    return torch.where(variances < 2 * logarithms, variances / 2, (2 * variances * logarithms).sqrt() - logarithms)
+    logarithm = math.log(count)
+    return torch.where(variances < 2 * logarithm, variances / 2, (2 * variances * logarithm).sqrt() - logarithm)
 
 
 def share_steps(shares: Tensor) -> Tensor:

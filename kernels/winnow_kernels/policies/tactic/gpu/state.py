@@ -89,7 +89,7 @@ class Attention(NamedTuple):
     """A layer's queries and keys.
 
     Scores, to base 2, are their products times ``scale_log2``; they vary over keys by the keys' spread times the
-    queries' squares times ``scale_of_squares``.
+    queries' squares, as the spread's directions weigh them, times ``scale_of_squares``.
     """
 
     queries: Vectors
