@@ -43,12 +43,20 @@ def _mixed(cluster: int, kv_head: int, length: int) -> tuple[float, int]:
     return (number >> 8) / 2**24, number * 0x9E3779B1 % 2**32 >> 16
 
 
-def predicted_score(query: Array, cluster: Cluster, scale: float, tokens: int) -> float:
-    """To base 2; all clusters have room for so many ``tokens``."""
-    variance = cluster.spread * scale**2 * float(query**2 @ cluster.directions) / len(query)
-    logarithm = math.log(tokens)
-    gain = variance / 2 if variance < 2 * logarithm else math.sqrt(2 * variance * logarithm) - logarithm
-    return (scale * float(query @ cluster.centroid) + gain) / math.log(2)
+def predicted_scores(query: Array, clusters: Sequence[Cluster], scale: float) -> list[float]:
+    """To base 2; what a cluster without members has means nothing."""
+    means = [scale * float(query @ cluster.centroid) for cluster in clusters]
+    variances = [cluster.spread * scale**2 * float(query**2 @ cluster.directions) / len(query) for cluster in clusters]
+    found = []
+    for number, (mean, variance) in enumerate(zip(means, variances, strict=True)):
+        neighbours = range(number // 64 * 64, min(number // 64 * 64 + 64, len(clusters)))
+        bound = max(
+            (means[c] + 2.7 * math.sqrt(variances[c]) for c in neighbours if clusters[c].members),
+            default=-math.inf,
+        )
+        reached = min(max(bound - mean, 0.0), variance)
+        found.append((mean + (reached - reached**2 / (2 * variance) if variance else 0.0)) / math.log(2))
+    return found
 
 
 def share_step(share: float) -> int:
@@ -81,7 +89,8 @@ def select(
     filled = [number for number, cluster in enumerate(clusters) if cluster.members]
     levels, shares, kept_shares, totals = [], [], [], []
     for query, scores in zip(queries, exact, strict=True):
-        own = {c: round(8 * predicted_score(query, clusters[c], scale, 16 * len(clusters))) for c in filled}
+        predicted = predicted_scores(query, clusters, scale)
+        own = {c: round(8 * predicted[c]) for c in filled}
         masses = [2.0 ** scores[position] for position in kept]
         total = math.fsum([*masses, *(len(clusters[c].members) * 2.0 ** (own[c] / 8) for c in filled)])
         levels.append(own)

@@ -211,7 +211,7 @@ def _spread_kernel(
     block_dim: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the spreads of one problem, and of a span's first part their directions, from centroids, sizes and labels."""
+    """Write the spreads of one problem, from centroids, sizes and labels, and directions where it is a span's first."""
     dtype: tl.constexpr = pools.first.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
     tokens: tl.constexpr = parts.tokens

@@ -10,12 +10,13 @@ What is not as in the paper:
   attention sink), and the centroid of a cluster that it is in does not show that.
 - The mass of a cluster (the paper ranks by query · centroid, and reads the mass off a curve that it fits to sampled
   weights, sections 3.3 and 3.4): a member's weight is predicted to be exp(s q·μ + v ÷ 2) with
-  v = ρ s² Σ w q² ÷ d, where s scales scores, μ is the centroid, ρ the members' mean squared distance from it, d the head
-  dimension, and w, one number an element, what part each element makes of such distances in the cluster's span. That is
-  the mean of exp(s q·k) over keys k that are spread normally around μ, as far along each element as keys of the span
-  are. Where the scores of all n clustered tokens vary more than √(2 ln n), as those of a head that looks up one token
-  do, the greatest of them decides, whichever cluster it is in: from there on it is √(2 v ln n) - ln n instead of v ÷ 2,
-  which meet there.
+  v = ρ s² Σ w q² ÷ d, where s scales scores, μ is the centroid, ρ the members' mean squared distance from it, d the
+  head dimension, and w, one number an element, what part each element makes of such distances in the cluster's span.
+  That is the mean of exp(s q·k) over keys k that are spread normally around μ, as far along each element as keys of
+  the span are.
+- Where a query looks up one token, v is so large that such a mean is of scores that no token has. So scores above a
+  bound do not count (``_gains``): the highest that is to be expected of any of 64 neighbouring clusters. The higher v,
+  the less counts s q·μ beside it: the token may be in any cluster that spreads far enough.
 - Scores in steps of an eighth of an octave; a query head takes whole clusters, all from the step on with which it has
   enough (``PredictedAttention``). Nothing is sorted.
 - p above ``WHOLE_ABOVE`` takes everything.
@@ -35,7 +36,6 @@ What is not as in the paper:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -67,7 +67,12 @@ FIRST_OCTAVE: Final = 2
 """Shares above 2 to the power of minus this are one step."""
 SHARE_STEPS: Final = 64
 """Steps: as many as lead to 2^-18, a token's share in an even context of 256K; what is below is in the last."""
+COMPARED: Final = 64
+"""Clusters of a row, one after the other, that are asked together for the highest score to be expected."""
+DEVIATIONS: Final = 2.7
+"""Standard deviations by which the highest of a cluster's scores is expected to exceed their mean, at most: measured."""
 _LOG2_E: Final = 1.4426950408889634
+_LEAST_VARIANCE: Final = 1e-30
 
 
 @dataclass(frozen=True)
@@ -278,8 +283,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
         along = queries.square() @ clusters.directions[:, row].float().mT
         along *= self.scale**2 / queries.shape[-1]
         along = along.repeat_interleave(self.index.clusters, dim=-1)[..., own]
-        gains = _gains(along * spreads[:, None], sizes.shape[-1] * CLUSTER_SIZE)
-        return PredictedAttention.of(kept_scores, scores + gains * _LOG2_E, sizes)
+        gains = _gains(scores, along * spreads[:, None], (sizes > 0)[:, None])
+        return PredictedAttention.of(kept_scores, scores + gains, sizes)
 
     def _choose_kept(self, row: int, kept_scores: Tensor) -> _Choice:
         """Choose among the tokens in no cluster, where there are no others."""
@@ -442,15 +447,26 @@ class TacticStep(FullLayersStep["TacticStep"]):
         return self.context.slots[row, : self._lengths[row]].flip(0)
 
 
-def _gains(variances: Tensor, count: int) -> Tensor:
-    """Return what spreading around their mean adds to the logarithm of what scores weigh on average.
+def _gains(scores: Tensor, variances: Tensor, is_filled: Tensor) -> Tensor:
+    """Return what spreading around their mean adds to the scores of clusters.
+
+    Of scores that are spread normally around m with a variance v, exp(m + t - t² ÷ 2v) is about the mean weight of
+    those up to m + t; from t = v on all weigh exp(m + v ÷ 2).
 
     Args:
-        variances: float32; of the scores.
-        count: how many scores vary so, of which the greatest decides where they vary much.
+        scores: float32 [KV heads, group, clusters]; means, to base 2.
+        variances: float32, same shape; to base e.
+        is_filled: bool [KV heads, 1, clusters]; which clusters have members.
+
+    Returns:
+        float32, same shape, to base 2.
     """
-    logarithm = math.log(count)
-    return torch.where(variances < 2 * logarithm, variances / 2, (2 * variances * logarithm).sqrt() - logarithm)
+    count = scores.shape[-1]
+    greatest = (scores + variances.sqrt() * (DEVIATIONS * _LOG2_E)).masked_fill(~is_filled, -torch.inf)
+    padded = F.pad(greatest, (0, -count % COMPARED), value=-torch.inf)
+    bounds = padded.unflatten(-1, (-1, COMPARED)).amax(-1).repeat_interleave(COMPARED, -1)[..., :count]
+    reached = ((bounds - scores) / _LOG2_E).clamp_min_(0).minimum(variances)
+    return (reached - reached.square() / (2 * variances).clamp_min_(_LEAST_VARIANCE)) * _LOG2_E
 
 
 def share_steps(shares: Tensor) -> Tensor:

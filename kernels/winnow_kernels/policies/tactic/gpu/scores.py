@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.decode.predicted_attention import STEPS
-from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.kernel_arguments import Heads
 from winnow_kernels.policies.tactic.gpu.contexts import (
     COUNTED,
@@ -35,6 +34,7 @@ from winnow_kernels.policies.tactic.gpu.state import (
     Kept,
     Scored,
 )
+from winnow_kernels.policies.tactic.reference import DEVIATIONS
 from winnow_kernels.selection.gpu_slots import slots_at
 
 MIN_GROUP: Final = 8
@@ -46,7 +46,7 @@ _SCORED = tl.constexpr(SCORED)
 _WINDOW = tl.constexpr(WINDOW)
 _OF_BLOCK = tl.constexpr(KEPT_BLOCK)
 _STEPS = tl.constexpr(STEPS)
-_CLUSTER_SIZE = tl.constexpr(CLUSTER_SIZE)
+_DEVIATIONS = tl.constexpr(DEVIATIONS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Added to a number below 2^22, it leaves the nearest whole number in the lowest bits.
@@ -175,26 +175,27 @@ def _score_clusters(
         directions_ptr = contexts.tables.directions + (offset // of_span * heads.head_dim)[:, None] + dims[None, :]
         directions = tl.load(directions_ptr, mask=(dims < heads.head_dim)[None, :], other=0.0).to(tl.float32)
         along = tl.dot(directions, tl.trans(squares), input_precision="ieee")
-    scores += _gains(spreads[:, None] * along, row.clusters * _CLUSTER_SIZE) * _LOG2_E
-    steps = _in_steps(scores)
+    is_filled = (is_cluster & (sizes > 0))[:, None]
+    steps = _in_steps(scores + _gains(scores, spreads[:, None] * along, is_filled))
     is_any = is_head[None, :] & is_cluster[:, None]
     steps_ptr = scored.steps + of_heads[None, :] * scored.clusters + number[:, None]
     tl.store(steps_ptr, steps.to(tl.int16), mask=is_any)
-    is_filled = is_any & (sizes > 0)[:, None]
-    highest = tl.max(tl.where(is_filled, steps, LOWEST_STEP), axis=0)
+    is_either = is_filled & is_head[None, :]
+    highest = tl.max(tl.where(is_either, steps, LOWEST_STEP), axis=0)
     tl.store(scored.highest + of_heads * (scored.clusters // _SCORED) + tile, highest, mask=is_head)
     # Whole numbers: their sums do not depend on the order.
     tokens_ptr = scored.tokens + of_heads[None, :] * _WINDOW + (steps & (_WINDOW - 1))
-    is_counted = is_filled & (steps > highest[None, :] - COUNTED)
+    is_counted = is_either & (steps > highest[None, :] - COUNTED)
     tl.atomic_add(tokens_ptr, tl.broadcast_to(sizes[:, None], steps.shape), mask=is_counted, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gains(variances: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Return what spreading adds to the logarithm of what scores weigh on average (``reference``)."""
-    logarithm = tl.log2(count.to(tl.float32)) * _LN_2
-    of_greatest = tl.sqrt(2 * variances * logarithm) - logarithm
-    return tl.where(variances < 2 * logarithm, variances / 2, of_greatest)
+def _gains(scores: tl.tensor, variances: tl.tensor, is_filled: tl.tensor) -> tl.tensor:
+    """Return what spreading around their mean adds to the scores of a tile's clusters (``reference``)."""
+    greatest = tl.where(is_filled, scores + tl.sqrt(variances) * (_DEVIATIONS * _LOG2_E), NOTHING)
+    bounds = tl.max(greatest, axis=0)
+    reached = tl.minimum(tl.maximum((bounds[None, :] - scores) * _LN_2, 0.0), variances)
+    return (reached - reached * reached / tl.maximum(2 * variances, 1e-30)) * _LOG2_E
 
 
 @triton.jit  # type: ignore[untyped-decorator]
