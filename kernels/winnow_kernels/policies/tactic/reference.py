@@ -70,7 +70,7 @@ SHARE_STEPS: Final = 64
 COMPARED: Final = 64
 """Clusters of a row, one after the other, that are asked together for the highest score to be expected."""
 DEVIATIONS: Final = 2.7
-"""Standard deviations by which the highest of a cluster's scores is expected to exceed their mean, at most: measured."""
+"""Standard deviations by which the highest of a cluster's scores is expected to exceed their mean: measured."""
 _LOG2_E: Final = 1.4426950408889634
 _LEAST_VARIANCE: Final = 1e-30
 
