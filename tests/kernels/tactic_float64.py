@@ -1,6 +1,7 @@
 """Tactic's selection, one request and KV head at a time, in float64 and loops: what the reference is compared with.
 
-It takes the clusters as given: for each, its centroid, its spread and the positions of its members.
+It takes the clusters as given: for each, its centroid, its spread, which way its span's clusters spread, and the
+positions of its members.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ SAMPLED = 512
 class Cluster:
     centroid: Array
     spread: float
+    directions: Array
     members: list[int]
 
 
@@ -41,12 +43,20 @@ def _mixed(cluster: int, kv_head: int, length: int) -> tuple[float, int]:
     return (number >> 8) / 2**24, number * 0x9E3779B1 % 2**32 >> 16
 
 
-def predicted_score(query: Array, cluster: Cluster, scale: float) -> float:
-    """To base 2."""
-    variance = cluster.spread * scale**2 * float(query @ query) / len(query)
-    logarithm = math.log(len(cluster.members))
-    gain = variance / 2 if variance < 2 * logarithm else math.sqrt(2 * variance * logarithm) - logarithm
-    return (scale * float(query @ cluster.centroid) + gain) / math.log(2)
+def predicted_scores(query: Array, clusters: Sequence[Cluster], scale: float) -> list[float]:
+    """To base 2; what a cluster without members has means nothing."""
+    means = [scale * float(query @ cluster.centroid) for cluster in clusters]
+    variances = [cluster.spread * scale**2 * float(query**2 @ cluster.directions) / len(query) for cluster in clusters]
+    found = []
+    for number, (mean, variance) in enumerate(zip(means, variances, strict=True)):
+        neighbours = range(number // 64 * 64, min(number // 64 * 64 + 64, len(clusters)))
+        bound = max(
+            (means[c] + 2.7 * math.sqrt(variances[c]) for c in neighbours if clusters[c].members),
+            default=-math.inf,
+        )
+        reached = min(max(bound - mean, 0.0), variance)
+        found.append((mean + (reached - reached**2 / (2 * variance) if variance else 0.0)) / math.log(2))
+    return found
 
 
 def share_step(share: float) -> int:
@@ -79,7 +89,8 @@ def select(
     filled = [number for number, cluster in enumerate(clusters) if cluster.members]
     levels, shares, kept_shares, totals = [], [], [], []
     for query, scores in zip(queries, exact, strict=True):
-        own = {c: round(8 * predicted_score(query, clusters[c], scale)) for c in filled}
+        predicted = predicted_scores(query, clusters, scale)
+        own = {c: round(8 * predicted[c]) for c in filled}
         masses = [2.0 ** scores[position] for position in kept]
         total = math.fsum([*masses, *(len(clusters[c].members) * 2.0 ** (own[c] / 8) for c in filled)])
         levels.append(own)

@@ -26,6 +26,7 @@ class ClusterTables:
     Attributes:
         centroids: [layers, KV heads, entries, clusters, head dim], in the cache's dtype.
         spreads: bfloat16 [layers, KV heads, entries, clusters].
+        directions: bfloat16 [layers, KV heads, entries, head dim].
         sizes: int16, or int32 if a span is too long for that, [layers, KV heads, entries, clusters].
         firsts: int32, same shape.
         offsets: as ``sizes``, [layers, KV heads, entries, span].
@@ -33,6 +34,7 @@ class ClusterTables:
 
     centroids: Tensor
     spreads: Tensor
+    directions: Tensor
     sizes: Tensor
     firsts: Tensor
     offsets: Tensor
@@ -46,6 +48,7 @@ class ClusterTables:
         return cls(
             cache.keys.new_zeros(*heads_first, clusters, cache.head_dim),
             torch.zeros_like(sizes, dtype=torch.bfloat16),
+            sizes.new_zeros(*heads_first, cache.head_dim, dtype=torch.bfloat16),
             sizes,
             torch.zeros_like(sizes, dtype=torch.int32),
             sizes.new_zeros(*heads_first, span),
@@ -56,7 +59,8 @@ class ClusterTables:
         """Return the bytes of one span's clusters, in all layers."""
         number = _number_type(span).itemsize
         cluster = shape.head_dim * shape.element_size + torch.bfloat16.itemsize + number + torch.int32.itemsize
-        return shape.heads * (span // CLUSTER_SIZE * cluster + span * number)
+        directions = shape.head_dim * torch.bfloat16.itemsize
+        return shape.heads * (span // CLUSTER_SIZE * cluster + directions + span * number)
 
     def grown(self, more: int) -> ClusterTables:
         """Return the same entries, elsewhere, with space for ``more``."""
@@ -68,7 +72,7 @@ class ClusterTables:
 
     @property
     def _all(self) -> tuple[Tensor, ...]:
-        return self.centroids, self.spreads, self.sizes, self.firsts, self.offsets
+        return self.centroids, self.spreads, self.directions, self.sizes, self.firsts, self.offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,8 @@ class LayerClusters:
     Attributes:
         centroids: [KV heads, entries, clusters, head dim], in the cache's dtype.
         spreads: bfloat16 [KV heads, entries, clusters]; mean squared distance of a cluster's members from its centroid.
+        directions: bfloat16 [KV heads, entries, head dim]; what part each element makes of these distances in the
+            clusters of the span, or of its first piece where it is not whole; 1 on average.
         sizes: int16, or int32 if a span is too long for that, [KV heads, entries, clusters].
         firsts: int32, same shape; where in a head's ``offsets``, all entries in a row, a cluster's members begin.
         offsets: as ``sizes``, [KV heads, entries, span]; offsets of tokens in the span, cluster by cluster, and in each
@@ -89,6 +95,7 @@ class LayerClusters:
 
     centroids: Tensor
     spreads: Tensor
+    directions: Tensor
     sizes: Tensor
     firsts: Tensor
     offsets: Tensor
@@ -99,6 +106,12 @@ class LayerClusters:
         kv_heads, _, _, head_dim = self.centroids.shape
         own = self.spreads.element_size() + self.sizes.element_size()
         return kv_heads * (head_dim * self.centroids.element_size() + own)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of the directions of one span's clusters, of all KV heads."""
+        kv_heads, _, head_dim = self.directions.shape
+        return kv_heads * head_dim * self.directions.element_size()
 
     def build(self, cache: LayerCache, entries: Tensor, slots: Tensor, begins: Tensor, left_out: Tensor) -> None:
         """Cluster the keys at ``slots``, parts of spans, into ``entries``.
@@ -124,6 +137,7 @@ class LayerClusters:
         for some, some_slots in zip(entries.split(at_once), slots.split(at_once), strict=True):
             keys = cache.keys[some_slots[:, left_out:]].transpose(1, 2).flatten(0, 1)
             sizes = torch.zeros(keys.shape[0], clusters, dtype=torch.int64, device=keys.device)
+            directions = torch.ones(keys.shape[0], cache.head_dim, device=keys.device)
             by_cluster = torch.zeros(keys.shape[0], 0, dtype=torch.int64, device=keys.device)
             if filled:
                 labels, centroids = kmeans(keys, filled)
@@ -131,7 +145,10 @@ class LayerClusters:
                 by_cluster = left_out + labels.argsort(dim=1, stable=True)
                 unfilled = clusters - filled
                 _put(self.centroids, F.pad(centroids, (0, 0, 0, unfilled)), some, of_part)
-                _put(self.spreads, F.pad(spreads(keys, labels, centroids), (0, unfilled)), some, of_part)
+                distances, directions = spreads(keys, labels, centroids)
+                _put(self.spreads, F.pad(distances, (0, unfilled)), some, of_part)
+            if begin == 0:
+                _put(self.directions, directions, some, slice(None))
             _put(self.sizes, sizes, some, of_part)
             firsts = begin + sizes.cumsum(1) - sizes
             firsts += (some * span).repeat_interleave(cache.kv_heads)[:, None]
@@ -140,15 +157,20 @@ class LayerClusters:
             offsets = begin + torch.cat([by_cluster, not_clustered], 1)
             _put(self.offsets, offsets, some, slice(begin, begin + part))
 
-    def read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return centroids, spreads and sizes of ``entries``, int64 [requests, spans]: of its spans in a row."""
+    def read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return centroids, spreads, directions and sizes of ``entries``, int64 [requests, spans].
+
+        Those of clusters come for all of a request's spans in a row.
+        """
         requests, spans = entries.shape
 
         def of_spans(table: Tensor) -> Tensor:
             read = table.index_select(1, entries.flatten())
             return read.view(read.shape[0], requests, spans * read.shape[2], *read.shape[3:])
 
-        return of_spans(self.centroids), of_spans(self.spreads), of_spans(self.sizes)
+        directions = self.directions.index_select(1, entries.flatten())
+        directions = directions.view(len(directions), requests, spans, directions.shape[-1])
+        return of_spans(self.centroids), of_spans(self.spreads), directions, of_spans(self.sizes)
 
     def offsets_of(self, places: Tensor, ranks: Tensor) -> Tensor:
         """Return members' offsets in their span, int64.
@@ -174,6 +196,7 @@ class Tables(NamedTuple):
 
     centroids: Pointer
     spreads: Pointer
+    directions: Pointer
     sizes: Pointer
     firsts: Pointer
     offsets: Pointer
@@ -185,8 +208,10 @@ class Tables(NamedTuple):
     def of(cls, tables: ClusterTables | LayerClusters) -> Tables:
         """Return those of ``tables``."""
         capacity, of_span = tables.sizes.shape[-2:]
-        sizes = (tl.constexpr(tables.offsets.shape[-1]), tl.constexpr(of_span))
-        return cls(tables.centroids, tables.spreads, tables.sizes, tables.firsts, tables.offsets, capacity, *sizes)
+        span = tl.constexpr(tables.offsets.shape[-1])
+        centroids, spreads, directions = tables.centroids, tables.spreads, tables.directions
+        of_members = (tables.sizes, tables.firsts, tables.offsets)
+        return cls(centroids, spreads, directions, *of_members, capacity, span, tl.constexpr(of_span))
 
 
 def _number_type(span: int) -> torch.dtype:

@@ -111,11 +111,14 @@ class Clusters:
     Attributes:
         centroids: [KV heads, requests, clusters, head dim], in the cache's dtype.
         spreads: bfloat16 [KV heads, requests, clusters]; mean squared distance of members from their centroid.
+        directions: bfloat16 [KV heads, requests, spans, head dim]; what part each element makes of these distances in a
+            span, 1 on average.
         sizes: integers [KV heads, requests, clusters]; 0 beyond what a request's spans cover.
     """
 
     centroids: Tensor
     spreads: Tensor
+    directions: Tensor
     sizes: Tensor
 
 
@@ -336,18 +339,19 @@ class ClusterIndex:
 
     def read(self, layer: int, spans: Spans) -> Clusters:
         """Return the clusters of ``spans``."""
-        centroids, spreads, sizes = self.layers[layer].read(spans.entries)
+        centroids, spreads, directions, sizes = self.layers[layer].read(spans.entries)
         beyond = torch.arange(sizes.shape[2], device=sizes.device) >= spans.clusters[:, None]
-        return Clusters(centroids, spreads, sizes.masked_fill_(beyond, 0))
+        return Clusters(centroids, spreads, directions, sizes.masked_fill_(beyond, 0))
 
     def member_bytes(self, layer: int) -> int:
         """Return the bytes read to find one member of a cluster: where the cluster begins, and the member's offset."""
         stored = self.layers[layer]
         return stored.firsts.element_size() + stored.offsets.element_size()
 
-    def read_bytes(self, layer: int) -> int:
-        """Return the bytes of a cluster's centroid, spread and size, of all KV heads, in ``layer``."""
-        return self.layers[layer].cluster_bytes
+    def read_bytes(self, layer: int, spans: Spans) -> Tensor:
+        """Return the bytes of what ``read`` reads for each request: int64 [requests]."""
+        stored = self.layers[layer]
+        return spans.clusters * stored.cluster_bytes + spans.counts * stored.span_bytes
 
     def members(self, layer: int, spans: Spans, clusters: Tensor, ranks: Tensor) -> Tensor:
         """Return the positions of clusters' members.

@@ -211,7 +211,7 @@ def _spread_kernel(
     block_dim: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write the spreads of one problem, from its centroids, sizes and labels."""
+    """Write the spreads of one problem, from centroids, sizes and labels, and directions where it is a span's first."""
     dtype: tl.constexpr = pools.first.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
     tokens: tl.constexpr = parts.tokens
@@ -232,21 +232,27 @@ def _spread_kernel(
         mask=is_cluster[:, None] & (dims < pools.head_dim)[None, :],
         other=0.0,
     )
-    norms = tl.sum(centroids.to(tl.float32) * centroids.to(tl.float32), 1)
     sums = tl.zeros([block_clusters], tl.float32)
+    of_elements = tl.zeros([block_dim], tl.float32)
     for start in range(0, tokens, tile):
         positions = start + tl.arange(0, tile)
         keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, parts.page_size, block_dim)
         labels = tl.load(labels_ptr + positions).to(tl.int32)
-        products = tl.dot(centroids, tl.trans(keys), input_precision=precision)
-        of_keys = tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
-        # |key - centroid|², multiplied out.
-        distances = of_keys[None, :] - 2 * products + norms[:, None]
-        is_member = (cluster[:, None] == labels[None, :]) & (positions >= left_out)[None, :]
-        sums += tl.sum(tl.where(is_member, distances, 0.0), 1)
+        is_member = (labels[:, None] == cluster[None, :]) & (positions >= left_out)[:, None]
+        # Rows with a single one: each key's centroid.
+        own = tl.dot(is_member.to(dtype), centroids, input_precision=precision)
+        # Keys that are left out are read as zeros, and have none.
+        squares = (keys.to(tl.float32) - own) * (keys.to(tl.float32) - own)
+        of_elements += tl.sum(squares, 0)
+        sums += tl.sum(tl.where(is_member, tl.sum(squares, 1)[:, None], 0.0), 0)
     sizes = tl.load(tables.sizes + place_of_cluster, mask=is_cluster, other=0).to(tl.int32)
-    spreads = tl.maximum(sums, 0.0) / tl.maximum(sizes, 1).to(tl.float32)
+    spreads = sums / tl.maximum(sizes, 1).to(tl.float32)
     tl.store(tables.spreads + place_of_cluster, spreads.to(tl.bfloat16), mask=is_cluster)
+    if begin == 0:
+        mean = tl.sum(of_elements, 0) / pools.head_dim
+        directions = tl.where(mean > 0, of_elements / tl.maximum(mean, 1e-30), 1.0)
+        directions_ptr = tables.directions + place * pools.head_dim + dims
+        tl.store(directions_ptr, directions.to(tl.bfloat16), mask=dims < pools.head_dim)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

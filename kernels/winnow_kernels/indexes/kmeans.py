@@ -52,16 +52,26 @@ def kmeans(keys: Tensor, clusters: int, iterations: int = ITERATIONS, seed: int 
     return labels, centroids
 
 
-def spreads(keys: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
-    """Return the mean squared distance of clusters' members from their centroid: float32 [problems, clusters].
+def spreads(keys: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far clusters' members lie from their centroid, and in which directions.
 
-    It is 0 for a cluster without members. Arguments are those and the results of ``kmeans``.
+    Args:
+        keys: of ``kmeans``.
+        labels: its result.
+        centroids: its result.
+
+    Returns:
+        Mean squared distances, float32 [problems, clusters], 0 for a cluster without members; and what part of them
+        each element makes in all clusters of a problem together, float32 [problems, head dim], 1 on average.
     """
     of_keys = centroids.gather(1, labels[..., None].expand(-1, -1, keys.shape[2]))
-    distances = (keys.float() - of_keys.float()).square_().sum(-1)
+    squares = (keys.float() - of_keys.float()).square_()
+    distances = squares.sum(-1)
     sums = distances.new_zeros(labels.shape[0], centroids.shape[1]).scatter_add_(1, labels, distances)
     sizes = torch.zeros_like(sums).scatter_add_(1, labels, torch.ones_like(distances))
-    return sums / sizes.clamp_min_(1)
+    of_elements = squares.sum(1)
+    means = of_elements.mean(-1, keepdim=True)
+    return sums / sizes.clamp_min_(1), torch.where(means > 0, of_elements / means, 1.0)
 
 
 def drawn_members(count: int, clusters: int, seed: int = _SEED) -> Tensor:

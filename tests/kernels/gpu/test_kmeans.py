@@ -40,7 +40,7 @@ class Case:
         tables = ClusterTables.empty(
             self.caches[0], len(self.caches), CAPACITY, 2 * self.span if self.begin else self.span
         )
-        for table in (tables.centroids, tables.spreads, tables.sizes, tables.firsts, tables.offsets):
+        for table in vars(tables).values():
             table.fill_(-7)
         return tables
 
@@ -88,8 +88,9 @@ def tables_of(tables: ClusterTables) -> tuple[Tensor, ...]:
 
 
 def assert_spreads(built: ClusterTables, expected: ClusterTables) -> None:
-    # bfloat16; |key - centroid|², multiplied out or not, may fall on either side of a rounding.
+    # bfloat16: sums in another order may fall on either side of a rounding.
     torch.testing.assert_close(built.spreads.float(), expected.spreads.float(), rtol=2**-6, atol=1e-3)
+    torch.testing.assert_close(built.directions.float(), expected.directions.float(), rtol=2**-6, atol=1e-3)
 
 
 @pytest.mark.parametrize(

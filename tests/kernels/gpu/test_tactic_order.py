@@ -163,7 +163,7 @@ def test_order(kind: str, device: torch.device) -> None:
     shares = torch.tensor([0.9, 0.9, 0.9, 0.0, 0.9], dtype=torch.float64, device=device)
     nowhere = sinks[:0]
     asked = TacticBatch(nowhere, clustered, sinks, shares, caps, priority)
-    tables = Tables(nowhere, nowhere, nowhere, nowhere, nowhere, 1, tl.constexpr(SPAN), tl.constexpr(OF_SPAN))
+    tables = Tables(nowhere, nowhere, nowhere, nowhere, nowhere, nowhere, 1, tl.constexpr(SPAN), tl.constexpr(OF_SPAN))
     of_rows = Rows.of(DecodeBatch.empty(rows, 16, 16, device))._replace(lengths=lengths)
     contexts, heads = Contexts(of_rows, asked, Entries(nowhere, 1), tables), Heads.sized(kv_heads * GROUP, kv_heads, 16)
     scored, kept, cuts, _, listed, ordered = workspace

@@ -9,10 +9,14 @@ What is not as in the paper:
 - Sinks: the first tokens are in no cluster. A real model's first token may hold most of a head's attention (an
   attention sink), and the centroid of a cluster that it is in does not show that.
 - The mass of a cluster (the paper ranks by query · centroid, and reads the mass off a curve that it fits to sampled
-  weights, sections 3.3 and 3.4): a member's weight is predicted to be exp(s q·μ + v ÷ 2) with v = ρ s² |q|² ÷ d, where
-  s scales scores, μ is the centroid, ρ the members' mean squared distance from it, and d the head dimension. That is
-  the mean of exp(s q·k) over keys k that are spread normally around μ, alike in all directions. Of n members that vary
-  more than √(2 ln n) the greatest decides: from there on it is √(2 v ln n) - ln n instead of v ÷ 2, which meet there.
+  weights, sections 3.3 and 3.4): a member's weight is predicted to be exp(s q·μ + v ÷ 2) with
+  v = ρ s² Σ w q² ÷ d, where s scales scores, μ is the centroid, ρ the members' mean squared distance from it, d the
+  head dimension, and w, one number an element, what part each element makes of such distances in the cluster's span.
+  That is the mean of exp(s q·k) over keys k that are spread normally around μ, as far along each element as keys of
+  the span are.
+- Where a query looks up one token, v is so large that such a mean is of scores that no token has. So scores above a
+  bound do not count (``_gains``): the highest that is to be expected of any of 64 neighbouring clusters. The higher v,
+  the less counts s q·μ beside it: the token may be in any cluster that spreads far enough.
 - Scores in steps of an eighth of an octave; a query head takes whole clusters, all from the step on with which it has
   enough (``PredictedAttention``). Nothing is sorted.
 - p above ``WHOLE_ABOVE`` takes everything.
@@ -63,7 +67,12 @@ FIRST_OCTAVE: Final = 2
 """Shares above 2 to the power of minus this are one step."""
 SHARE_STEPS: Final = 64
 """Steps: as many as lead to 2^-18, a token's share in an even context of 256K; what is below is in the last."""
+COMPARED: Final = 64
+"""Clusters of a row, one after the other, that are asked together for the highest score to be expected."""
+DEVIATIONS: Final = 2.7
+"""Standard deviations by which the highest of a cluster's scores is expected to exceed their mean: measured."""
 _LOG2_E: Final = 1.4426950408889634
+_LEAST_VARIANCE: Final = 1e-30
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         grouped = group(queries, cache.kv_heads)
         kept_scores = self._kept_scores(grouped, cache, meter)
         clusters = self.index.read(layer, self.spans) if self.spans.most else None
-        meter.count_bytes(self.spans.clusters * self.index.read_bytes(layer))
+        meter.count_bytes(self.index.read_bytes(layer, self.spans))
         choices = []
         for row, whole in enumerate(self._whole):
             if whole:
@@ -270,9 +279,12 @@ class TacticStep(FullLayersStep["TacticStep"]):
         centroids, spreads = clusters.centroids[:, row, own], clusters.spreads[:, row, own].float()
         sizes = clusters.sizes[:, row, own].long()
         scores = queries @ centroids.to(queries.dtype).mT * (self.scale * _LOG2_E)
-        norms = queries.square().sum(-1) * (self.scale**2 / queries.shape[-1])
-        gains = _gains(norms[..., None] * spreads[:, None], sizes[:, None])
-        return PredictedAttention.of(kept_scores, scores + gains * _LOG2_E, sizes)
+        # How far scores vary along a query in a span, for each unit of its clusters' spread.
+        along = queries.square() @ clusters.directions[:, row].float().mT
+        along *= self.scale**2 / queries.shape[-1]
+        along = along.repeat_interleave(self.index.clusters, dim=-1)[..., own]
+        gains = _gains(scores, along * spreads[:, None], (sizes > 0)[:, None])
+        return PredictedAttention.of(kept_scores, scores + gains, sizes)
 
     def _choose_kept(self, row: int, kept_scores: Tensor) -> _Choice:
         """Choose among the tokens in no cluster, where there are no others."""
@@ -435,15 +447,26 @@ class TacticStep(FullLayersStep["TacticStep"]):
         return self.context.slots[row, : self._lengths[row]].flip(0)
 
 
-def _gains(variances: Tensor, sizes: Tensor) -> Tensor:
-    """Return what spreading around their mean adds to the logarithm of what scores weigh on average.
+def _gains(scores: Tensor, variances: Tensor, is_filled: Tensor) -> Tensor:
+    """Return what spreading around their mean adds to the scores of clusters.
+
+    Of scores that are spread normally around m with a variance v, exp(m + t - t² ÷ 2v) is about the mean weight of
+    those up to m + t; from t = v on all weigh exp(m + v ÷ 2).
 
     Args:
-        variances: float32; of the scores.
-        sizes: integers; how many scores there are, of which the greatest decides where they vary much.
+        scores: float32 [KV heads, group, clusters]; means, to base 2.
+        variances: float32, same shape; to base e.
+        is_filled: bool [KV heads, 1, clusters]; which clusters have members.
+
+    Returns:
+        float32, same shape, to base 2.
     """
-    logarithms = sizes.clamp_min(1).float().log()
-    return torch.where(variances < 2 * logarithms, variances / 2, (2 * variances * logarithms).sqrt() - logarithms)
+    count = scores.shape[-1]
+    greatest = (scores + variances.sqrt() * (DEVIATIONS * _LOG2_E)).masked_fill(~is_filled, -torch.inf)
+    padded = F.pad(greatest, (0, -count % COMPARED), value=-torch.inf)
+    bounds = padded.unflatten(-1, (-1, COMPARED)).amax(-1).repeat_interleave(COMPARED, -1)[..., :count]
+    reached = ((bounds - scores) / _LOG2_E).clamp_min_(0).minimum(variances)
+    return (reached - reached.square() / (2 * variances).clamp_min_(_LEAST_VARIANCE)) * _LOG2_E
 
 
 def share_steps(shares: Tensor) -> Tensor:

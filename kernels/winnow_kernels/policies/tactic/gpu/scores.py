@@ -34,6 +34,7 @@ from winnow_kernels.policies.tactic.gpu.state import (
     Kept,
     Scored,
 )
+from winnow_kernels.policies.tactic.reference import DEVIATIONS
 from winnow_kernels.selection.gpu_slots import slots_at
 
 MIN_GROUP: Final = 8
@@ -45,6 +46,7 @@ _SCORED = tl.constexpr(SCORED)
 _WINDOW = tl.constexpr(WINDOW)
 _OF_BLOCK = tl.constexpr(KEPT_BLOCK)
 _STEPS = tl.constexpr(STEPS)
+_DEVIATIONS = tl.constexpr(DEVIATIONS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Added to a number below 2^22, it leaves the nearest whole number in the lowest bits.
@@ -62,6 +64,7 @@ def score_kernel(
     scored: Scored,
     kept: Kept,
     cluster_bytes: tl.tensor,
+    span_bytes: tl.tensor,
     key_bytes: tl.tensor,
     group_block: tl.constexpr,
     in_order: tl.constexpr,
@@ -76,8 +79,9 @@ def score_kernel(
         return
     if part < _TAIL_SPLITS:
         if (part == 0) & (kv_head == 0):
-            tokens = row.length - row.clustered
-            count_read(counts_ptr, row, row.clusters.to(tl.int64) * cluster_bytes + tokens.to(tl.int64) * key_bytes)
+            spans = tl.cdiv(row.clusters, contexts.tables.of_span)
+            of_index = row.clusters.to(tl.int64) * cluster_bytes + spans.to(tl.int64) * span_bytes
+            count_read(counts_ptr, row, of_index + (row.length - row.clustered).to(tl.int64) * key_bytes)
         _score_tokens(attention, heads, contexts, kept, row, kv_head, part, in_order)
     elif (part - _TAIL_SPLITS) * _SCORED < row.clusters:
         _score_clusters(attention, heads, contexts, scored, row, kv_head, part - _TAIL_SPLITS, group_block)
@@ -159,28 +163,39 @@ def _score_clusters(
         centroids = tl.load(centroids_ptr + vector)
     else:
         centroids = tl.load(centroids_ptr + vector, mask=(dims < heads.head_dim)[None, :], other=0.0)
-    squares = tl.sum(queries.to(tl.float32) * queries.to(tl.float32), axis=1) * attention.scale_of_squares
     scores = tl.dot(centroids, tl.trans(queries), input_precision="ieee") * attention.scale_log2
-    scores += _gains(spreads[:, None] * squares[None, :], sizes[:, None]) * _LOG2_E
-    steps = _in_steps(scores)
+    # How queries' squares are spread over the elements matters as much as how large they are.
+    squares = queries.to(tl.float32) * queries.to(tl.float32) * attention.scale_of_squares
+    of_span: tl.constexpr = contexts.tables.of_span
+    if of_span % _SCORED == 0:
+        directions_ptr = contexts.tables.directions + base // of_span * heads.head_dim + dims
+        directions = tl.load(directions_ptr, mask=dims < heads.head_dim, other=0.0).to(tl.float32)
+        along = tl.sum(squares * directions[None, :], axis=1)[None, :]
+    else:
+        directions_ptr = contexts.tables.directions + (offset // of_span * heads.head_dim)[:, None] + dims[None, :]
+        directions = tl.load(directions_ptr, mask=(dims < heads.head_dim)[None, :], other=0.0).to(tl.float32)
+        along = tl.dot(directions, tl.trans(squares), input_precision="ieee")
+    is_filled = (is_cluster & (sizes > 0))[:, None]
+    steps = _in_steps(scores + _gains(scores, spreads[:, None] * along, is_filled))
     is_any = is_head[None, :] & is_cluster[:, None]
     steps_ptr = scored.steps + of_heads[None, :] * scored.clusters + number[:, None]
     tl.store(steps_ptr, steps.to(tl.int16), mask=is_any)
-    is_filled = is_any & (sizes > 0)[:, None]
-    highest = tl.max(tl.where(is_filled, steps, LOWEST_STEP), axis=0)
+    is_either = is_filled & is_head[None, :]
+    highest = tl.max(tl.where(is_either, steps, LOWEST_STEP), axis=0)
     tl.store(scored.highest + of_heads * (scored.clusters // _SCORED) + tile, highest, mask=is_head)
     # Whole numbers: their sums do not depend on the order.
     tokens_ptr = scored.tokens + of_heads[None, :] * _WINDOW + (steps & (_WINDOW - 1))
-    is_counted = is_filled & (steps > highest[None, :] - COUNTED)
+    is_counted = is_either & (steps > highest[None, :] - COUNTED)
     tl.atomic_add(tokens_ptr, tl.broadcast_to(sizes[:, None], steps.shape), mask=is_counted, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gains(variances: tl.tensor, sizes: tl.tensor) -> tl.tensor:
-    """Return what spreading adds to the logarithm of what scores weigh on average (``reference``)."""
-    logarithms = tl.log2(tl.maximum(sizes, 1).to(tl.float32)) * _LN_2
-    of_greatest = tl.sqrt(2 * variances * logarithms) - logarithms
-    return tl.where(variances < 2 * logarithms, variances / 2, of_greatest)
+def _gains(scores: tl.tensor, variances: tl.tensor, is_filled: tl.tensor) -> tl.tensor:
+    """Return what spreading around their mean adds to the scores of a tile's clusters (``reference``)."""
+    greatest = tl.where(is_filled, scores + tl.sqrt(variances) * (_DEVIATIONS * _LOG2_E), NOTHING)
+    bounds = tl.max(greatest, axis=0)
+    reached = tl.minimum(tl.maximum((bounds[None, :] - scores) * _LN_2, 0.0), variances)
+    return (reached - reached * reached / tl.maximum(2 * variances, 1e-30)) * _LOG2_E
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -132,6 +132,7 @@ def select(
         scored,
         kept,
         clusters.cluster_bytes,
+        clusters.span_bytes,
         kv_heads * cache.vector_bytes,
         group_block=max(tactic_scores.MIN_GROUP, group_block),
         in_order=in_order,

@@ -14,11 +14,11 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.cluster_tables import LayerClusters, Tables
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows, Vectors
-from winnow_kernels.policies.tactic.reference import SHARE_STEPS
+from winnow_kernels.policies.tactic.reference import COMPARED, SHARE_STEPS
 
 TAIL_SPLITS: Final = 2
 """Programs among which the tokens in no cluster are dealt out, of a row and KV head."""
-SCORED: Final = 64
+SCORED: Final = COMPARED
 """Clusters of a row that are scored together: those of a span."""
 WINDOW: Final = 1024
 """Neighbouring steps whose tokens are counted apart from each other: a power of two."""
@@ -89,7 +89,7 @@ class Attention(NamedTuple):
     """A layer's queries and keys.
 
     Scores, to base 2, are their products times ``scale_log2``; they vary over keys by the keys' spread times the
-    queries' squares times ``scale_of_squares``.
+    queries' squares, as the spread's directions weigh them, times ``scale_of_squares``.
     """
 
     queries: Vectors
