@@ -63,12 +63,14 @@ class Launch:
         tiles_ahead: how many tiles are loaded while one is attended to.
         programs: on each multiprocessor, of the persistent grid: as many as fit there.
         programs_with_termination: the same, of the variant with early termination.
+        tiles_ahead_with_termination: see there.
     """
 
     warps: int = 4
-    tiles_ahead: int = 2
-    programs: int = 3
+    tiles_ahead: int = 1
+    programs: int = 4
     programs_with_termination: int = 2
+    tiles_ahead_with_termination: int = 2
 
     @classmethod
     def of(cls, head_dim: int, element_size: int, group: int = 1) -> Launch:
@@ -81,12 +83,11 @@ class Launch:
         """
         vector_bytes = triton.next_power_of_2(head_dim) * element_size
         if vector_bytes <= 128:
-            return cls(tiles_ahead=3, programs=4)
+            return cls(tiles_ahead=3, tiles_ahead_with_termination=3)
         if vector_bytes <= 256:
-            return cls(programs=3 if group <= _HALF_GROUP else 2)
-        if vector_bytes <= 512:
-            return cls(warps=8, programs=1, programs_with_termination=1)
-        return cls(warps=8, tiles_ahead=1, programs=1, programs_with_termination=1)
+            return cls() if group <= _HALF_GROUP else cls(tiles_ahead=2, programs=2)
+        ahead = 2 if vector_bytes <= 512 else 1
+        return cls(8, ahead, programs=1, programs_with_termination=1, tiles_ahead_with_termination=ahead)
 
     def registers(self, programs: int) -> int | None:
         """Return how many registers a thread can have where several programs are to fit a multiprocessor."""
@@ -169,7 +170,9 @@ def attend(
     assert batch.page_size <= TILE
     assert rows == batch.rows <= len(buffers.log_sum_exp)
     launch = buffers.launch
-    of_multiprocessor = launch.programs if thresholds is None else launch.programs_with_termination
+    of_multiprocessor, ahead = launch.programs, launch.tiles_ahead
+    if thresholds is not None:
+        of_multiprocessor, ahead = launch.programs_with_termination, launch.tiles_ahead_with_termination
     programs = min(pairs * PARTIAL_SLOTS, of_multiprocessor * buffers.multiprocessors)
     inputs = (Vectors.of(queries), KeysAndValues.of(cache))
     attended = (Rows.of(batch), Selected.of(selection))
@@ -177,7 +180,7 @@ def attend(
     tiling = {
         "padded_group": _HALF_GROUP if group <= _HALF_GROUP else LARGEST_GROUP,
         "padded_pairs": triton.next_power_of_2(pairs),
-        "tiles_ahead": launch.tiles_ahead,
+        "tiles_ahead": ahead,
         "num_warps": launch.warps,
         # Left alone, the compiler aims at other numbers of programs.
         "maxnreg": launch.registers(of_multiprocessor),

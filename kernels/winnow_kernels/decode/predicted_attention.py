@@ -45,9 +45,7 @@ class PredictedAttention:
     aside: Tensor
 
     @classmethod
-    def of(
-        cls, kept: Tensor, predicted: Tensor, tokens: Tensor | None = None, *, aside: int = 0
-    ) -> PredictedAttention:
+    def of(cls, kept: Tensor, predicted: Tensor, tokens: Tensor | None = None, *, aside: int = 0) -> PredictedAttention:
         """Return what is known of one request's attention in a layer.
 
         Args:

@@ -341,4 +341,6 @@ def test_fits_a_hopper_multiprocessor() -> None:
         assert attending.local_bytes == merging.local_bytes == 0
         assert programs * attending.warps * 32 * attending.registers <= 64 << 10
         assert programs * (attending.shared_bytes + 1024) <= SHARED_LIMIT + 1024
-        assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", attending.ptx))) > 0
+        ahead = launch.tiles_ahead_with_termination if termination else launch.tiles_ahead
+        # With one tile ahead, it is other programs that compute meanwhile.
+        assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", attending.ptx))) > (0 if ahead > 1 else -1)

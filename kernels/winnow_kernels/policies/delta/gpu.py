@@ -123,6 +123,11 @@ def programs_of_multiprocessor(launch: Launch) -> int:
     return min(launch.programs, 2)
 
 
+def tiles_loaded_ahead(launch: Launch) -> int:
+    """Return how many tiles are loaded while one is attended to: two where there are fewer programs for it."""
+    return max(2, launch.tiles_ahead) if launch.programs > programs_of_multiprocessor(launch) else launch.tiles_ahead
+
+
 def write_counts(batch: DecodeBatch, rows: DeltaRows, counts: Tensor, width: int) -> None:
     """Write what the kind's rows attend to in every layer of a step.
 
@@ -183,7 +188,7 @@ def attend_and_score(
         scale * _LOG2_E,
         pairs,
         pair_block=triton.next_power_of_2(pairs),
-        tiles_ahead=launch.tiles_ahead,
+        tiles_ahead=tiles_loaded_ahead(launch),
         num_warps=launch.warps,
     )
     _merge_kernel[(pairs, query_heads // cache.kv_heads)](
