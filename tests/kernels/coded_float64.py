@@ -57,15 +57,6 @@ class Head:
         ]
 
     @cached_property
-    def sink_shares(self) -> list[float]:
-        """Of each query head; the sinks come last of what is kept, and end where the others begin."""
-        sinks = self.others[0] if self.others else 0
-        return [
-            math.fsum(2 ** (score - top) for score in e[len(e) - sinks :]) / total
-            for e, top, total in zip(self.exact, self.highest, self.totals, strict=True)
-        ]
-
-    @cached_property
     def shares(self) -> list[list[float]]:
         """Of each query head, what each of the others is predicted to hold."""
         of_heads = [
@@ -87,10 +78,9 @@ class Head:
         for number, share in enumerate(shares):
             steps.setdefault(levels[number] if share else -math.inf, []).append(number)
         taken: list[int] = []
-        sunk = self.sink_shares[head]
-        held = self.kept_shares[head] - sunk
+        held = self.kept_shares[head]
         for step in sorted(steps, reverse=True):
-            if held >= p * (1 - sunk) and len(taken) >= least:
+            if held >= p and len(taken) >= least:
                 break
             taken += steps[step]
             held += math.fsum(shares[number] for number in steps[step])

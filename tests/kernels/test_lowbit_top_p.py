@@ -179,19 +179,6 @@ def test_a_query_head_takes_no_step_more_than_it_needs() -> None:
     assert int(predicted.reaching(0.1, 99).sum()) == 16
 
 
-def test_a_share_is_of_what_is_not_set_aside() -> None:
-    """A sink has half of the mass, the newest token an eighth, and three others an eighth each."""
-    predicted = PredictedAttention.of(torch.tensor([[[0.0, 2.0]]]), torch.zeros(1, 1, 3), aside=1)
-    assert float(predicted.kept_share) == pytest.approx(0.625)
-    assert float(predicted.aside_share) == pytest.approx(0.5)
-    # All others have the same score: they come together.
-    for share, tokens in [(0.2, 0), (0.24, 0), (0.26, 3), (0.9, 3)]:
-        assert int(predicted.reaching(share, 0).sum()) == tokens, share
-    nothing = PredictedAttention.of(torch.tensor([[[0.0, 2.0]]]), torch.zeros(1, 1, 3))
-    assert float(nothing.aside_share) == 0
-    assert int(nothing.reaching(0.62, 0).sum()) == 0
-
-
 def test_scores_within_an_eighth_come_together_and_what_weighs_nothing_does_so_too() -> None:
     kept = torch.zeros(1, 1, 1)
     scores = torch.tensor([-0.01, 0.03, -1.0, -24.4, -26.0, -60.0, -500.0])

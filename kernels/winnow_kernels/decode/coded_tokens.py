@@ -142,7 +142,7 @@ class CodedStep(DecodeStep):
         meter.count_bytes(self._is_row[row] * round(cache.kv_heads * (cache.vector_bytes * len(kept) + code_bytes)))
         keys = cache.keys.index_select(0, self.context.slots[row].index_select(0, kept)).float().permute(1, 2, 0)
         scores = self._codes.scores(layer, RoundedQueries.of(queries, self.scale), self._blocks[row])
-        predicted = PredictedAttention.of(queries @ keys * (self.scale * _LOG2_E), scores[..., sinks:], aside=sinks)
+        predicted = PredictedAttention.of(queries @ keys * (self.scale * _LOG2_E), scores[..., sinks:])
         selected = self.chosen(row, predicted)
         order = predicted.order() if self.termination is not None else None
         positions, held = [], []

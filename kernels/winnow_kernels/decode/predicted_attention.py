@@ -36,32 +36,27 @@ class PredictedAttention:
         kept: float64 [KV heads, group, 1]; logarithm of the mass of the tokens whose scores are exact.
         steps: float32 [KV heads, group, others]; the predicted scores of all others, whole numbers of steps.
         tokens: int64 [KV heads, 1, others]; how many tokens have each of these scores: one, or a cluster's members.
-        aside: float64 [KV heads, group, 1]; logarithm of the mass of those of the kept tokens that a share is not of.
     """
 
     kept: Tensor
     steps: Tensor
     tokens: Tensor
-    aside: Tensor
 
     @classmethod
-    def of(cls, kept: Tensor, predicted: Tensor, tokens: Tensor | None = None, *, aside: int = 0) -> PredictedAttention:
+    def of(cls, kept: Tensor, predicted: Tensor, tokens: Tensor | None = None) -> PredictedAttention:
         """Return what is known of one request's attention in a layer.
 
         Args:
             kept: float [KV heads, group, n]; exact scores, -inf for no token.
             predicted: float [KV heads, group, others]; predicted scores of at least one token.
             tokens: int64 [KV heads, others]; how many tokens have each of these; one by default.
-            aside: how many of the last ``kept`` tokens ``reaching`` leaves out of what its share is of.
         """
         highest = kept.amax(-1, keepdim=True).double().clamp_min_(torch.finfo(torch.float32).min)
-        masses = (kept - highest).exp2()
-        of_kept = highest + masses.sum(-1, keepdim=True).log2()
-        of_aside = highest + masses[..., masses.shape[-1] - aside :].sum(-1, keepdim=True).log2()
+        mass = (kept - highest).exp2().sum(-1, keepdim=True)
         steps = (predicted * STEPS).round_()
         if tokens is None:
-            return cls(of_kept, steps, torch.ones_like(steps[:, :1], dtype=torch.int64), of_aside)
-        return cls(of_kept, steps.masked_fill_(tokens[:, None] == 0, -torch.inf), tokens[:, None], of_aside)
+            return cls(highest + mass.log2(), steps, torch.ones_like(steps[:, :1], dtype=torch.int64))
+        return cls(highest + mass.log2(), steps.masked_fill_(tokens[:, None] == 0, -torch.inf), tokens[:, None])
 
     @cached_property
     def total(self) -> Tensor:
@@ -76,11 +71,6 @@ class PredictedAttention:
         return (self.kept - self.total).exp2()
 
     @property
-    def aside_share(self) -> Tensor:
-        """Share of the mass that a share is not of: float64 [KV heads, group, 1]."""
-        return (self.aside - self.total).exp2()
-
-    @property
     def shares(self) -> Tensor:
         """What share of the mass a token of each other is predicted to hold: float64 [KV heads, group, others]."""
         return self._shares.gather(-1, self._places)
@@ -89,7 +79,7 @@ class PredictedAttention:
         """Return which of the others each query head takes: all from the step on with which it has enough.
 
         Args:
-            share: of the mass that is not ``aside``, that the tokens taken and those with exact scores must hold.
+            share: of the mass, that the tokens taken and those with exact scores must hold.
             least: how many of the others to take, if there are as many.
 
         Returns:
@@ -98,8 +88,7 @@ class PredictedAttention:
         # Above a step that weighs nothing there are all that weigh something.
         counts = self._counts.masked_fill(self._shares == 0, 0)
         masses = counts * self._shares
-        missing = share * (1 - self.aside_share) - (self.kept_share - self.aside_share)
-        is_needed = masses.cumsum(-1) - masses < missing
+        is_needed = masses.cumsum(-1) - masses < share - self.kept_share
         is_needed |= counts.cumsum(-1) - counts < least
         return self._places < is_needed.sum(-1, keepdim=True)
 

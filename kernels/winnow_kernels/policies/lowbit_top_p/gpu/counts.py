@@ -133,10 +133,8 @@ def _cut(
     # In float64, in which the order of sums, and so the base, cannot decide where they reach the share.
     masses = counts.to(tl.float64) * weights_of(marks).to(tl.float64)
     share = tl.load(policies.shares + row)
-    base = tl.load(scratch.bases + of_head)
-    of_kept = weight_of_kept(tl.load(scratch.kept + of_head), base).to(tl.float64)
-    sunk = weight_of_kept(tl.load(scratch.sunk + of_head), base)
-    missing = share * (total.to(tl.float64) - sunk.to(tl.float64)) - (of_kept - sunk.to(tl.float64))
+    of_kept = weight_of_kept(tl.load(scratch.kept + of_head), tl.load(scratch.bases + of_head)).to(tl.float64)
+    missing = share * total.to(tl.float64) - of_kept
     # With what is kept, ``least`` tokens; fewer if there are no more.
     least = tl.minimum(tl.load(policies.least + row) - (length - scored + sinks), scored - sinks)
     # From above, so that it makes no difference how far down is counted.
@@ -152,7 +150,7 @@ def _cut(
     # There is nothing below 0.
     is_open = is_short & (start > 0)
     tl.store(scratch.open + of_head, tl.where(is_open, _IS_OPEN, tl.where(turn > 0, _WAS_OPEN, 0)))
-    surest = surest_start(share, total - sunk, scored - sinks)
+    surest = surest_start(share, total, scored - sinks)
     tl.store(scratch.starts + of_head, tl.where((counted < least) | (start <= surest), 0, surest), mask=is_open)
     # A low cut is remembered for a while: of neighbouring steps some need far more tokens than others.
     above, anchor = cut - floor, tl.load(anchor_ptr)

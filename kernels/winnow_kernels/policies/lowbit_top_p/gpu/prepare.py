@@ -26,8 +26,6 @@ _LEVELS = tl.constexpr(float(QUERY_LEVELS))
 _STEPS = tl.constexpr(STEPS)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _NO_TOP = tl.constexpr(-(2**30))
-# Of no token: so many steps lower than anything else that it weighs nothing.
-_NO_MASS = tl.constexpr(-1e6)
 _HEADS = tl.constexpr(16)
 
 
@@ -66,7 +64,7 @@ def prepare_kernel(
                 other=0.0,
             )
             highest = tl.full([_HEADS], -float("inf"), tl.float32)
-            mass, of_sinks = tl.zeros([_HEADS], tl.float32), tl.zeros([_HEADS], tl.float32)
+            mass = tl.zeros([_HEADS], tl.float32)
             tokens = length - scored + sinks
             table_ptr = rows.page_table + row * rows.table_stride
             for begin in range(0, tokens, _KEPT):
@@ -79,17 +77,11 @@ def prepare_kernel(
                 scores = tl.dot(query, key, input_precision="ieee") * scale_log2
                 scores = tl.where(is_kept[None, :], scores, -float("inf"))
                 higher = tl.maximum(highest, tl.max(scores, 1))
-                masses = tl.exp2(scores - higher[:, None])
-                lower = tl.exp2(highest - higher)
-                mass = mass * lower + tl.sum(masses, 1)
-                is_sink = (place >= length - scored)[None, :]
-                of_sinks = of_sinks * lower + tl.sum(tl.where(is_sink, masses, 0.0), 1)
+                mass = mass * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
                 highest = higher
             kept = (highest + tl.log2(mass)) * _STEPS
-            sunk = tl.where(of_sinks > 0, (highest + tl.log2(tl.maximum(of_sinks, _TINY))) * _STEPS, _NO_MASS)
             is_head = head < shape.padded_group
             tl.store(scratch.kept + of_pair + head, kept, mask=is_head)
-            tl.store(scratch.sunk + of_pair + head, sunk, mask=is_head)
             of_request = tl.load(anchors.slots + row) * (shape.kv_heads * shape.group) + kv_head * shape.group + head
             top = tl.load(anchors.tops + of_request, mask=head < shape.group, other=_NO_TOP)
             # The marks reach 31 steps above the last step's highest one, and as many less 32 below it.

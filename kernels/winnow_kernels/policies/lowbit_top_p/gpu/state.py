@@ -143,7 +143,6 @@ class Scratch(NamedTuple):
     sums: Pointer
     worths: Pointer
     kept: Pointer
-    sunk: Pointer
     tops: Pointer
     bases: Pointer
     floors: Pointer
@@ -216,7 +215,6 @@ class Scratch(NamedTuple):
             sums=zeros(padded),
             worths=zeros(padded, dtype=torch.float32),
             kept=zeros(padded, dtype=torch.float32),
-            sunk=zeros(padded, dtype=torch.float32),
             tops=zeros(padded),
             bases=zeros(padded),
             floors=zeros(padded),
@@ -342,7 +340,7 @@ def counted_weights(marks: tl.tensor, floors: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def weight_of_kept(kept: tl.tensor, bases: tl.tensor) -> tl.tensor:
-    """Return what the kept tokens weigh, or the sinks among them, in the same units: float32."""
+    """Return what the kept tokens weigh, in the same units: float32."""
     whole = tl.floor(kept)
     # Apart, what is behind the point is the same to the last bit whatever the base.
     scale = tl.exp2((whole - (bases + _UNIT_MARK).to(tl.float32)) * (1.0 / _STEPS))
@@ -351,10 +349,7 @@ def weight_of_kept(kept: tl.tensor, bases: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def surest_start(share: tl.tensor, totals: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """Return the mark below which all ``tokens`` together weigh no more than a share of a total leaves: int32.
-
-    The total is without sinks.
-    """
+    """Return the mark below which all ``tokens`` together weigh no more than a share of a total leaves: int32."""
     weight = (1.0 - share).to(tl.float32) * totals / tokens.to(tl.float32)
     # One less, for what rounding adds up to.
     start = tl.floor(tl.log2(tl.maximum(weight, 1e-30)) * _STEPS).to(tl.int32) + _UNIT_MARK - 1

@@ -81,8 +81,7 @@ def total_kernel(
             share = tl.load(policies.shares + row)
             # Unknown, it is far below all.
             expected = floors + tl.load(anchors.cuts + of_request, mask=head < shape.group, other=0) - _SPARE
-            sunk = weight_of_kept(tl.load(scratch.sunk + of_heads), bases)
-            surest = surest_start(share, total - sunk, scored - sinks)
+            surest = surest_start(share, total, scored - sinks)
             # What takes everything lists everything, whatever another request's steps took.
             start = tl.where(surest > 0, tl.maximum(expected, surest), 0)
             # The highest is counted in any case.
