@@ -72,7 +72,7 @@ COMPARED: Final = 64
 DEVIATIONS: Final = 2.7
 """Standard deviations by which the highest of a cluster's scores is expected to exceed their mean: measured."""
 _LOG2_E: Final = 1.4426950408889634
-_LEAST_VARIANCE: Final = 1e-30
+_MIN_VARIANCE: Final = 1e-30
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ def _gains(scores: Tensor, variances: Tensor, is_filled: Tensor) -> Tensor:
     padded = F.pad(greatest, (0, -count % COMPARED), value=-torch.inf)
     bounds = padded.unflatten(-1, (-1, COMPARED)).amax(-1).repeat_interleave(COMPARED, -1)[..., :count]
     reached = ((bounds - scores) / _LOG2_E).clamp_min_(0).minimum(variances)
-    return (reached - reached.square() / (2 * variances).clamp_min_(_LEAST_VARIANCE)) * _LOG2_E
+    return (reached - reached.square() / (2 * variances).clamp_min_(_MIN_VARIANCE)) * _LOG2_E
 
 
 def share_steps(shares: Tensor) -> Tensor:
