@@ -227,7 +227,7 @@ def check(case: Case, got: Selected) -> None:
         if isinstance(step, LowBitTopPStep):
             assert bool(got.capped[row]) == bool(step.capped[0])
         length = int(case.context.lengths[row])
-        if len(step.kept[0]) > 0.75 * length:
+        if len(step.requests[0].kept) > 0.75 * length:
             # Nothing is scored: the rows' counts stand for everything already.
             check_untouched(got.selection, row)
             continue
@@ -241,7 +241,7 @@ def check(case: Case, got: Selected) -> None:
             assert int(got.selection.counts[row, head]) == count
             slots = got.selection.slots[row, head, :count].tolist()
             assert slots == expected.slots[0, head, :count].tolist()
-            believed = torch.stack((step._selected[0, head], step._rest[0, head]), -1)
+            believed = torch.stack((step._choice.selected[0, head], step._choice.rest[0, head]), -1)
             total = believed.exp2().sum(-1, keepdim=True).log2()
             # A score in the middle between two steps may be rounded to either, which is a twelfth of a token's mass.
             torch.testing.assert_close((beliefs[head] - total).exp2(), (believed - total).exp2(), rtol=1e-4, atol=1e-3)
