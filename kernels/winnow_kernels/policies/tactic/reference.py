@@ -177,7 +177,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
         self._parameters, self._clustered = parameters, clustered
         self._estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=context.device)
         self._capped = torch.zeros(context.requests, dtype=torch.bool, device=context.device)
-        self.spans = index.lookup(context, clustered, torch.tensor([p.sinks for p in parameters], device=context.device))
+        sinks = torch.tensor([p.sinks for p in parameters], device=context.device)
+        self.spans = index.lookup(context, clustered, sinks)
         of_spans = torch.stack((self.spans.starts, self.spans.covered), -1).tolist()
         keys = [
             _Key(own, tuple((start, covered) for start, covered in spans if covered), tokens)
@@ -234,9 +235,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
-        choices = {
-            own.alike: self._choose(own, layer, grouped[own.alike.rows], cache, meter) for own in self._requests
-        }
+        choices = {own.alike: self._choose(own, layer, grouped[own.alike.rows], cache, meter) for own in self._requests}
         self._choice = Choice.of_all(choices)
         return self._choice.selection(self.context.lengths)
 
@@ -252,7 +251,9 @@ class TacticStep(FullLayersStep["TacticStep"]):
             bool [requests, KV heads, group, clusters].
         """
         grouped = group(queries, cache.kv_heads)
-        taken = torch.zeros(*grouped.shape[:3], int(self.spans.clusters.max()), dtype=torch.bool, device=grouped.device)
+        taken = torch.zeros(
+            *grouped.shape[:3], self.spans.cluster_places.shape[1], dtype=torch.bool, device=grouped.device
+        )
         for own in self._requests:
             of_rows = grouped[own.alike.rows]
             predicted = self._predicted(own, layer, of_rows, self._kept_scores(own, of_rows, cache))
@@ -266,13 +267,14 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     def _predicted(self, own: _Clustered, layer: int, queries: Tensor, kept_scores: Tensor) -> PredictedAttention:
         clusters = self.index.read(layer, own.spans)
-        centroids, spreads, directions, sizes = (
-            of_heads.transpose(0, 1)[:, :, : own.clusters] for of_heads in vars(clusters).values()
+        centroids, spreads, sizes = (
+            of_heads.transpose(0, 1)[:, :, : own.clusters]
+            for of_heads in (clusters.centroids, clusters.spreads, clusters.sizes)
         )
         sizes = sizes.long()
         scores = queries @ centroids.to(queries.dtype).mT * (self.scale * _LOG2_E)
         # How far scores vary along a query in a span, for each unit of its clusters' spread.
-        along = queries.square() @ directions.float().mT
+        along = queries.square() @ clusters.directions.transpose(0, 1).float().mT
         along *= self.scale**2 / queries.shape[-1]
         along = along.repeat_interleave(self.index.clusters, dim=-1)[..., : own.clusters]
         gains = _gains(scores, along * spreads.float()[:, :, None], (sizes > 0)[:, :, None])
@@ -306,7 +308,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         members = numbers.gather(-1, places)
         slots = torch.cat([_for_heads(own.kept[:, :kept], cache.kv_heads), self._slots(own, layer, members, ranks)], -1)
         counts = kept + tokens.sum(-1)
-        meter.count_bytes(alike.is_in.index_add(0, alike.rows, (counts - kept).sum(-1) * self.index.member_bytes(layer) - 1))
+        meter.count_bytes(alike.is_in.scatter(0, alike.rows, tokens.sum((1, 2)) * self.index.member_bytes(layer)))
         if self.termination is not None:
             of_members = of_clusters.gather(-1, members).where(is_member, SHARE_STEPS)
             steps = torch.cat([_kept_steps(kept_scores, total)[..., :kept], of_members], -1)
@@ -339,6 +341,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
             slots = slots.gather(-1, _kept_steps(scores, total)[..., :count].argsort(stable=True))
         selected, rest = masses[..., :count].sum(-1), masses[..., count:].sum(-1)
         counts = torch.full_like(slots[..., 0], count)
+        if count < own.kept.shape[1]:
+            self._capped[own.alike.rows] = True
         return Choice(slots, counts, highest[..., 0] + selected.log2(), highest[..., 0] + rest.log2())
 
     def _correction(
@@ -369,11 +373,13 @@ class TacticStep(FullLayersStep["TacticStep"]):
         expected = expected_samples(shares.mean(-2), sizes, p).where(is_out, 0.0)
         counts = (expected + own.chance).floor().long().where(is_out, 0)
         numbers, ranks, is_sample = _members_of(counts)
+        if numbers.shape[-1] == 0:
+            return torch.ones_like(predicted.total[..., 0])
         of_sampled = sizes.gather(-1, numbers)
         first = own.place.expand_as(sizes).gather(-1, numbers) * of_sampled >> 16
         slots = self._slots(own, layer, numbers, (ranks + first) % of_sampled.clamp_min(1))
         read = counts.sum((1, 2)) * (cache.vector_bytes + self.index.member_bytes(layer))
-        meter.count_bytes(torch.zeros_like(own.alike.is_in).index_add(0, own.alike.rows, read))
+        meter.count_bytes(own.alike.is_in.scatter(0, own.alike.rows, read))
         keys = peek_keys(cache, Selection(slots, counts.sum(-1))).to(queries.dtype)
         scores = (queries @ keys.mT * (self.scale * _LOG2_E)).double() - predicted.total
         # Each stands for as many tokens as its cluster has for each sample.
