@@ -15,9 +15,9 @@ from winnow_kernels.cache import Context
 from winnow_kernels.selection.tokens import Selection
 
 K = TypeVar("K", bound=Hashable)
-CPU_TOKENS: Final = 4096
-"""Tokens of requests that are computed together on a CPU: what is computed of more leaves its caches."""
-GPU_TOKENS: Final = 2**19
+CPU_SCORES: Final = 4096
+"""Scores of a query head, of all requests that are computed together on a CPU: more would leave its caches."""
+GPU_SCORES: Final = 2**19
 """The same on a GPU, which must have space for it."""
 _LOG2_E: Final = 1.4426950408889634
 
@@ -41,12 +41,18 @@ class Alike(Generic[K]):
     key: K
 
     @classmethod
-    def of(cls, context: Context, keys: Sequence[K]) -> list[Alike[K]]:
-        """Return all requests of a batch, those together that agree in length and key, as far as that is worth it."""
+    def of(cls, context: Context, keys: Sequence[K], tokens_of_score: int = 1) -> list[Alike[K]]:
+        """Return all requests of a batch, those together that agree in length and key, as far as that is worth it.
+
+        Args:
+            context: of the batch.
+            keys: of each request.
+            tokens_of_score: how many tokens share a score.
+        """
         alike: dict[tuple[int, K], list[int]] = {}
         for row, of_row in enumerate(zip(context.lengths.tolist(), keys, strict=True)):
             alike.setdefault(of_row, []).append(row)
-        at_once = CPU_TOKENS if context.device.type == "cpu" else GPU_TOKENS
+        scores = CPU_SCORES if context.device.type == "cpu" else GPU_SCORES
         return [
             cls(
                 some,
@@ -56,7 +62,7 @@ class Alike(Generic[K]):
                 key,
             )
             for (length, key), rows in alike.items()
-            for some in torch.tensor(rows, device=context.device).split(max(1, at_once // length))
+            for some in torch.tensor(rows, device=context.device).split(max(1, scores * tokens_of_score // length))
         ]
 
 

@@ -184,8 +184,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
             _Key(own, tuple((start, covered) for start, covered in spans if covered), tokens)
             for own, spans, tokens in zip(parameters, of_spans, self.spans.tokens.tolist(), strict=True)
         ]
-        kv_heads = index.shape.kv_heads
-        self._requests = [_Clustered.of(alike, self.spans, kv_heads) for alike in Alike.of(context, keys)]
+        alike = Alike.of(context, keys, CLUSTER_SIZE)
+        self._requests = [_Clustered.of(own, self.spans, index.shape.kv_heads) for own in alike]
         self._choice: Choice
 
     @property
