@@ -15,7 +15,6 @@ from tests.kernels.gpu.selectors import cache_on, check_untouched, on_device, un
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.coded_tokens import CodedStep
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
@@ -200,7 +199,7 @@ def _policies(case: Case) -> Policies:
     return Policies(acts, shares.to(device), sinks, least_tokens, most, budgets, by_score)
 
 
-def _reference(case: Case, row: int) -> CodedStep:
+def _reference(case: Case, row: int) -> LowBitTopKStep | LowBitTopPStep:
     asked = case.asked[row]
     assert asked is not None
     # On a GPU what has a cap is in order, too.

@@ -402,9 +402,11 @@ def _members_of(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         and bool, same shape, false there.
     """
     ends = counts.cumsum(-1)
-    places = torch.arange(int(ends[..., -1].max()), device=counts.device).repeat(*counts.shape[:-1], 1)
+    places = torch.arange(int(ends[..., -1].max()), device=counts.device)
     is_entry = places < ends[..., -1:]
-    numbers = torch.searchsorted(ends, places, right=True).where(is_entry, 0)
+    # An entry is of the first whose end lies behind it.
+    are_ends = ends.new_zeros(*counts.shape[:-1], len(places) + 1).scatter_add_(-1, ends, torch.ones_like(ends))
+    numbers = are_ends.cumsum(-1)[..., :-1].where(is_entry, 0)
     ranks = places - (ends - counts).gather(-1, numbers)
     return numbers, ranks.where(is_entry, 0), is_entry
 
