@@ -47,6 +47,7 @@ def run(
     policy: Annotated[
         list[str] | None,
         typer.Option(
+            "--policy",
             metavar="POLICY",
             help="Policy in JSON or a preset's name; may be given several times.",
             show_default="each policy over its parameter",
