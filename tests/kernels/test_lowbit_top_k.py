@@ -122,7 +122,7 @@ def test_the_mean_of_a_groups_shares_decides() -> None:
 
 
 def test_of_equal_keys_the_first_are_taken() -> None:
-    keys = torch.tensor([[5, 7, 5, 5, 9], [LOWEST_KEY] * 5])
+    keys = torch.tensor([[-5, -3, -5, -5, -1], [LOWEST_KEY] * 5])
     assert highest(keys, 3).tolist() == [[True, True, False, False, True], [True, True, True, False, False]]
     assert not highest(keys, 0).any()
     assert highest(keys, 9).all()

@@ -214,12 +214,12 @@ def span_of(slots: Tensor) -> slice | Tensor:
 
 
 def take(pool: Tensor, span: slice | Tensor) -> Tensor:
-    """Return what ``pool``, [slots, ...], holds at a span: a view of a run, a copy of anything else."""
+    """Return what ``pool``, [slots, ...], holds at a span, or at slots of any shape: a view of a run, else a copy."""
     if isinstance(span, slice):
         if span.stop > len(pool):
             raise IndexError(f"slots up to {span.stop - 1} are asked of a pool of {len(pool)}")
         return pool[span]
-    return pool.index_select(0, span)
+    return pool.index_select(0, span.flatten()).unflatten(0, span.shape)
 
 
 def as_rows(queries: Tensor, kv_heads: int) -> Tensor:

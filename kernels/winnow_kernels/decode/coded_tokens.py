@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import Attended, group
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.predicted_attention import PredictedAttention
+from winnow_kernels.contract.fields import Sparse
+from winnow_kernels.decode.choices import Alike, Choice, listed
+from winnow_kernels.decode.predicted_attention import LOWEST_KEY, PredictedAttention
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.indexes.key_codes import BLOCK, KeyCodes, RoundedQueries, bytes_of_key
@@ -38,6 +40,7 @@ WINDOW: Final = 64
 """Newest tokens, at least, that are always attended to."""
 WHOLE_SHARE: Final = 0.75
 """A KV head that would attend to more than this share of the context attends to all of it."""
+P = TypeVar("P", bound=Sparse)
 _LOG2_E: Final = 1.4426950408889634
 
 
@@ -63,51 +66,56 @@ def read_whole_until(wanted: int) -> int:
     return ceil(wanted / WHOLE_SHARE) - 1
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What one request attends to.
+@dataclass(frozen=True, eq=False)
+class Coded(Generic[P]):
+    """Requests that are computed together, whose key are their parameters.
 
     Attributes:
-        positions: of each KV head, in order.
-        selected: float64 [KV heads, group]; logarithm of the mass that this is predicted to have.
-        rest: of all else; -inf where everything is selected.
+        alike: the requests.
+        scored: how many first tokens are scored by codes.
+        sinks: how many of these are always attended to.
+        kept: int64 [n]; positions of the tokens that are always attended to, in order.
+        blocks: int64 [requests, n]; where the codes are of those that are scored.
     """
 
-    positions: list[Tensor]
-    selected: Tensor
-    rest: Tensor
+    alike: Alike[P]
+    scored: int
+    sinks: int
+    kept: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, alike: Alike[P], codes: KeyCodes) -> Coded[P]:
+        """Return what ``codes`` know of requests."""
+        size, device = codes.generations.page_size, alike.rows.device
+        scored = scored_tokens(alike.length, size)
+        sinks = kept_sinks(alike.key.sinks, scored)
+        kept = torch.cat((torch.arange(alike.length - 1, scored - 1, -1), torch.arange(sinks))).to(device)
+        return cls(alike, scored, sinks, kept, codes.blocks_of(alike.context.slots[:, :scored:size] // size))
 
 
-class CodedStep(DecodeStep):
+class CodedStep(DecodeStep, Generic[P]):
     """Attend to sinks, to the newest tokens, and to what is chosen of the others by their predicted scores.
 
     Attributes:
-        lengths: of the contexts.
         index_built_tokens: for each request, the tokens of the pages whose codes this step had to compute.
-        kept: for each request, int64 [n]; positions of the tokens that are always attended to, in order.
+        requests: the requests, by what is computed together.
     """
 
     def __init__(
-        self, context: Context, scale: float, termination: Termination | None, sinks: Sequence[int], codes: KeyCodes
+        self, context: Context, scale: float, termination: Termination | None, parameters: Sequence[P], codes: KeyCodes
     ) -> None:
         super().__init__(context, scale, termination)
         self._codes = codes
         size = codes.generations.page_size
-        self.lengths: list[int] = context.lengths.tolist()
-        self._scored = [scored_tokens(length, size) for length in self.lengths]
-        self._sinks = [kept_sinks(own, scored) for own, scored in zip(sinks, self._scored, strict=True)]
         # Those of the window's pages, too: a later step scores them.
-        pages = [codes.generations.complete_pages(context, row, n - 1) for row, n in enumerate(self.lengths)]
-        self.index_built_tokens = [size * codes.ensure(of_request) for of_request in pages]
-        of_pages = zip(pages, self._scored, strict=True)
-        self._blocks = [dense.span_of(codes.blocks_of(own[: scored // size])) for own, scored in of_pages]
-        self.kept = [
-            torch.cat((torch.arange(length - 1, scored - 1, -1), torch.arange(own))).to(context.device)
-            for length, scored, own in zip(self.lengths, self._scored, self._sinks, strict=True)
+        pages = [
+            codes.generations.complete_pages(context, row, n - 1) for row, n in enumerate(context.lengths.tolist())
         ]
+        self.index_built_tokens = [size * codes.ensure(of_request) for of_request in pages]
+        self.requests = [Coded.of(alike, codes) for alike in Alike.of(context, parameters)]
         self._estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=context.device)
-        self._is_row = torch.eye(context.requests, dtype=torch.int64, device=context.device)
-        self._selected, self._rest = self._estimated_share, self._estimated_share
+        self._choice: Choice
 
     @property
     def estimated_share(self) -> Tensor:
@@ -118,57 +126,39 @@ class CodedStep(DecodeStep):
         return self._estimated_share
 
     @abstractmethod
-    def chosen(self, request: int, predicted: PredictedAttention) -> Tensor:
-        """Return which of a request's other tokens to attend to: bool [KV heads, tokens]."""
+    def chosen(self, requests: Coded[P], predicted: PredictedAttention) -> Tensor:
+        """Return which of some requests' other tokens to attend to: bool [requests, KV heads, tokens]."""
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
-        choices = [self._choice(row, layer, grouped[row], cache, meter) for row in range(self.context.requests)]
-        counts = torch.tensor([[len(head) for head in own.positions] for own in choices], device=queries.device)
-        slots = counts.new_zeros(*counts.shape, int(counts.max()))
-        for row, own in enumerate(choices):
-            for head, positions in enumerate(own.positions):
-                slots[row, head, : len(positions)] = self.context.slots[row].index_select(0, positions)
-        self._selected = torch.stack([own.selected for own in choices])
-        self._rest = torch.stack([own.rest for own in choices])
-        return Selection(slots, counts, counts == self.context.lengths[:, None])
+        choices = {own.alike: self._choose(own, layer, grouped[own.alike.rows], cache, meter) for own in self.requests}
+        self._choice = Choice.of_all(choices)
+        return self._choice.selection(self.context.lengths)
 
-    def _choice(self, row: int, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> _Choice:
-        length, kept, sinks = self.lengths[row], self.kept[row], self._sinks[row]
-        if len(kept) > WHOLE_SHARE * length:
-            nothing = queries.new_full(queries.shape[:2], -torch.inf, dtype=torch.float64)
-            return _Choice([self._newest_first(row)] * cache.kv_heads, nothing, nothing)
-        code_bytes = bytes_of_key(cache.head_dim, self._codes.bits) * self._scored[row]
-        meter.count_bytes(self._is_row[row] * round(cache.kv_heads * (cache.vector_bytes * len(kept) + code_bytes)))
-        keys = cache.keys.index_select(0, self.context.slots[row].index_select(0, kept)).float().permute(1, 2, 0)
-        scores = self._codes.scores(layer, RoundedQueries.of(queries, self.scale), self._blocks[row])
-        predicted = PredictedAttention.of(queries @ keys * (self.scale * _LOG2_E), scores[..., sinks:])
-        selected = self.chosen(row, predicted)
-        order = predicted.order() if self.termination is not None else None
-        positions, held = [], []
-        for head, tokens in enumerate((selected.sum(-1) + len(kept)).tolist()):
-            if tokens > WHOLE_SHARE * length:
-                positions.append(self._newest_first(row))
-                held.append(scores.new_ones(queries.shape[1], dtype=torch.float64))
-                continue
-            own = selected[head].nonzero().flatten()
-            held.append(predicted.held(head, own))
-            if order is not None:
-                own = own[order[head][own].argsort(descending=True, stable=True)]
-            positions.append(torch.cat((kept, sinks + own)))
-        share, total = torch.stack(held), predicted.total[..., 0]
-        return _Choice(positions, total + share.log2(), total + (1 - share).log2())
-
-    def _newest_first(self, row: int) -> Tensor:
-        return torch.arange(self.lengths[row] - 1, -1, -1, device=self.context.device)
+    def _choose(self, own: Coded[P], layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Choice:
+        alike, kept, most = own.alike, len(own.kept), WHOLE_SHARE * own.alike.length
+        if kept > most:
+            return Choice.of_everything(alike.context, queries)
+        code_bytes = bytes_of_key(cache.head_dim, self._codes.bits) * own.scored
+        meter.count_bytes(alike.is_in * round(cache.kv_heads * (cache.vector_bytes * kept + code_bytes)))
+        keys = dense.take(cache.keys, alike.context.slots[:, own.kept]).float().permute(0, 2, 3, 1)
+        scores = self._codes.scores(layer, RoundedQueries.of(queries, self.scale), own.blocks)
+        predicted = PredictedAttention.of(queries @ keys * (self.scale * _LOG2_E), scores[..., own.sinks :])
+        selected = self.chosen(own, predicted)
+        counts = selected.sum(-1) + kept
+        is_whole = counts > most
+        others, is_other = listed(selected & ~is_whole[..., None])
+        share = predicted.held(others, is_other).masked_fill_(is_whole[..., None], 1.0)
+        if self.termination is not None:
+            order = predicted.order().gather(-1, others).where(is_other, LOWEST_KEY)
+            others = others.gather(-1, order.argsort(descending=True, stable=True))
+        positions = torch.cat((own.kept.expand(*others.shape[:2], -1), own.sinks + others), -1)
+        total = predicted.total[..., 0]
+        choice = Choice(alike.context.slots_at(positions), counts, total + share.log2(), total + (1 - share).log2())
+        return choice.or_everything(is_whole, alike.context)
 
     def note(self, selection: Selection, attended: Attended) -> None:
-        read = attended.log_sum_exp.double().unflatten(1, self._rest.shape[1:]) * _LOG2_E
-        is_cut = (attended.read < selection.counts)[..., None]
-        # What is selected weighs at least as much as what was read of it.
-        selected = self._selected.maximum(read).where(is_cut, read)
-        unread = (selected - read).exp2() - 1 + (self._rest - read).exp2()
-        self._estimated_share += (1 / (1 + unread)).mean((1, 2))
+        self._estimated_share += self._choice.believed_share(attended)
 
     def count(self, statistics: Statistics, table_rows: Tensor, layers: int) -> None:
         statistics.add(table_rows, Field.ESTIMATED_SHARE, self._estimated_share)

@@ -98,10 +98,10 @@ class Spans:
     def most(self) -> int:
         return self.entries.shape[1]
 
-    def of_request(self, request: int) -> Spans:
-        """Return the spans of one request alone."""
-        own = {name: of_all[request : request + 1] for name, of_all in vars(self).items()}
-        return Spans(**own)
+    def of_requests(self, rows: Tensor) -> Spans:
+        """Return the spans of some of the requests, int64 [n]."""
+        of_rows = {name: of_all[rows] for name, of_all in vars(self).items()}
+        return Spans(**of_rows)
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,12 @@ _MEAN_FACTOR_BYTES: Final = torch.float32.itemsize
 _STEPS: Final = {2: 0.9957, 3: 0.5860, 4: 0.3352}
 _LOG2_E: Final = 1.4426950408889634
 _TINY: Final = torch.finfo(torch.float32).tiny
+_CPU: Final = torch.device("cpu")
 _MAX_FACTOR: Final = torch.finfo(torch.float16).max
 
 
 @cache
-def rotation(head_dim: int) -> Tensor:
+def rotation(head_dim: int, device: torch.device = _CPU) -> Tensor:
     """Return what keys and queries are multiplied with: float32 [head dim, head dim], rows of length √head dim.
 
     A Hadamard matrix where Sylvester's construction has one, of which half precision holds every number; a cosine
@@ -69,7 +70,7 @@ def rotation(head_dim: int) -> Tensor:
         row, column = torch.arange(head_dim).double()[:, None], torch.arange(head_dim).double()
         basis = torch.cos(math.pi / head_dim * (column + 0.5) * row) * math.sqrt(2)
         basis[0] = 1
-    return (basis * signs).float()
+    return (basis * signs).float().to(device)
 
 
 def is_hadamard(head_dim: int) -> bool:
@@ -97,7 +98,7 @@ class RoundedQueries:
     @classmethod
     def of(cls, queries: Tensor, scale: float) -> RoundedQueries:
         """Round ``queries``, [..., head dim], whose scores are multiplied by ``scale``."""
-        rotated = queries.float() @ rotation(queries.shape[-1]).to(queries.device).T
+        rotated = queries.float() @ rotation(queries.shape[-1], queries.device).T
         steps = rotated.abs().amax(-1) / QUERY_LEVELS
         levels = (rotated / steps.clamp_min(_TINY)[..., None] + 0.5).floor()
         return cls(levels.to(torch.int8), steps * (scale * _LOG2_E / queries.shape[-1]))
@@ -149,25 +150,25 @@ def products(levels: Tensor, packs: Tensor, bits: int) -> Tensor:
     """Return the products of queries with packed numbers, in integers up to the end: exact, and the same everywhere.
 
     Args:
-        levels: int8 [KV heads, group, n].
-        packs: uint8 [KV heads, tokens, n × bits ÷ 8], of odd numbers (``packed``).
+        levels: int8 [..., KV heads, group, n].
+        packs: uint8 [..., KV heads, tokens, n × bits ÷ 8], of odd numbers (``packed``).
         bits: of each.
 
     Returns:
-        float32 [KV heads, group, tokens].
+        float32 [..., KV heads, group, tokens].
     """
-    of_heads = [_integer_product(*of_head) for of_head in zip(levels, _codes(packs, bits), strict=True)]
     sums = levels.sum(-1, keepdim=True, dtype=torch.int32)
-    return torch.stack(of_heads).mul_(2).sub_(sums * (2**bits - 1)).float()
+    return _integer_products(levels, _codes(packs, bits)).mul_(2).sub_(sums * (2**bits - 1)).float()
 
 
-def _integer_product(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return rows · columnsᵀ of int8 [m, k] and [n, k], the columns' from 0 to 15: int32 [m, n]."""
+def _integer_products(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return rows · columnsᵀ of int8 [..., m, k] and [..., n, k], the columns' from 0 to 15: int32 [..., m, n]."""
     if rows.device.type != "cpu":
         # Sums below 2^24 are exact in float32.
-        return (rows.float() @ columns.float().T).int()
+        return (rows.float() @ columns.float().mT).int()
     # What has rows on the left stays exact where a CPU adds up products of bytes in 16 bits.
-    return torch._int_mm(rows, columns.T)  # noqa: SLF001
+    of_heads = zip(rows.flatten(0, -3), columns.flatten(0, -3), strict=True)
+    return torch.stack([torch._int_mm(own, of_head.T) for own, of_head in of_heads]).unflatten(0, rows.shape[:-2])  # noqa: SLF001
 
 
 def _codes(packs: Tensor, bits: int) -> Tensor:
@@ -175,17 +176,17 @@ def _codes(packs: Tensor, bits: int) -> Tensor:
     if bits == 3:
         higher = packs.shape[-1] * 2 // 3
         return _codes(packs[..., :higher], 2).mul_(2).add_(_codes(packs[..., higher:], 1))
-    words = _words_of_bytes(bits).to(packs.device)
+    words = _words_of_bytes(bits, packs.device)
     # One number for each byte is several times as fast as so many.
     of_bytes = words.index_select(0, packs.flatten().int())
     return of_bytes.view(torch.int8).view(*packs.shape[:-1], packs.shape[-1] * 8 // bits)
 
 
 @cache
-def _words_of_bytes(bits: int) -> Tensor:
+def _words_of_bytes(bits: int, device: torch.device) -> Tensor:
     """Return what lies in every byte, 8 ÷ ``bits`` numbers of 8 bits, as one integer: int16, int32 or int64 [256]."""
     numbers = (torch.arange(256)[:, None] >> torch.arange(0, 8, bits)) & (2**bits - 1)
-    return numbers.to(torch.int8).view({1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]).flatten()
+    return numbers.to(torch.int8).view({1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]).flatten().to(device)
 
 
 class _Misfit(NamedTuple):
@@ -260,7 +261,7 @@ class KeyCodes(DevicePageIndex):
         return None if misfit is None else misfit.told
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
-        turn = rotation(self.shape.head_dim).to(pages.device)
+        turn = rotation(self.shape.head_dim, pages.device)
         keys = self.page_keys(cache, pages).float().unflatten(1, (-1, BLOCK)).flatten(0, 1).transpose(1, 2) @ turn.T
         blocks = self.blocks_of(pages)
         values, factors = rounded(keys.mean(2), MEAN_BITS)
@@ -271,28 +272,28 @@ class KeyCodes(DevicePageIndex):
         self.factors[layer][blocks] = factors[..., 0].clamp_max(_MAX_FACTOR).half()
 
     def blocks_of(self, pages: Tensor) -> Tensor:
-        """Return the blocks of ``pages``, int64 [n], in their order."""
+        """Return the blocks of ``pages``, int64 [..., n], in their order."""
         of_page = self.generations.page_size // BLOCK
-        return (pages[:, None] * of_page + torch.arange(of_page, device=pages.device)).flatten()
+        return (pages[..., None] * of_page + torch.arange(of_page, device=pages.device)).flatten(-2)
 
     def scores(self, layer: int, queries: RoundedQueries, blocks: slice | Tensor) -> Tensor:
         """Return what the tokens of ``blocks`` are predicted to score, to base 2.
 
         Args:
             layer: the layer's number.
-            queries: of one request, [KV heads, group, head dim].
-            blocks: int64 [n], or a span of n (``dense.span_of``).
+            queries: [..., KV heads, group, head dim].
+            blocks: int64 [..., n]; or, of one request, a span of n (``dense.span_of``).
 
         Returns:
-            float32 [KV heads, group, n × 16].
+            float32 [..., KV heads, group, n × 16].
         """
-        means = products(queries.levels, take(self.means[layer], blocks).transpose(0, 1), MEAN_BITS)
-        means *= take(self.mean_factors[layer], blocks).T[:, None]
-        codes = take(self.codes[layer], blocks).transpose(0, 1)
-        scores = products(queries.levels, codes.flatten(1, 2), self.bits).unflatten(-1, (-1, BLOCK))
-        scores *= take(self.factors[layer], blocks).transpose(0, 1).float()[:, None]
+        means = products(queries.levels, take(self.means[layer], blocks).transpose(-3, -2), MEAN_BITS)
+        means *= take(self.mean_factors[layer], blocks).mT[..., None, :]
+        codes = take(self.codes[layer], blocks).transpose(-4, -3)
+        scores = products(queries.levels, codes.flatten(-3, -2), self.bits).unflatten(-1, (-1, BLOCK))
+        scores *= take(self.factors[layer], blocks).transpose(-3, -2).float()[..., None, :, :]
         scores += means[..., None]
-        return scores.flatten(2).mul_(queries.steps[..., None])
+        return scores.flatten(-2).mul_(queries.steps[..., None])
 
     def norms(self, layer: int, blocks: slice | Tensor) -> Tensor:
         """Return how long the keys of ``blocks`` are, nearly: within an eighth, as a rule.

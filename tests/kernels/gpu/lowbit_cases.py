@@ -15,7 +15,6 @@ from tests.kernels.gpu.selectors import cache_on, check_untouched, on_device, un
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.coded_tokens import CodedStep
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
@@ -200,7 +199,7 @@ def _policies(case: Case) -> Policies:
     return Policies(acts, shares.to(device), sinks, least_tokens, most, budgets, by_score)
 
 
-def _reference(case: Case, row: int) -> CodedStep:
+def _reference(case: Case, row: int) -> LowBitTopKStep | LowBitTopPStep:
     asked = case.asked[row]
     assert asked is not None
     # On a GPU what has a cap is in order, too.
@@ -227,7 +226,7 @@ def check(case: Case, got: Selected) -> None:
         if isinstance(step, LowBitTopPStep):
             assert bool(got.capped[row]) == bool(step.capped[0])
         length = int(case.context.lengths[row])
-        if len(step.kept[0]) > 0.75 * length:
+        if len(step.requests[0].kept) > 0.75 * length:
             # Nothing is scored: the rows' counts stand for everything already.
             check_untouched(got.selection, row)
             continue
@@ -241,7 +240,7 @@ def check(case: Case, got: Selected) -> None:
             assert int(got.selection.counts[row, head]) == count
             slots = got.selection.slots[row, head, :count].tolist()
             assert slots == expected.slots[0, head, :count].tolist()
-            believed = torch.stack((step._selected[0, head], step._rest[0, head]), -1)
+            believed = torch.stack((step._choice.selected[0, head], step._choice.rest[0, head]), -1)
             total = believed.exp2().sum(-1, keepdim=True).log2()
             # A score in the middle between two steps may be rounded to either, which is a twelfth of a token's mass.
             torch.testing.assert_close((beliefs[head] - total).exp2(), (believed - total).exp2(), rtol=1e-4, atol=1e-3)

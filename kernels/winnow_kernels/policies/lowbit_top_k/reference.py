@@ -7,31 +7,16 @@ What is always attended to is inside the budget, and when everything is (``decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from winnow_kernels.attend.early_termination import Termination
-from winnow_kernels.cache import Context
-from winnow_kernels.decode.coded_tokens import CodedStep
+from winnow_kernels.decode.coded_tokens import Coded, CodedStep
 from winnow_kernels.decode.predicted_attention import PredictedAttention, highest
-from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 
 
-class LowBitTopKStep(CodedStep):
+class LowBitTopKStep(CodedStep[LowBitTopK]):
     """Choose the tokens with the largest shares."""
 
-    def __init__(
-        self,
-        context: Context,
-        scale: float,
-        termination: Termination | None,
-        parameters: Sequence[LowBitTopK],
-        codes: KeyCodes,
-    ) -> None:
-        super().__init__(context, scale, termination, [own.sinks for own in parameters], codes)
-        self._budgets = [own.tokens(length - 1) for own, length in zip(parameters, self.lengths, strict=True)]
-
-    def chosen(self, request: int, predicted: PredictedAttention) -> Tensor:
-        return highest(predicted.keys(), max(0, self._budgets[request] - len(self.kept[request])))
+    def chosen(self, requests: Coded[LowBitTopK], predicted: PredictedAttention) -> Tensor:
+        budget = requests.alike.key.tokens(requests.alike.length - 1)
+        return highest(predicted.keys(), max(0, budget - len(requests.kept)))

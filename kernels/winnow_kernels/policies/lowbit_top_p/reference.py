@@ -20,7 +20,7 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.cache import Context
-from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, CodedStep
+from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, Coded, CodedStep
 from winnow_kernels.decode.predicted_attention import LOWEST_KEY, PredictedAttention, highest
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.key_codes import KeyCodes
@@ -28,7 +28,7 @@ from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 
 
-class LowBitTopPStep(CodedStep):
+class LowBitTopPStep(CodedStep[LowBitTopP]):
     """Choose the tokens with which each query head's mass reaches the share that p aims at."""
 
     def __init__(
@@ -39,8 +39,7 @@ class LowBitTopPStep(CodedStep):
         parameters: Sequence[LowBitTopP],
         codes: KeyCodes,
     ) -> None:
-        super().__init__(context, scale, termination, [own.sinks for own in parameters], codes)
-        self._parameters = parameters
+        super().__init__(context, scale, termination, parameters, codes)
         self._capped = torch.zeros(context.requests, dtype=torch.bool, device=context.device)
 
     @property
@@ -48,20 +47,17 @@ class LowBitTopPStep(CodedStep):
         """Where ``max_tokens`` has cut a selection in some layer so far: bool [requests]."""
         return self._capped
 
-    def chosen(self, request: int, predicted: PredictedAttention) -> Tensor:
-        own = self._parameters[request]
-        kept = len(self.kept[request])
-        least = self.context.longest if own.takes_all else own.min_tokens
-        selected = predicted.reaching(aimed_share(own.p, self._codes.bits), least - kept).any(1)
-        if own.max_tokens is None:
-            return selected
-        most = max(0, own.max_tokens - kept)
-        is_cut = selected.sum(-1, keepdim=True) > most
+    def chosen(self, requests: Coded[LowBitTopP], predicted: PredictedAttention) -> Tensor:
+        alike, parameters, kept = requests.alike, requests.alike.key, len(requests.kept)
+        least = alike.length if parameters.takes_all else parameters.min_tokens
+        selected = predicted.reaching(aimed_share(parameters.p, self._codes.bits), least - kept).any(-2)
+        most = max(kept, parameters.max_tokens or alike.length)
+        is_cut = selected.sum(-1, keepdim=True) > most - kept
         # Where what the cap leaves would be read whole, it leaves all.
-        if kept + most > WHOLE_SHARE * self.lengths[request] or not bool(is_cut.any()):
+        if most > WHOLE_SHARE * alike.length or not bool(is_cut.any()):
             return selected
-        self._capped[request] = True
-        best = highest(predicted.order().where(selected, LOWEST_KEY), most)
+        self._capped[alike.rows] |= is_cut.any(1)[:, 0]
+        best = highest(predicted.order().where(selected, LOWEST_KEY), most - kept)
         return best.where(is_cut, selected)
 
     def count(self, statistics: Statistics, table_rows: Tensor, layers: int) -> None:

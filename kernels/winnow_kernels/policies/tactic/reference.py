@@ -38,22 +38,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from winnow_kernels.attend.dense import take
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter, peek_keys
 from winnow_kernels.attend.reference import Attended, group
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.choices import Alike, Choice
 from winnow_kernels.decode.full_layers import FullLayersStep
 from winnow_kernels.decode.predicted_attention import PredictedAttention
 from winnow_kernels.decode.row_groups import termination_of
 from winnow_kernels.decode.statistics import Field, Statistics
-from winnow_kernels.indexes.clusters import ClusterIndex, Clusters
+from winnow_kernels.indexes.clusters import ClusterIndex, Spans
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.policies.tactic.parameters import WHOLE_ABOVE, Tactic
 from winnow_kernels.policies.tactic.sample import chances, expected_samples
@@ -75,21 +76,68 @@ _LOG2_E: Final = 1.4426950408889634
 _MIN_VARIANCE: Final = 1e-30
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What one request attends to.
+class _Key(NamedTuple):
+    """What requests agree in that are computed together: their parameters, and which of their tokens are in clusters.
 
     Attributes:
-        slots: of each KV head, in order.
-        selected: float64 [KV heads, group]; logarithm of the mass that this is predicted to have.
-        rest: of all else; -inf where everything is selected.
-        capped: whether the cap has cut a selection.
+        parameters: of each.
+        spans: the first token and the number of tokens of each span that is used.
+        clustered: how many tokens are in clusters.
     """
 
-    slots: list[Tensor]
-    selected: Tensor
-    rest: Tensor
-    capped: bool = False
+    parameters: Tactic
+    spans: tuple[tuple[int, int], ...]
+    clustered: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Clustered:
+    """Requests that are computed together.
+
+    Attributes:
+        alike: the requests.
+        spans: of these.
+        clusters: of each request.
+        kept: int64 [requests, n]; slots of the tokens in no cluster, in order.
+        chance: float32 [KV heads, clusters] (``chances``).
+        place: int64, same shape.
+    """
+
+    alike: Alike[_Key]
+    spans: Spans
+    clusters: int
+    kept: Tensor
+    chance: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, alike: Alike[_Key], spans: Spans, kv_heads: int) -> _Clustered:
+        """Return what is known of requests, given all spans of the batch."""
+        device, sinks = alike.rows.device, min(alike.key.parameters.sinks, alike.length)
+        is_kept = torch.ones(alike.length, dtype=torch.bool, device=device)
+        for start, covered in alike.key.spans:
+            is_kept[start : start + covered] = False
+        is_kept[:sinks] = False
+        kept = torch.cat([torch.arange(sinks, device=device), is_kept.nonzero()[:, 0].flip(0)])
+        own = spans.of_requests(alike.rows)
+        clusters = int(own.clusters[0])
+        drawn = chances(clusters, kv_heads, alike.length, device)
+        return cls(alike, own, clusters, alike.context.slots[:, kept], *drawn)
+
+    @property
+    def limit(self) -> int:
+        """Most tokens that a KV head attends to."""
+        return self.alike.key.parameters.max_tokens or self.alike.length
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is attended to, whatever the scores."""
+        return min(self.kept.shape[1], self.limit) > WHOLE_SHARE * self.alike.length
+
+    def reaching(self, predicted: PredictedAttention) -> Tensor:
+        """Return which clusters each query head takes: bool [requests, KV heads, group, clusters]."""
+        p = self.alike.key.parameters.p
+        return predicted.reaching(p, self.alike.length if p > WHOLE_ABOVE else 0) & (predicted.tokens > 0)
 
 
 class TacticStep(FullLayersStep["TacticStep"]):
@@ -127,26 +175,18 @@ class TacticStep(FullLayersStep["TacticStep"]):
             )
         self.index = index
         self._parameters, self._clustered = parameters, clustered
-        device = context.device
-        self._estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=device)
-        self._capped = torch.zeros(context.requests, dtype=torch.bool, device=device)
-        self._lengths: list[int] = context.lengths.tolist()
-        sinks = torch.tensor([p.sinks for p in parameters], device=device)
+        self._estimated_share = torch.zeros(context.requests, dtype=torch.float64, device=context.device)
+        self._capped = torch.zeros(context.requests, dtype=torch.bool, device=context.device)
+        sinks = torch.tensor([p.sinks for p in parameters], device=context.device)
         self.spans = index.lookup(context, clustered, sinks)
-        kept = (context.lengths - self.spans.tokens).tolist()
-        self._whole = [
-            min(count, own.max_tokens or count) > WHOLE_SHARE * length
-            for count, own, length in zip(kept, parameters, self._lengths, strict=True)
+        of_spans = torch.stack((self.spans.starts, self.spans.covered), -1).tolist()
+        keys = [
+            _Key(own, tuple((start, covered) for start, covered in spans if covered), tokens)
+            for own, spans, tokens in zip(parameters, of_spans, self.spans.tokens.tolist(), strict=True)
         ]
-        whole = torch.tensor(self._whole, device=device)
-        # Where all is attended to, none comes first.
-        self._sinks = torch.minimum(sinks, context.lengths).masked_fill(whole, 0)
-        if any(self._whole):
-            self.spans = index.lookup(context, clustered.masked_fill(whole, 0), sinks)
-        self._spans_of = [self.spans.of_request(row) for row in range(context.requests)]
-        self._keep_unclustered()
-        self._is_row = torch.eye(context.requests, dtype=torch.int64, device=device)
-        self._selected, self._rest = self._estimated_share, self._estimated_share
+        alike = Alike.of(context, keys, CLUSTER_SIZE)
+        self._requests = [_Clustered.of(own, self.spans, index.shape.kv_heads) for own in alike]
+        self._choice: Choice
 
     @property
     def estimated_share(self) -> Tensor:
@@ -186,12 +226,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     def note(self, selection: Selection, attended: Attended) -> None:
         """Add up what is believed to have been attended: nobody but attention knows what was read of a selection."""
-        read = attended.log_sum_exp.double().unflatten(1, self._rest.shape[1:]) * _LOG2_E
-        is_cut = (attended.read < selection.counts)[..., None]
-        # What is selected weighs at least as much as what was read of it.
-        selected = self._selected.maximum(read).where(is_cut, read)
-        unread = (selected - read).exp2() - 1 + (self._rest - read).exp2()
-        self._estimated_share += (1 / (1 + unread)).mean((1, 2))
+        self._estimated_share += self._choice.believed_share(attended)
 
     def count(self, statistics: Statistics, table_rows: Tensor, layers: int) -> None:
         statistics.add(table_rows, Field.ESTIMATED_SHARE, self.estimated_share)
@@ -200,28 +235,9 @@ class TacticStep(FullLayersStep["TacticStep"]):
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         grouped = group(queries, cache.kv_heads)
-        kept_scores = self._kept_scores(grouped, cache, meter)
-        clusters = self.index.read(layer, self.spans) if self.spans.most else None
-        meter.count_bytes(self.index.read_bytes(layer, self.spans))
-        choices = []
-        for row, whole in enumerate(self._whole):
-            if whole:
-                nothing = kept_scores.new_full(kept_scores.shape[1:3], -torch.inf, dtype=torch.float64)
-                choices.append(_Choice([self._newest_first(row)] * cache.kv_heads, nothing, nothing))
-            elif clusters is None or int(self.spans.tokens[row]) == 0:
-                choices.append(self._choose_kept(row, kept_scores[row]))
-            else:
-                predicted = self._predicted(row, grouped[row], kept_scores[row], clusters)
-                choices.append(self._choose(row, layer, grouped[row], kept_scores[row], predicted, cache, meter))
-        counts = torch.tensor([[len(head) for head in own.slots] for own in choices], device=queries.device)
-        slots = counts.new_zeros(*counts.shape, int(counts.max()))
-        for row, own in enumerate(choices):
-            for head, of_head in enumerate(own.slots):
-                slots[row, head, : len(of_head)] = of_head
-        self._selected = torch.stack([own.selected for own in choices])
-        self._rest = torch.stack([own.rest for own in choices])
-        self._capped |= torch.tensor([own.capped for own in choices], device=queries.device)
-        return Selection(slots, counts, counts == self.context.lengths[:, None])
+        choices = {own.alike: self._choose(own, layer, grouped[own.alike.rows], cache, meter) for own in self._requests}
+        self._choice = Choice.of_all(choices)
+        return self._choice.selection(self.context.lengths)
 
     def taken(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
         """Return which clusters each query head takes by itself, where all requests have some.
@@ -235,132 +251,103 @@ class TacticStep(FullLayersStep["TacticStep"]):
             bool [requests, KV heads, group, clusters].
         """
         grouped = group(queries, cache.kv_heads)
-        kept_scores = self._kept_scores(grouped, cache, Meter(len(grouped), grouped.device))
-        clusters = self.index.read(layer, self.spans)
-        taken = torch.zeros(*grouped.shape[:3], clusters.sizes.shape[2], dtype=torch.bool, device=grouped.device)
-        for row in range(len(grouped)):
-            of_row = self._reaching(row, self._predicted(row, grouped[row], kept_scores[row], clusters))
-            taken[row, ..., : of_row.shape[-1]] = of_row
+        taken = torch.zeros(
+            *grouped.shape[:3], self.spans.cluster_places.shape[1], dtype=torch.bool, device=grouped.device
+        )
+        for own in self._requests:
+            of_rows = grouped[own.alike.rows]
+            predicted = self._predicted(own, layer, of_rows, self._kept_scores(own, of_rows, cache))
+            taken[own.alike.rows, ..., : own.clusters] = own.reaching(predicted)
         return taken
 
-    def _reaching(self, row: int, predicted: PredictedAttention) -> Tensor:
-        """Return which clusters each query head takes: bool [KV heads, group, clusters]."""
-        p = self._parameters[row].p
-        return predicted.reaching(p, self._lengths[row] if p > WHOLE_ABOVE else 0) & (predicted.tokens > 0)
+    def _kept_scores(self, own: _Clustered, queries: Tensor, cache: LayerCache) -> Tensor:
+        """Return the scores, to base 2, of the tokens in no cluster: float32 [requests, KV heads, group, n]."""
+        keys = take(cache.keys, own.kept).transpose(1, 2).to(queries.dtype)
+        return queries @ keys.mT * (self.scale * _LOG2_E)
 
-    def _keep_unclustered(self) -> None:
-        """Find the tokens in no cluster: the sinks, then the others, newest first."""
-        context, spans, device = self.context, self.spans, self.context.device
-        self._kept_slots: list[Tensor] = []
-        for row, length in enumerate(self._lengths):
-            is_kept = torch.ones(length, dtype=torch.bool, device=device)
-            for start, covered in zip(spans.starts[row].tolist(), spans.covered[row].tolist(), strict=True):
-                is_kept[start : start + covered] = False
-            sinks = int(self._sinks[row])
-            is_kept[:sinks] = False
-            positions = torch.cat([torch.arange(sinks, device=device), is_kept.nonzero()[:, 0].flip(0)])
-            self._kept_slots.append(context.slots[row].index_select(0, positions))
-
-    def _kept_scores(self, grouped: Tensor, cache: LayerCache, meter: Meter) -> Tensor:
-        """Return the scores, to base 2, of the tokens in no cluster: [requests, KV heads, group, n]; -inf for none."""
-        # Where everything is kept, no score matters: a kernel reads none.
-        own = [slots[: 0 if whole else None] for slots, whole in zip(self._kept_slots, self._whole, strict=True)]
-        counts = torch.tensor([len(slots) for slots in own], device=grouped.device)
-        slots = pad_sequence(own, batch_first=True)
-        if slots.shape[1] == 0:
-            return grouped.new_zeros(*grouped.shape[:3], 0)
-        kept = Selection(slots[:, None].expand(-1, cache.kv_heads, -1), counts[:, None].expand(-1, cache.kv_heads))
-        meter.count_bytes(counts * (cache.kv_heads * cache.vector_bytes))
-        scores = grouped @ peek_keys(cache, kept).to(grouped.dtype).mT * (self.scale * _LOG2_E)
-        return scores.masked_fill_(~kept.filled[:, :, None], -torch.inf)
-
-    def _predicted(self, row: int, queries: Tensor, kept_scores: Tensor, clusters: Clusters) -> PredictedAttention:
-        own = slice(0, int(self.spans.clusters[row]))
-        centroids, spreads = clusters.centroids[:, row, own], clusters.spreads[:, row, own].float()
-        sizes = clusters.sizes[:, row, own].long()
+    def _predicted(self, own: _Clustered, layer: int, queries: Tensor, kept_scores: Tensor) -> PredictedAttention:
+        clusters = self.index.read(layer, own.spans)
+        centroids, spreads, sizes = (
+            of_heads.transpose(0, 1)[:, :, : own.clusters]
+            for of_heads in (clusters.centroids, clusters.spreads, clusters.sizes)
+        )
+        sizes = sizes.long()
         scores = queries @ centroids.to(queries.dtype).mT * (self.scale * _LOG2_E)
         # How far scores vary along a query in a span, for each unit of its clusters' spread.
-        along = queries.square() @ clusters.directions[:, row].float().mT
+        along = queries.square() @ clusters.directions.transpose(0, 1).float().mT
         along *= self.scale**2 / queries.shape[-1]
-        along = along.repeat_interleave(self.index.clusters, dim=-1)[..., own]
-        gains = _gains(scores, along * spreads[:, None], (sizes > 0)[:, None])
+        along = along.repeat_interleave(self.index.clusters, dim=-1)[..., : own.clusters]
+        gains = _gains(scores, along * spreads.float()[:, :, None], (sizes > 0)[:, :, None])
         return PredictedAttention.of(kept_scores, scores + gains, sizes)
 
-    def _choose_kept(self, row: int, kept_scores: Tensor) -> _Choice:
+    def _choose(self, own: _Clustered, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Choice:
+        alike, limit = own.alike, own.limit
+        if own.is_whole:
+            return Choice.of_everything(alike.context, queries)
+        kept_scores = self._kept_scores(own, queries, cache)
+        meter.count_bytes(alike.is_in * (own.kept.shape[1] * cache.kv_heads * cache.vector_bytes))
+        if alike.key.clustered == 0:
+            return self._choose_kept(own, kept_scores)
+        meter.count_bytes(alike.is_in * self.index.read_bytes(layer, self.spans))
+        predicted = self._predicted(own, layer, queries, kept_scores)
+        sizes, shares, total = predicted.tokens[:, :, 0], predicted.shares, predicted.total
+        selected = own.reaching(predicted).any(-2)
+        wanted = own.kept.shape[1] + (sizes * selected).sum(-1)
+        is_whole = wanted.clamp_max(limit) > WHOLE_SHARE * alike.length
+        is_cut = (wanted > limit) & ~is_whole
+        self._capped[alike.rows] |= is_cut.any(-1)
+        kept = min(own.kept.shape[1], limit)
+        of_clusters = share_steps(shares.mean(-2))
+        is_ordered = is_cut.any(-1)[:, None, None] if self.termination is None else True
+        listed = selected & ~is_whole[..., None]
+        numbers = (of_clusters * is_ordered).where(listed, SHARE_STEPS).argsort(stable=True)
+        in_order = (sizes * listed).gather(-1, numbers)
+        before = in_order.cumsum(-1) - in_order
+        tokens = (limit - kept - before).clamp_min(0).minimum(in_order)
+        places, ranks, is_member = _members_of(tokens)
+        members = numbers.gather(-1, places)
+        slots = torch.cat([_for_heads(own.kept[:, :kept], cache.kv_heads), self._slots(own, layer, members, ranks)], -1)
+        counts = kept + tokens.sum(-1)
+        meter.count_bytes(alike.is_in.scatter(0, alike.rows, tokens.sum((1, 2)) * self.index.member_bytes(layer)))
+        if self.termination is not None:
+            of_members = of_clusters.gather(-1, members).where(is_member, SHARE_STEPS)
+            steps = torch.cat([_kept_steps(kept_scores, total)[..., :kept], of_members], -1)
+            slots = slots.gather(-1, steps.argsort(stable=True))
+        masses = shares * sizes[:, :, None]
+        cut = torch.zeros_like(sizes).scatter(-1, numbers, in_order - tokens)
+        lost = (shares * cut[:, :, None]).sum(-1)
+        lost += (kept_scores[..., kept:] - total).exp2().sum(-1)
+        held = predicted.kept_share[..., 0] + (masses * selected[:, :, None]).sum(-1) - lost
+        is_out = ~selected & (sizes > 0)
+        rest = (masses * is_out[:, :, None]).sum(-1)
+        rest *= self._correction(own, layer, queries, predicted, is_out, cache, meter)
+        choice = Choice(
+            slots,
+            counts,
+            (total[..., 0] + held.log2()).masked_fill(is_whole[..., None], -torch.inf),
+            (total[..., 0] + (rest + lost).log2()).masked_fill(is_whole[..., None], -torch.inf),
+        )
+        return choice.or_everything(is_whole, alike.context)
+
+    def _choose_kept(self, own: _Clustered, kept_scores: Tensor) -> Choice:
         """Choose among the tokens in no cluster, where there are no others."""
-        slots = self._kept_slots[row]
-        count = min(len(slots), self._parameters[row].max_tokens or len(slots))
-        scores = kept_scores[..., : len(slots)].double()
+        count = min(own.kept.shape[1], own.limit)
+        scores = kept_scores.double()
         highest = scores.amax(-1, keepdim=True)
         masses = (scores - highest).exp2()
         total = highest + masses.sum(-1, keepdim=True).log2()
-        of_heads = [slots[:count]] * len(scores)
+        slots = _for_heads(own.kept[:, :count], scores.shape[1])
         if self.termination is not None:
-            steps = _kept_steps(scores, total)[:, :count]
-            of_heads = [own[of_head.argsort(stable=True)] for own, of_head in zip(of_heads, steps, strict=True)]
+            slots = slots.gather(-1, _kept_steps(scores, total)[..., :count].argsort(stable=True))
         selected, rest = masses[..., :count].sum(-1), masses[..., count:].sum(-1)
-        return _Choice(of_heads, highest[..., 0] + selected.log2(), highest[..., 0] + rest.log2(), count < len(slots))
-
-    def _choose(
-        self,
-        row: int,
-        layer: int,
-        queries: Tensor,
-        kept_scores: Tensor,
-        predicted: PredictedAttention,
-        cache: LayerCache,
-        meter: Meter,
-    ) -> _Choice:
-        parameters, length, kept_slots = self._parameters[row], self._lengths[row], self._kept_slots[row]
-        sizes = predicted.tokens[:, 0]
-        selected = self._reaching(row, predicted).any(1)
-        wanted = len(kept_slots) + (sizes * selected).sum(-1)
-        limit = parameters.max_tokens or length
-        whole = (wanted.clamp_max(limit) > WHOLE_SHARE * length).tolist()
-        is_cut = ((wanted > limit) & ~torch.tensor(whole, device=wanted.device)).tolist()
-        kept = min(len(kept_slots), limit)
-        order = share_steps(predicted.shares.mean(1))
-        is_ordered = self.termination is not None or any(is_cut)
-        listed, taken = [], []
-        for head in range(cache.kv_heads):
-            own = selected[head].nonzero().flatten()
-            if is_ordered:
-                own = own[order[head][own].argsort(stable=True)]
-            ends = sizes[head][own].cumsum(0)
-            listed.append(own[:0] if whole[head] else own)
-            tokens = (limit - kept - (ends - sizes[head][own])).clamp_min(0).minimum(sizes[head][own])
-            taken.append(tokens[: len(listed[-1])])
-        members = self._members(layer, row, listed, taken)
-        meter.count_bytes(self._is_row[row] * (sum(map(len, members)) * self.index.member_bytes(layer)))
-        slots = [torch.cat([kept_slots[:kept], own]) for own in members]
-        if self.termination is not None:
-            of_kept = _kept_steps(kept_scores[..., : len(kept_slots)], predicted.total)[:, :kept]
-            for head, (own, tokens) in enumerate(zip(listed, taken, strict=True)):
-                steps = torch.cat([of_kept[head], order[head][own].repeat_interleave(tokens)])
-                slots[head] = slots[head][steps.argsort(stable=True)]
-        slots = [self._newest_first(row) if is_whole else own for is_whole, own in zip(whole, slots, strict=True)]
-        masses = predicted.shares * sizes[:, None]
-        cut = torch.zeros_like(sizes)
-        for head, (own, tokens) in enumerate(zip(listed, taken, strict=True)):
-            cut[head, own] = sizes[head, own] - tokens
-        lost = (predicted.shares * cut[:, None]).sum(-1)
-        lost += (kept_scores[..., kept : len(kept_slots)] - predicted.total).exp2().sum(-1)
-        held = predicted.kept_share[..., 0] + (masses * selected[:, None]).sum(-1) - lost
-        is_whole = torch.tensor(whole, device=sizes.device)[:, None]
-        is_out = ~selected & (sizes > 0)
-        rest = (masses * is_out[:, None]).sum(-1)
-        rest *= self._correction(row, layer, queries, predicted, is_out, cache, meter)
-        total = predicted.total[..., 0]
-        return _Choice(
-            slots,
-            (total + held.log2()).masked_fill(is_whole, -torch.inf),
-            (total + (rest + lost).log2()).masked_fill(is_whole, -torch.inf),
-            any(is_cut),
-        )
+        counts = torch.full_like(slots[..., 0], count)
+        if count < own.kept.shape[1]:
+            self._capped[own.alike.rows] = True
+        return Choice(slots, counts, highest[..., 0] + selected.log2(), highest[..., 0] + rest.log2())
 
     def _correction(
         self,
-        row: int,
+        own: _Clustered,
         layer: int,
         queries: Tensor,
         predicted: PredictedAttention,
@@ -368,83 +355,64 @@ class TacticStep(FullLayersStep["TacticStep"]):
         cache: LayerCache,
         meter: Meter,
     ) -> Tensor:
-        """Return by what a sample says to multiply the predicted mass of clusters: float64 [KV heads, group].
+        """Return by what a sample says to multiply the predicted mass of clusters: float64 [requests, KV heads, group].
 
         Args:
-            row: the request.
+            own: the requests.
             layer: the layer.
-            queries: float32 [KV heads, group, head dim].
-            predicted: of the request.
-            is_out: bool [KV heads, clusters]; which clusters it is about.
+            queries: float32 [requests, KV heads, group, head dim].
+            predicted: of the requests.
+            is_out: bool [requests, KV heads, clusters]; which clusters it is about.
             cache: the layer's.
             meter: counts what is read.
         """
-        sizes = predicted.tokens[:, 0]
-        shares = predicted.shares * sizes[:, None]
+        sizes = predicted.tokens[:, :, 0]
+        shares = predicted.shares * sizes[:, :, None]
         # Where p takes everything nothing is left out.
-        p = min(self._parameters[row].p, WHOLE_ABOVE)
-        expected = expected_samples(shares.mean(1), sizes, p).where(is_out, 0.0)
-        chance, place = chances(sizes.shape[1], cache.kv_heads, self._lengths[row], sizes.device)
-        counts = (expected + chance).floor().long().where(is_out, 0)
-        heads = range(cache.kv_heads)
-        listed = [counts[head].nonzero().flatten() for head in heads]
-        taken = [counts[head][own] for head, own in zip(heads, listed, strict=True)]
-        of_listed = [sizes[head][own] for head, own in zip(heads, listed, strict=True)]
-        first = [place[head][own] * of_listed[head] >> 16 for head, own in zip(heads, listed, strict=True)]
-        ratios = torch.ones_like(predicted.total[..., 0])
-        if not bool(counts.any()):
-            return ratios
-        members = self._members(layer, row, listed, taken, (first, of_listed))
-        numbers = torch.tensor([len(own) for own in members], device=sizes.device)
-        slots = pad_sequence(members, batch_first=True)
-        meter.count_bytes(
-            self._is_row[row] * int(numbers.sum()) * (cache.vector_bytes + self.index.member_bytes(layer))
-        )
-        keys = peek_keys(cache, Selection(slots[None], numbers[None]))[0].to(queries.dtype)
+        p = min(own.alike.key.parameters.p, WHOLE_ABOVE)
+        expected = expected_samples(shares.mean(-2), sizes, p).where(is_out, 0.0)
+        counts = (expected + own.chance).floor().long().where(is_out, 0)
+        numbers, ranks, is_sample = _members_of(counts)
+        if numbers.shape[-1] == 0:
+            return torch.ones_like(predicted.total[..., 0])
+        of_sampled = sizes.gather(-1, numbers)
+        first = own.place.expand_as(sizes).gather(-1, numbers) * of_sampled >> 16
+        slots = self._slots(own, layer, numbers, (ranks + first) % of_sampled.clamp_min(1))
+        read = counts.sum((1, 2)) * (cache.vector_bytes + self.index.member_bytes(layer))
+        meter.count_bytes(own.alike.is_in.scatter(0, own.alike.rows, read))
+        keys = peek_keys(cache, Selection(slots, counts.sum(-1))).to(queries.dtype)
         scores = (queries @ keys.mT * (self.scale * _LOG2_E)).double() - predicted.total
-        of_samples = [own.repeat_interleave(number) for own, number in zip(listed, taken, strict=True)]
-        for head, own in enumerate(of_samples):
-            # Each stands for as many tokens as its cluster has for each sample.
-            worth = sizes[head][own] / expected[head][own]
-            weighs = (scores[head, :, : len(own)].exp2() * worth).sum(-1)
-            was_predicted = (predicted.shares[head][:, own] * worth).sum(-1)
-            ratios[head] = (weighs / was_predicted).where(was_predicted > 0, 1.0)
-        return ratios
+        # Each stands for as many tokens as its cluster has for each sample.
+        worth = (of_sampled / expected.gather(-1, numbers)).where(is_sample, 0.0)[:, :, None]
+        weighs = (scores.exp2() * worth).sum(-1)
+        of_samples = predicted.shares.gather(-1, numbers[:, :, None].expand(*scores.shape))
+        was_predicted = (of_samples * worth).sum(-1)
+        return (weighs / was_predicted).where(was_predicted > 0, 1.0)
 
-    def _members(
-        self,
-        layer: int,
-        row: int,
-        clusters: list[Tensor],
-        taken: list[Tensor],
-        wrapped: tuple[list[Tensor], list[Tensor]] | None = None,
-    ) -> list[Tensor]:
-        """Return the slots of members of clusters, for each KV head.
+    def _slots(self, own: _Clustered, layer: int, clusters: Tensor, ranks: Tensor) -> Tensor:
+        """Return the slots of members of clusters, given as ``ClusterIndex.members`` takes them."""
+        return own.alike.context.slots_at(self.index.members(layer, own.spans, clusters, ranks))
 
-        Args:
-            layer: the layer.
-            row: the request.
-            clusters: int64 [n] of each KV head.
-            taken: int64 [n]; how many members of each.
-            wrapped: int64 [n] each; which member is the first of these, and how many there are: behind the last comes
-                member 0 again. By default the first is member 0.
-        """
-        numbers, ranks = [], []
-        for head, (own, counts) in enumerate(zip(clusters, taken, strict=True)):
-            starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-            rank = torch.arange(len(starts), device=starts.device) - starts
-            if wrapped is not None:
-                first, sizes = (of_heads[head].repeat_interleave(counts) for of_heads in wrapped)
-                rank = (rank + first) % sizes
-            numbers.append(own.repeat_interleave(counts))
-            ranks.append(rank)
-        padded = (pad_sequence(of_heads, batch_first=True)[None] for of_heads in (numbers, ranks))
-        positions = self.index.members(layer, self._spans_of[row], *padded)[0]
-        slots = self.context.slots[row][positions]
-        return [of_head[: len(own)] for of_head, own in zip(slots, numbers, strict=True)]
 
-    def _newest_first(self, row: int) -> Tensor:
-        return self.context.slots[row, : self._lengths[row]].flip(0)
+def _members_of(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each of ``counts``, int64 [..., n], as many entries of a list.
+
+    Returns:
+        int64 [..., most], whose entry it is; int64, same shape, which one of these, from 0; both 0 beyond a list's end;
+        and bool, same shape, false there.
+    """
+    ends = counts.cumsum(-1)
+    places = torch.arange(int(ends[..., -1].max()), device=counts.device)
+    is_entry = places < ends[..., -1:]
+    # An entry is of the first whose end lies behind it.
+    are_ends = ends.new_zeros(*counts.shape[:-1], len(places) + 1).scatter_add_(-1, ends, torch.ones_like(ends))
+    numbers = are_ends.cumsum(-1)[..., :-1].where(is_entry, 0)
+    ranks = places - (ends - counts).gather(-1, numbers)
+    return numbers, ranks.where(is_entry, 0), is_entry
+
+
+def _for_heads(slots: Tensor, kv_heads: int) -> Tensor:
+    return slots[:, None].expand(-1, kv_heads, -1)
 
 
 def _gains(scores: Tensor, variances: Tensor, is_filled: Tensor) -> Tensor:
@@ -454,9 +422,9 @@ def _gains(scores: Tensor, variances: Tensor, is_filled: Tensor) -> Tensor:
     those up to m + t; from t = v on all weigh exp(m + v ÷ 2).
 
     Args:
-        scores: float32 [KV heads, group, clusters]; means, to base 2.
+        scores: float32 [..., KV heads, group, clusters]; means, to base 2.
         variances: float32, same shape; to base e.
-        is_filled: bool [KV heads, 1, clusters]; which clusters have members.
+        is_filled: bool [..., KV heads, 1, clusters]; which clusters have members.
 
     Returns:
         float32, same shape, to base 2.
@@ -478,15 +446,15 @@ def _kept_steps(scores: Tensor, total: Tensor) -> Tensor:
     """Return the steps of tokens in no cluster, which they have by sixteens: of their mean share.
 
     Args:
-        scores: float32 [KV heads, group, n], in order.
-        total: float64 [KV heads, group, 1]; logarithm of all mass.
+        scores: float32 [..., KV heads, group, n], in order.
+        total: float64 [..., KV heads, group, 1]; logarithm of all mass.
 
     Returns:
-        int64 [KV heads, n].
+        int64 [..., KV heads, n].
     """
     count = scores.shape[-1]
     shares = (scores - total).exp2()
-    of_sixteens = F.pad(shares, (0, -count % CLUSTER_SIZE)).unflatten(-1, (-1, CLUSTER_SIZE)).sum((1, 3))
-    sizes = (count - CLUSTER_SIZE * torch.arange(of_sixteens.shape[1], device=scores.device)).clamp_max(CLUSTER_SIZE)
-    steps = share_steps(of_sixteens / (sizes * scores.shape[1]))
-    return steps.repeat_interleave(CLUSTER_SIZE, dim=1)[:, :count]
+    of_sixteens = F.pad(shares, (0, -count % CLUSTER_SIZE)).unflatten(-1, (-1, CLUSTER_SIZE)).sum((-3, -1))
+    sizes = (count - CLUSTER_SIZE * torch.arange(of_sixteens.shape[-1], device=scores.device)).clamp_max(CLUSTER_SIZE)
+    steps = share_steps(of_sixteens / (sizes * scores.shape[-2]))
+    return steps.repeat_interleave(CLUSTER_SIZE, dim=-1)[..., :count]
