@@ -1,7 +1,8 @@
 """The policies that are there from the start, whatever the model. They can be neither replaced nor deleted.
 
 The numbers are from the frontier of docs/measurements.md: no other policy there loses less without reading more. None
-needs a profile of the model, and none ends attention to a full cache early.
+needs a profile of the model, and none ends attention to a full cache early. Those that promise a share read at least
+``MIN_TOKENS``: a share alone is no promise of retrieval (docs/measurements.md, "Retrieval with presets").
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 
+MIN_TOKENS: Final = 128
+"""For each query head. One that has nine tenths of its attention on the first token still reads what it looks for."""
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -30,19 +34,19 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
     {
         "exact": Preset(AttentionPolicy(), "Dense attention: what SGLang itself computes."),
         "balanced": Preset(
-            AttentionPolicy(decode=LowBitTopP()),
-            "Reads the fewest tokens that hold nine tenths of the attention, found by low-bit keys.",
+            AttentionPolicy(decode=LowBitTopP(min_tokens=MIN_TOKENS)),
+            "Reads the fewest tokens that hold nine tenths of the attention, found by low-bit keys, and at least 128.",
         ),
         "fast": Preset(
             AttentionPolicy(decode=LowBitTopK(budget=512)),
             "The 512 tokens that hold most of the attention at every decode step, found by low-bit keys.",
         ),
         "long-prompt": Preset(
-            AttentionPolicy(decode=LowBitTopP(), prefill=QuokaPrefill(budget_ratio=0.25)),
+            AttentionPolicy(decode=LowBitTopP(min_tokens=MIN_TOKENS), prefill=QuokaPrefill(budget_ratio=0.25)),
             "Sparse prefill too: less time to the first token. Of several values to be looked up it may miss some.",
         ),
         "reasoning": Preset(
-            AttentionPolicy(decode=LowBitTopP(), early_termination=EarlyTermination()),
+            AttentionPolicy(decode=LowBitTopP(min_tokens=MIN_TOKENS), early_termination=EarlyTermination()),
             "For long answers: stops reading once the output of a step has settled.",
         ),
     }
