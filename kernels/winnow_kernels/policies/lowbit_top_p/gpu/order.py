@@ -23,7 +23,7 @@ from winnow_kernels.selection.gpu_partition import own_share, owner_of
 from winnow_kernels.selection.gpu_slots import slots_at
 
 _CHUNK = tl.constexpr(CHUNK)
-_CHUNKS = tl.constexpr(8)
+_CHUNKS = tl.constexpr(32)
 _ORDERS = tl.constexpr(ORDERS)
 _ORDER_KEYS = tl.constexpr(ORDER_KEYS)
 
@@ -76,6 +76,34 @@ def order_count_kernel(
         tl.store(counts_ptr, tl.histogram(orders, _ORDERS, mask=is_listed))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def order_scan_kernel(
+    rows: Rows,
+    policies: Policies,
+    shape: Shape,
+    scratch: Scratch,
+    window: tl.constexpr,
+    steps: tl.constexpr,
+) -> None:
+    """Count, by step, the tokens before each chunk and those of all chunks. Grid: rows × KV heads × ORDERS / steps."""
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, scored, _ = bounds_of(rows, policies, row, window)
+    if (scored > 0) & is_in_order(policies, row):
+        pair = row * shape.kv_heads + kv_head
+        chunks = tl.cdiv(tl.load(scratch.others + pair), _CHUNK)
+        step = tl.program_id(2) * steps + tl.arange(0, steps)
+        in_earlier = tl.zeros([steps], tl.int32)
+        for begin in range(0, chunks, _CHUNKS):
+            chunk = begin + tl.arange(0, _CHUNKS)
+            is_chunk = (chunk < chunks)[:, None]
+            places = (pair * scratch.chunks + chunk)[:, None] * _ORDERS + step[None, :]
+            counts = tl.load(scratch.order_counts + places, mask=is_chunk, other=0)
+            before = in_earlier[None, :] + tl.cumsum(counts, 0) - counts
+            tl.store(scratch.order_before + places, before, mask=is_chunk)
+            in_earlier += tl.sum(counts, 0)
+        tl.store(scratch.order_totals + pair * _ORDERS + step, in_earlier)
+
+
 @triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def order_kernel(
     rows: Rows,
@@ -96,22 +124,18 @@ def order_kernel(
     step = tl.arange(0, _ORDERS)
     own, end = own_share(chunks)
     for each in range(own, end):
-        pair, first, after = owner_of(each, chunks)
+        pair, first, _after = owner_of(each, chunks)
         chunk = each - first
         row = (pair // shape.kv_heads).to(tl.int64)
         length, scored, sinks = bounds_of(rows, policies, row, window)
         kept = length - scored + sinks
         of_pair = pair.to(tl.int64)
         # Before this chunk's tokens of a step come those of earlier steps, and those of earlier chunks in it.
-        in_all, in_earlier = tl.zeros([_ORDERS], tl.int32), tl.zeros([_ORDERS], tl.int32)
-        for begin in range(0, after - first, _CHUNKS):
-            other = begin + tl.arange(0, _CHUNKS)
-            counts_ptr = scratch.order_counts + (of_pair * scratch.chunks + other)[:, None] * _ORDERS + step[None, :]
-            counts = tl.load(counts_ptr, mask=(other < after - first)[:, None], other=0)
-            in_all += tl.sum(counts, 0)
-            in_earlier += tl.sum(tl.where((other < chunk)[:, None], counts, 0), 0)
-        before = tl.cumsum(in_all, 0) - in_all + in_earlier
-        before_ptr = scratch.order_before + (of_pair * scratch.chunks + chunk) * _ORDERS
+        of_chunk = (of_pair * scratch.chunks + chunk) * _ORDERS
+        in_all = tl.load(scratch.order_totals + of_pair * _ORDERS + step)
+        before = tl.cumsum(in_all, 0) - in_all + tl.load(scratch.order_before + of_chunk + step)
+        # In the place of the chunk's counts, which nobody needs any more: loaded from there by each token's step.
+        before_ptr = scratch.order_counts + of_chunk
         tl.store(before_ptr + step, before)
         tl.debug_barrier()
         inside = tl.arange(0, _CHUNK)

@@ -15,14 +15,21 @@ from winnow_kernels.decode.coded_tokens import WINDOW
 from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
 from winnow_kernels.policies.lowbit_top_p.gpu.choice import count_kernel, cut_kernel, keep_kernel, write_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.order import cap_kernel, order_count_kernel, order_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.order import (
+    cap_kernel,
+    order_count_kernel,
+    order_kernel,
+    order_scan_kernel,
+)
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch, Shape
+from winnow_kernels.policies.lowbit_top_p.gpu.state import ORDERS, Anchors, Policies, Scratch, Shape
 from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
 from winnow_kernels.selection.gpu_partition import programs_on
 
 _LOG2_E: Final = 1.4426950408889634
+# Steps of the order whose counts a program adds up over chunks.
+_SCANNED_STEPS: Final = 32
 # Programs of one warp on each multiprocessor that wait for nobody.
 _ALONE: Final = 24
 # Those that may wait for others of their pair: so many that all run at once.
@@ -209,6 +216,9 @@ def launches(
     }
     if in_order:
         steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4)
+        steps["order scan"] = lambda: order_scan_kernel[(batch.rows, kv_heads, ORDERS // _SCANNED_STEPS)](
+            *of_batch, window=WINDOW, steps=_SCANNED_STEPS, num_warps=4
+        )
         steps["order"] = lambda: order_kernel[by_unit](*of_batch, selected, pairs, **by_pair, num_warps=4)
         steps["cap"] = lambda: cap_kernel[(batch.rows, kv_heads)](
             *of_batch, selected, beliefs, capped, window=WINDOW, num_warps=4

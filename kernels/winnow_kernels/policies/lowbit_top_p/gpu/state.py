@@ -133,8 +133,8 @@ class Scratch(NamedTuple):
 
     To put a selection in order: others, int32 [pairs], how many tokens are listed; listed, int32 [pairs, tokens], their
     positions; orders, uint8, same shape, their steps; order_counts and order_before, int32 [pairs, chunks, ORDERS], how
-    many of a chunk are in each step, and how many precede these; lost, float32 [pairs, chunks, padded group], the mass
-    that a cap cuts off.
+    many of a chunk are in each step, and how many of earlier chunks are; order_totals, int32 [pairs, ORDERS], of all
+    chunks; lost, float32 [pairs, chunks, padded group], the mass that a cap cuts off.
 
     any_open: int32 [1], whether heads are open that are to be marked again.
     """
@@ -169,6 +169,7 @@ class Scratch(NamedTuple):
     orders: Pointer
     order_counts: Pointer
     order_before: Pointer
+    order_totals: Pointer
     lost: Pointer
     any_open: Pointer
     tokens: Number
@@ -241,6 +242,7 @@ class Scratch(NamedTuple):
             orders=zeros(tokens, dtype=torch.uint8),
             order_counts=zeros(chunks, ORDERS),
             order_before=zeros(chunks, ORDERS),
+            order_totals=zeros(ORDERS),
             lost=zeros(chunks, padded, dtype=torch.float32),
             any_open=torch.zeros(1, dtype=torch.int32, device=device),
             tokens=tokens,
