@@ -142,6 +142,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "served": ("serve.json", served_table),
     "serve-flashinfer": ("serve-flashinfer.json", serve_table),
     "serve-lowbit": ("serve-lowbit.json", serve_table),
+    "serve-termination": ("serve-termination.json", serve_table),
     "batches": ("serve-batches.json", serve_table),
     "ranks": ("tp.json", ranks_table),
     "dram": ("dram.json", dram_table),

@@ -36,7 +36,7 @@ def cells_table(path: Path) -> str:
 def tasks_table(path: Path) -> str:
     """Return dense accuracy by task and length, and what each policy differs from it."""
     record = AccuracyRecord.read(path)
-    policies = list(record.runs[0].options["policies"])
+    policies = _policies(record)
     tasks = sorted({row.task for row in record.rows})
     rows = []
     for length in sorted({row.length for row in record.rows}):
@@ -53,11 +53,16 @@ def lengths_table(path: Path) -> str:
     pools = {(row.policy, row.length): row for row in record.pools if row.task == ALL}
     lengths = sorted({length for _, length in pools})
     rows = [
-        (policy, *(_with_difference(pools.get((policy, length))) for length in lengths))
-        for policy in record.runs[0].options["policies"]
+        (policy, *(_with_difference(pools.get((policy, length))) for length in lengths)) for policy in _policies(record)
     ]
     headings = [f"{length:,} ({_prompts(pools, length)} prompts)" for length in lengths]
     return markdown_table(("accuracy % (less dense [95 %])", *headings), rows) + _runs(record)
+
+
+def _policies(record: AccuracyRecord) -> list[str]:
+    """Return the first run's policies that have rows, in its order: a record may have dropped what others replace."""
+    measured = {row.policy for row in record.rows}
+    return [policy for policy in record.runs[0].options["policies"] if policy in measured]
 
 
 def times_table(path: Path) -> str:

@@ -113,13 +113,13 @@ def coded_table(path: Path) -> str:
 
 
 def kernels_table(path: Path) -> str:
-    """Return what each kernel of such a layer takes."""
+    """Return what each kernel of such a layer takes, without early termination."""
     record = Record.read(path)
     rows = [
         (*key, name.removeprefix(KERNEL), f"{row.measured:.1f}")
         for key, found in _coded_stages(record).items()
         for name, row in found.items()
-        if name.startswith(KERNEL)
+        if name.startswith(KERNEL) and row.parameters.get("termination", "none") == "none"
     ]
     return markdown_table(("context", "policy", "kernel", "µs"), rows) + devices_of(record)
 
