@@ -125,6 +125,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "overview": ("fidelity.json", fidelity_tables.overview_table),
     "tactic-shares": ("tactic-shares.json", shares_table),
     "tactic-spans": ("tactic-shares.json", spans_table),
+    "tactic-unions": ("tactic-unions.json", fidelity_tables.unions_table),
     "attention": ("attention.json", attention_table),
     "summary": ("attention.json", summary_table),
     "stopping": ("attention.json", stopping_table),

@@ -5,6 +5,7 @@ Presets change. So a row is of the preset whose policy it was measured with, wha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -51,7 +52,7 @@ def fidelity_table(path: Path) -> str:
         "model", "context", "policy", "KL, nats [95 %]", "top-1 equal %", "loss", "KV read %", "attended %",
         "reported share", "true share", "error", "95th pct.", "reach p %", "worst layer",
     )  # fmt: skip
-    return markdown_table(headings, rows) + _about(record)
+    return markdown_table(headings, rows) + _about(record.runs)
 
 
 def changes_table(path: Path) -> str:
@@ -74,7 +75,7 @@ def changes_table(path: Path) -> str:
         "policy", "parameters", "KL, nats [95 %]", "top-1 equal %", "KV read %", "reported share", "true share",
         "reach p %",
     )  # fmt: skip
-    return markdown_table(headings, rows) + _about(record)
+    return markdown_table(headings, rows) + _about(record.runs)
 
 
 def contexts_table(path: Path) -> str:
@@ -86,7 +87,7 @@ def contexts_table(path: Path) -> str:
     by_place = {(row["model"], row["context"], f"{row['phase']}: {row_label(row)}"): row for row in named}
     rows = [(label, *(_kl_and_reads(by_place.get((*cell, label))) for cell in cells)) for label in labels]
     headings = ("KL, nats (KV read %)", *(f"{model}, {context:,}" for model, context in cells))
-    return markdown_table(headings, rows) + _about(record)
+    return markdown_table(headings, rows) + _about(record.runs)
 
 
 def summary_table(path: Path) -> str:
@@ -151,6 +152,34 @@ def _asked(ruler: AccuracyRecord) -> Mapping[str, Any]:
     return policies
 
 
+def unions_table(path: Path) -> str:
+    """Return what ``tactic`` reads beside the fewest of its clusters that would do (``cluster_optimal``)."""
+    runs = json.loads(path.read_text())["runs"]
+    rows = [
+        (
+            run["model"],
+            f"{run['context']:,}",
+            f"{row['p']:g}",
+            *(f"{row['tokens_per_head'][name]:,.0f}" for name in ("by_mass", "by_mass_per_token", "tactic")),
+            *(f"{row['union'][name]:,.0f}" for name in ("by_mass", "by_mass_per_token", "tactic", "tactic_read")),
+            f"{row['union']['tactic_read'] / row['union']['by_mass']:.2f}",
+            f"{row['union_ratio']:.2f}",
+            f"{row['taken_ratio']:.2f}",
+            number(row["true_share"][row["optimal_order"]]),
+            number(row["true_share"]["tactic_read"]),
+            percent(row["success"]),
+        )
+        for run in runs
+        for row in run["rows"]
+    ]
+    headings = (
+        "model", "context", "p", "tokens a head, by mass", "by mass per token", "tactic", "union, by mass",
+        "by mass per token", "tactic takes", "tactic reads", "reads ÷ by mass", "reads ÷ optimal", "takes ÷ optimal",
+        "true share, optimal", "tactic", "reach p %",
+    )  # fmt: skip
+    return markdown_table(headings, rows) + _about(runs)
+
+
 def _complete_lengths(ruler: AccuracyRecord) -> set[int]:
     return {length for run in ruler.runs if run.complete for length in run.options["lengths"]}
 
@@ -211,10 +240,10 @@ def _worst(row: Mapping[str, Any]) -> str:
     return "" if worst is None else f"{worst['layer']} ({worst['true_share']:.3f})"
 
 
-def _about(record: FidelityRecord) -> str:
+def _about(runs: Sequence[Mapping[str, Any]]) -> str:
     about = dict.fromkeys(
         f"{run['model']}, {run['prompts']} prompts × {run['tokens_each']} tokens of {run['text']}, {run['device']},"
         f" {run['dtype']}, {commit_of(run['commit'])}"
-        for run in record.runs
+        for run in runs
     )
     return f"\n{'; '.join(about)}.\n"

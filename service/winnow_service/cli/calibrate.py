@@ -34,7 +34,10 @@ def calibrate() -> None:
 @app.command()
 def delta(
     model: Annotated[
-        str, typer.Option(metavar="NAME|FOLDER", help="The model, as transformers loads it; winnow models lists names.")
+        str,
+        typer.Option(
+            "--model", metavar="NAME|FOLDER", help="The model, as transformers loads it; winnow models lists names."
+        ),
     ],
     samples: Annotated[int, typer.Option(min=1, max=100_000, help="Prompts, dealt out to the tasks in turn.")] = 24,
     words: Annotated[

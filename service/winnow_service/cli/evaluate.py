@@ -70,6 +70,7 @@ def evaluate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
+            "--policy",
             metavar="[NAME=]POLICY",
             help="Sparse attention policy, in JSON or the name of one; sent as the request's 'attention'. Give it "
             "several times to ask every sample with each, the others compared with the first.",

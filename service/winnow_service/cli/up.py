@@ -37,7 +37,7 @@ def up(
         list[str] | None, typer.Argument(metavar="[-- SGLANG_OPTION...]", help="Passed on to SGLang.")
     ] = None,
     model: Annotated[
-        str, typer.Option(metavar="NAME|FOLDER", help="The model to serve; winnow models lists the names.")
+        str, typer.Option("--model", metavar="NAME|FOLDER", help="The model to serve; winnow models lists the names.")
     ] = DEFAULT_MODEL,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
