@@ -607,13 +607,14 @@ async def test_the_bounds_of_a_key_refuse(keyed: Deployment, route: str) -> None
 
 
 async def test_a_key_may_forbid_dense_attention(keyed: Deployment) -> None:
-    decode = PRESETS["balanced"].attention.decode.policy
-    key = await make(keyed.client, bounds={"decode": [decode]})
+    balanced = PRESETS["balanced"].attention
+    bounds = {"decode": [balanced.decode.policy]}
+    key = await make(keyed.client, bounds=bounds)
     answer = await keyed.client.post("/generate", json={"text": "x"}, headers=key)
     problem(answer, 403, "policy_forbidden", "attention.decode.policy")
-    key = await make(keyed.client, bounds={"decode": [decode]}, default_policy="balanced")
+    key = await make(keyed.client, bounds=bounds, default_policy="balanced")
     assert (await keyed.client.post("/generate", json={"text": "x"}, headers=key)).status_code == 200
-    assert forwarded(keyed, "/generate") == canonical({"decode": {"policy": decode}})
+    assert forwarded(keyed, "/generate") == json.loads(balanced.canonical())
 
 
 @pytest.mark.parametrize("stream", [False, True])
