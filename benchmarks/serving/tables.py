@@ -37,6 +37,29 @@ def served_table(path: Path) -> str:
     return markdown_table(("time per token, times as fast as dense", *cases), rows) + devices_of(record)
 
 
+def mixed_table(path: Path) -> str:
+    """Return what tokens of a batch of several policies take beside those of batches of one policy each."""
+    record = Record.read(path)
+    rows = []
+    for row in record.rows:
+        parameters = row.parameters
+        is_mixed = parameters["times_the_mean"] is not None
+        rows.append(
+            (
+                case_of(row),
+                parameters["group"],
+                row.policy,
+                f"{row.measured:.2f}",
+                "" if row.speedup is None else f"{row.speedup:.2f}",
+                percent(parameters["kv_read_ratio"]),
+                f"{parameters['times_the_mean']:.2f}" if is_mixed else "",
+                f"{parameters['most']:.2f}" if is_mixed else "",
+            )
+        )
+    headings = ("context", "rows", "policy", "ms a token", "times as fast as dense", "KV read %")
+    return markdown_table((*headings, "times the mean", "asked"), rows) + devices_of(record)
+
+
 def ttft_table(path: Path) -> str:
     """Return what the first token of a whole request gains over HTTP, and what attention for free would gain."""
     record = Record.read(path)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer
 
+from benchmarks.records import Record
 from benchmarks.serving.batch_timing import BatchTiming
 from benchmarks.serving.mixed import CAPPED, MIXED, PLAIN, TERMINATING, Mixture, mixtures_of, rows_of, table
 from benchmarks.serving.serve import Cell, Contestant, Measured, parse_contestant
+from benchmarks.serving.tables import mixed_table
 from winnow_kernels.policies.attention_policy import parse_policy
 
 ALONE = [parse_contestant(name) for name in ("snapkv", "quoka", "tactic", "lowbit_top_k")]
@@ -73,3 +77,17 @@ def test_a_mixed_batch_is_beside_the_mean_of_its_policies() -> None:
     assert [row.speedup for row in rows[:2]] == [pytest.approx(1.0), pytest.approx(2.4)]
     assert rows[-1].dense is None
     assert table(rows).row_count == len(rows)
+
+
+def test_the_documentations_table_says_what_is_asked_of_mixed_batches_alone(tmp_path: Path) -> None:
+    found = [
+        measured(Contestant("dense", None), 12.0),
+        measured(Mixture.of("a", PLAIN, [{"decode": {"policy": "quest"}}]), 5.0),
+        measured(Mixture.of(MIXED, PLAIN, [{"decode": {"policy": "quest"}}]), 6.0),
+    ]
+    path = tmp_path / "mixed.json"
+    Record({"device": "a GPU", "commit": None}, rows_of(found, "Llama-3.1-8B")).write(path)
+    lines = mixed_table(path).splitlines()
+    assert lines[2] == "| 32K × 8 | dense | dense | 12.00 | 1.00 |  |  |  |"
+    assert lines[3] == "| 32K × 8 | plain | a | 5.00 | 2.40 |  |  |  |"
+    assert lines[4] == "| 32K × 8 | plain | mixed | 6.00 | 2.00 |  | 1.20 | 1.25 |"
