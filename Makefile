@@ -69,7 +69,7 @@ lint: $(INSTALLED) ## Check style, types and import contracts
 	$(BIN)/lint-imports
 
 packages:
-	scripts/debian-packages redis-server prometheus openssl haproxy
+	scripts/debian-packages redis-server prometheus openssl haproxy g++
 
 $(INSTALLED): pyproject.toml constraints.txt $(CONSTRAINTS) overrides.txt
 	$(PYTHON) -m venv $(ENVIRONMENT)

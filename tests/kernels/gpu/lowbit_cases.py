@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.coded_cases import never
+from tests.kernels.cuda_on_host.module import loaded_on_host
 from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.gpu.selectors import cache_on, check_untouched, on_device, untouched
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cuda.module import loaded
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.pages import PageGenerations
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_k.reference import LowBitTopKStep
 from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
-from winnow_kernels.policies.lowbit_top_p.gpu.selection import Layer, select
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import Sizes
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.kernels import CudaKernels, serves
+from winnow_kernels.policies.lowbit_top_p.gpu.layer import Layer
+from winnow_kernels.policies.lowbit_top_p.gpu.selection import select
 from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.lowbit_top_p.reference import LowBitTopPStep
@@ -52,6 +57,7 @@ class Case:
         index: codes of the pool's keys.
         queries: [rows, query heads, head dim].
         asked: by each row; None in rows of other kinds.
+        in_cuda: whether CUDA C++ lists and takes, on a CPU too, or Triton.
     """
 
     cache: LayerCache
@@ -59,6 +65,7 @@ class Case:
     index: KeyCodes
     queries: Tensor
     asked: Sequence[Asked | None]
+    in_cuda: bool = False
 
     @classmethod
     def of(
@@ -98,7 +105,7 @@ class Case:
 
     def row(self, row: int) -> Case:
         """Return one of the rows alone."""
-        return Case(self.cache, self.context.rows([row]), self.index, self.queries[[row]], [self.asked[row]])
+        return replace(self, context=self.context.rows([row]), queries=self.queries[[row]], asked=[self.asked[row]])
 
     @property
     def scale(self) -> float:
@@ -149,6 +156,7 @@ def selected(
     group = case.queries.shape[1] // kv_heads
     at_once = rows_at_once or rows
     scratch = Scratch.empty(at_once, kv_heads, group, case.cache.head_dim, batch.longest, device, with_keys=case.by_key)
+    cuda = cuda_kernels(case, at_once, scratch.tokens) if case.in_cuda else None
     policies = _policies(case)
     selection = untouched(batch, kv_heads, width or batch.longest)
     beliefs = torch.full((rows, case.queries.shape[1], 2), NO_MASS, device=device)
@@ -173,13 +181,24 @@ def selected(
             capped[own],
             in_order=any(asked is not None and (asked.ordered or asked.most > 0) for asked in case.asked),
             by_key=case.by_key,
+            cuda=cuda,
         )
+    if cuda:
+        assert not cuda.lists.published.any()
     for name in ("histograms", "key_histograms", "met"):
         assert not getattr(scratch, name).any(), name
     counted = batch.counts.clone()
     counted[:, Count.READ_BYTES] = 0
     assert not counted.any()
     return Selected(selection, beliefs, capped, batch.counts[:, Count.READ_BYTES], scratch, anchors)
+
+
+def cuda_kernels(case: Case, rows: int, tokens: int) -> CudaKernels:
+    """Return the kernels in CUDA C++ for a case's sizes: on its GPU, or compiled for this CPU."""
+    device, kv_heads = case.queries.device, case.cache.kv_heads
+    sizes = Sizes(case.cache.head_dim, case.queries.shape[1] // kv_heads, kv_heads, case.page_size)
+    assert serves(sizes, case.index.bits)
+    return CudaKernels.on(device, sizes, rows, tokens, loaded if device.type == "cuda" else loaded_on_host)
 
 
 def _policies(case: Case) -> Policies:

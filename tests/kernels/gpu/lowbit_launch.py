@@ -8,7 +8,8 @@ from winnow_kernels.batch import DecodeBatch, DeviceSelection, ReportedShares
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.key_codes import KeyCodes, is_hadamard, rotation
 from winnow_kernels.indexes.pages import PageGenerations
-from winnow_kernels.policies.lowbit_top_p.gpu.selection import Launch, Layer, select
+from winnow_kernels.policies.lowbit_top_p.gpu.layer import Layer
+from winnow_kernels.policies.lowbit_top_p.gpu.selection import Launch, select
 from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
 
 ROWS, KV_HEADS, SLOTS, LONGEST = 8, 8, 8192, 4096

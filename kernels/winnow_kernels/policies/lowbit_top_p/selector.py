@@ -23,11 +23,15 @@ from winnow_kernels.decode.request import Request
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
-from winnow_kernels.policies.lowbit_top_p.gpu.selection import Layer, select
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import PAIRS, Lists, Sizes
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.kernels import CudaKernels, runs_on, serves
+from winnow_kernels.policies.lowbit_top_p.gpu.layer import Layer
+from winnow_kernels.policies.lowbit_top_p.gpu.selection import select
 from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 
 KIND = "lowbit_top_p"
+_NOWHERE = torch.device("meta")
 
 
 class CodedSelector(PageIndexSelector, ABC):
@@ -53,9 +57,14 @@ class CodedSelector(PageIndexSelector, ABC):
         self._kv_heads, self._group = kv_heads, server.query_heads // kv_heads
         shape = (kv_heads, self._group, cache.head_dim, step.batch.longest)
         device = step.slots.device
-        nowhere = torch.device("meta")
-        self._rows = rows_within(Scratch.empty(1, *shape, nowhere, with_keys=self.by_key).bytes, step.rows)
-        self._scratch = Scratch.empty(self._rows, *shape, device, with_keys=self.by_key)
+        sizes = Sizes(cache.head_dim, self._group, kv_heads, step.batch.page_size)
+        in_triton = self.by_key or not (serves(sizes, self._codes.bits) and runs_on(device))
+        kinds = {"with_keys": self.by_key, "in_triton": in_triton}
+        of_row = Scratch.empty(1, *shape, _NOWHERE, **kinds)
+        bytes_of_row = of_row.bytes + (0 if in_triton else Lists.empty(1, sizes, of_row.tokens, _NOWHERE).bytes)
+        self._rows = min(rows_within(bytes_of_row, step.rows), max(1, PAIRS // kv_heads))
+        self._scratch = Scratch.empty(self._rows, *shape, device, **kinds)
+        self._cuda = None if in_triton else CudaKernels.on(device, sizes, self._rows, self._scratch.tokens)
         self._acts = torch.zeros(step.rows, dtype=torch.int32, device=device)
         self._anchors = [
             Anchors.empty(server.requests, server.query_heads, kv_heads, step.request_slots) for _ in server.caches
@@ -91,6 +100,7 @@ class CodedSelector(PageIndexSelector, ABC):
                 capped[rows],
                 in_order=self._ordered,
                 by_key=self.by_key,
+                cuda=self._cuda,
             )
 
     def finish(self, step: Step, statistics: Statistics) -> None:

@@ -9,12 +9,13 @@ from typing import Final
 import triton
 from torch import Tensor
 
-from winnow_kernels.batch import DecodeBatch, DeviceSelection
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.batch import DeviceSelection
 from winnow_kernels.decode.coded_tokens import WINDOW
-from winnow_kernels.indexes.key_codes import KeyCodes, bytes_of_key
+from winnow_kernels.indexes.key_codes import bytes_of_key
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
 from winnow_kernels.policies.lowbit_top_p.gpu.choice import count_kernel, cut_kernel, keep_kernel, write_kernel
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.kernels import CudaKernels
+from winnow_kernels.policies.lowbit_top_p.gpu.layer import Layer
 from winnow_kernels.policies.lowbit_top_p.gpu.order import (
     cap_kernel,
     order_count_kernel,
@@ -23,7 +24,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.order import (
 )
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import prepare_kernel
 from winnow_kernels.policies.lowbit_top_p.gpu.scores import score_kernel
-from winnow_kernels.policies.lowbit_top_p.gpu.state import ORDERS, Anchors, Policies, Scratch, Shape
+from winnow_kernels.policies.lowbit_top_p.gpu.state import ORDERS, Anchors, Scratch, Shape
 from winnow_kernels.policies.lowbit_top_p.gpu.totals import total_kernel
 from winnow_kernels.selection.gpu_partition import programs_on
 
@@ -66,29 +67,6 @@ class Launch:
         return cls(tile=min(tile, 1024 // padded), in_words=in_words)
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """What is selected in, in one layer and step.
-
-    Attributes:
-        number: of the layer.
-        queries: [rows, query heads, head dim]; rows and heads may be strided.
-        cache: of the layer.
-        index: codes of all layers' keys; those of complete pages stand.
-        batch: the rows.
-        policies: what they ask for.
-        scale: what scores are multiplied by before the softmax.
-    """
-
-    number: int
-    queries: Tensor
-    cache: LayerCache
-    index: KeyCodes
-    batch: DecodeBatch
-    policies: Policies
-    scale: float
-
-
 def select(
     layer: Layer,
     scratch: Scratch,
@@ -100,6 +78,7 @@ def select(
     in_order: bool,
     by_key: bool,
     launch: Launch | None = None,
+    cuda: CudaKernels | None = None,
 ) -> None:
     """Write slots, counts and beliefs of the rows that act.
 
@@ -113,12 +92,14 @@ def select(
         in_order: whether the order of a selection may matter.
         by_key: whether rows have fixed budgets (``lowbit_top_k``), or shares.
         launch: how scoring runs.
+        cuda: kernels that list and take, instead of those in Triton; for as many rows as ``scratch``, not ``by_key``.
     """
     query_heads = layer.queries.shape[1]
     launch = launch or Launch.of(
         layer.cache.head_dim, layer.index.bits, query_heads // layer.cache.kv_heads, in_words=layer.queries.is_cuda
     )
-    for run in launches(layer, scratch, anchors, selection, beliefs, capped, in_order, by_key, launch).values():
+    steps = launches(layer, scratch, anchors, selection, beliefs, capped, in_order, by_key, launch, cuda)
+    for run in steps.values():
         run()
 
 
@@ -132,6 +113,7 @@ def launches(
     in_order: bool,
     by_key: bool,
     launch: Launch,
+    cuda: CudaKernels | None,
 ) -> dict[str, Callable[[], object]]:
     """Return what ``select`` launches, in order, by name."""
     batch, cache, index, queries, policies = layer.batch, layer.cache, layer.index, layer.queries, layer.policies
@@ -176,7 +158,7 @@ def launches(
         grid = (batch.rows, kv_heads)
         total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
 
-    steps = {
+    prepared: dict[str, Callable[[], object]] = {
         "prepare": lambda: prepare_kernel[(batch.rows, kv_heads, 2)](
             Vectors.of(queries),
             Vectors.of(cache.keys),
@@ -191,7 +173,9 @@ def launches(
             window=WINDOW,
             dim_block=max(16, triton.next_power_of_2(cache.head_dim)),
             num_warps=4,
-        ),
+        )
+    }
+    in_triton = {
         "score": lambda: score(again=False),
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
@@ -214,6 +198,8 @@ def launches(
             num_warps=1,
         ),
     }
+    chosen = cuda.steps(layer, scratch, anchors, selection, beliefs, in_order=in_order) if cuda else in_triton
+    steps = prepared | chosen
     if in_order:
         steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4)
         steps["order scan"] = lambda: order_scan_kernel[(batch.rows, kv_heads, ORDERS // _SCANNED_STEPS)](

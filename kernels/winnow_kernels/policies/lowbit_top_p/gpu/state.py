@@ -188,6 +188,7 @@ class Scratch(NamedTuple):
         device: torch.device,
         *,
         with_keys: bool,
+        in_triton: bool = True,
     ) -> Scratch:
         """Return that of layers of ``rows`` rows with up to ``tokens`` tokens each.
 
@@ -199,6 +200,7 @@ class Scratch(NamedTuple):
             tokens: of a context.
             device: where.
             with_keys: whether there are fixed budgets.
+            in_triton: whether Triton lists and takes, or CUDA C++, which has its own lists.
         """
         shape = Shape.of(kv_heads, group)
         pairs, padded = rows * kv_heads, shape.padded_group.value
@@ -207,6 +209,7 @@ class Scratch(NamedTuple):
         units = tokens // shape.unit.value
         chunks = tokens // CHUNK
         key_tokens, keys = (tokens, KEYS) if with_keys else (1, 1)
+        local = (tokens, spans, units) if in_triton else (1, 1, 1)
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(pairs, *sizes, dtype=dtype, device=device)
@@ -226,11 +229,11 @@ class Scratch(NamedTuple):
             rests=zeros(padded, dtype=torch.float32),
             marks=zeros(tokens, padded, dtype=torch.uint8),
             keys=zeros(key_tokens, dtype=torch.int16),
-            local=zeros(tokens, dtype=torch.int16),
-            masses=zeros(spans, shape.columns.value, dtype=torch.float32),
-            counts=zeros(units),
-            ties=zeros(units),
-            taken=zeros(units, padded, dtype=torch.float32),
+            local=zeros(local[0], dtype=torch.int16),
+            masses=zeros(local[1], shape.columns.value, dtype=torch.float32),
+            counts=zeros(local[2]),
+            ties=zeros(local[2]),
+            taken=zeros(local[2], padded, dtype=torch.float32),
             key_cuts=zeros(),
             key_ties=zeros(),
             key_open=zeros(),

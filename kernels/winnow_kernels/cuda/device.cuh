@@ -1,0 +1,110 @@
+// What kernels use of a GPU: single instructions by name. Tests replace this file, to run kernels on a CPU.
+
+using int8 = signed char;
+using int16 = short;
+using int64 = long long;
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define DEVICE __device__ __forceinline__
+#define SHARED __shared__
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8 name[]
+
+constexpr uint32 ALL_LANES = 0xffffffffu;
+
+DEVICE int thread_number() { return threadIdx.x; }
+DEVICE int block_number() { return blockIdx.x; }
+DEVICE int block_number_y() { return blockIdx.y; }
+DEVICE int blocks_in_grid() { return gridDim.x; }
+
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+
+// Lanes of a warp.
+DEVICE uint32 ballot(bool is_set) { return __ballot_sync(ALL_LANES, is_set); }
+template <typename T>
+DEVICE T from_lane(T value, int lane) { return __shfl_sync(ALL_LANES, value, lane); }
+template <typename T>
+DEVICE T from_xor(T value, int mask) { return __shfl_xor_sync(ALL_LANES, value, mask); }
+DEVICE int bits_set(uint32 word) { return __popc(word); }
+
+// D += A · B of m16n8k32: signed bytes of 16 rows and of 8 columns.
+DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Bytes of two words, chosen by four digits.
+DEVICE uint32 choose_bytes(uint32 low, uint32 high, uint32 digits) { return __byte_perm(low, high, digits); }
+
+DEVICE float as_float(int bits) { return __int_as_float(bits); }
+DEVICE int as_int(float number) { return __float_as_int(number); }
+DEVICE float multiply_then_add(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float power_of_two(float exponent) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    return power;
+}
+DEVICE float from_half(uint16 bits) {
+    float number;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(bits));
+    return number;
+}
+// Two numbers of 16 bits, cut off where they do not fit; the first lies lower.
+DEVICE uint32 pack_int16(int first, int second) {
+    uint32 packed;
+    asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(packed) : "r"(second), "r"(first));
+    return packed;
+}
+
+// Copies from global to shared memory by the copy engine, multiples of 16 bytes. An arrival counts the bytes of one round
+// of copies after the other, and is waited for by the round's parity.
+struct alignas(8) Arrival {
+    uint64 state;
+};
+DEVICE uint32 shared_address(const void* pointer) { return static_cast<uint32>(__cvta_generic_to_shared(pointer)); }
+DEVICE void set_up(Arrival& arrival) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrival)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+DEVICE void expect_bytes(Arrival& arrival, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrival)), "r"(bytes) : "memory");
+}
+DEVICE void copy_bytes(void* to, const void* from, int bytes, Arrival& arrival) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&arrival)) : "memory");
+}
+DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
+    asm volatile("{\n"
+                 ".reg .pred arrived;\n"
+                 "AGAIN%=:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
+                 "@arrived bra.uni DONE%=;\n"
+                 "bra.uni AGAIN%=;\n"
+                 "DONE%=:\n"
+                 "}" ::"r"(shared_address(&arrival)), "r"(parity) : "memory");
+}
+// What this thread has read and written in shared memory comes before later copies to there.
+DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// What other blocks have written is read past the first level of caches.
+template <typename T>
+DEVICE T load_shared_by_blocks(const T* pointer) { return __ldcg(pointer); }
+DEVICE int load_published(const int* pointer) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+DEVICE void publish(int* pointer, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+DEVICE void fence_blocks() { __threadfence(); }
+DEVICE int add_atomically(int* pointer, int value) { return atomicAdd(pointer, value); }
+DEVICE void add_atomically(int64* pointer, int64 value) {
+    atomicAdd(reinterpret_cast<uint64*>(pointer), static_cast<uint64>(value));
+}
+DEVICE void raise_atomically(int* pointer, int value) { atomicMax(pointer, value); }

@@ -1,0 +1,175 @@
+"""Launching what is in CUDA C++ of a layer's selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, Self
+
+import torch
+import triton
+
+from winnow_kernels.batch import DeviceSelection
+from winnow_kernels.cuda.module import Launchable, loaded
+from winnow_kernels.indexes.key_codes import BLOCK, DEFAULT_BITS, bytes_of_key
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import (
+    BLOCKS_OF_PAIR,
+    LIST_WARPS,
+    PAIRS,
+    POINTERS,
+    TAKE_THREADS,
+    Arguments,
+    Lists,
+    Sizes,
+    least_taking,
+)
+from winnow_kernels.selection.gpu_partition import programs_on
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from winnow_kernels.policies.lowbit_top_p.gpu.layer import Layer
+    from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Scratch
+
+# By head dim: lanes hold whole words of two tokens' codes, or of one's.
+_MAX_GROUP: Final = {64: 4, 128: 8}
+# Of which on there is a copy engine.
+_CAPABILITY: Final = (9, 0)
+# Tiles that a block takes at least.
+_TILES_TAKEN: Final = 8
+_TAKING_ON_MULTIPROCESSOR: Final = 4
+
+
+class Load(Protocol):
+    """What loads kernels: ``cuda.module.loaded``."""
+
+    def __call__(
+        self, source: str, names: tuple[tuple[str, int, int], ...], device: torch.device
+    ) -> Mapping[str, Launchable]: ...
+
+
+def serves(sizes: Sizes, bits: int) -> bool:
+    """Return whether there are kernels for these sizes, and codes of ``bits`` bits."""
+    return bits == DEFAULT_BITS == 2 and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Return whether ``device`` runs the kernels."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
+@dataclass(frozen=True, eq=False)
+class CudaKernels:
+    """The kernels for a layer's sizes, and the memory in which one hands on to the next.
+
+    Attributes:
+        sizes: of the layers.
+        lists: for as many rows as are selected for at once.
+        list: scores codes, and lists what may be selected.
+        list_again: does that for the pairs that were listed too short.
+        take: writes what is selected.
+        blocks: that list.
+        blocks_taking: that take, of all pairs.
+    """
+
+    sizes: Sizes
+    lists: Lists
+    list: Launchable
+    list_again: Launchable
+    take: Launchable
+    blocks: int
+    blocks_taking: int
+
+    @classmethod
+    def on(cls, device: torch.device, sizes: Sizes, rows: int, tokens: int, load: Load = loaded) -> Self:
+        """Return those for ``rows`` rows of up to ``tokens`` tokens on a device.
+
+        Args:
+            device: of the rows.
+            sizes: of the layers.
+            rows: of a batch.
+            tokens: of a context.
+            load: what loads kernels there.
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
+        lists = Lists.empty(rows, sizes, tokens, device)
+        names = tuple((name, 32 * LIST_WARPS, sizes.list_bytes) for name in ("list_kernel", "list_again_kernel"))
+        listing = load(sizes.source("list.cu"), names, device)
+        taking = load(sizes.source("take.cu"), (("take_kernel", TAKE_THREADS, sizes.take_bytes(lists.tiles)),), device)
+        return cls(
+            sizes,
+            lists,
+            listing["list_kernel"],
+            listing["list_again_kernel"],
+            taking["take_kernel"],
+            listing["list_kernel"].blocks_at_once(device),
+            programs_on(device, _TAKING_ON_MULTIPROCESSOR),
+        )
+
+    def steps(
+        self,
+        layer: Layer,
+        scratch: Scratch,
+        anchors: Anchors,
+        selection: DeviceSelection,
+        beliefs: Tensor,
+        *,
+        in_order: bool,
+    ) -> dict[str, Callable[[], object]]:
+        """Return what is launched after the queries are prepared, in order, by name; as of ``selection.launches``."""
+        arguments = self._arguments(layer, scratch, anchors, selection, beliefs, in_order=in_order)
+        pairs = layer.batch.rows * self.sizes.kv_heads
+        assert pairs <= PAIRS
+        tiles = self.lists.tiles
+        wanted = min(BLOCKS_OF_PAIR, triton.cdiv(tiles, _TILES_TAKEN), max(1, self.blocks_taking // pairs))
+        of_pair = max(wanted, least_taking(tiles))
+        return {
+            "list": lambda: self.list.launch((self.blocks, 1), arguments),
+            "list again": lambda: self.list_again.launch((self.blocks, 1), arguments),
+            "take": lambda: self.take.launch((of_pair, pairs), arguments),
+        }
+
+    def _arguments(
+        self,
+        layer: Layer,
+        scratch: Scratch,
+        anchors: Anchors,
+        selection: DeviceSelection,
+        beliefs: Tensor,
+        *,
+        in_order: bool,
+    ) -> Arguments:
+        batch = layer.batch
+        tensors = {
+            **layer.policies._asdict(),
+            **layer.index.arguments(layer.number)._asdict(),
+            **scratch._asdict(),
+            **self.lists._asdict(),
+            "page_table": batch.page_table,
+            "lengths": batch.lengths,
+            "slots": anchors.slots,
+            "anchor_tops": anchors.tops,
+            "anchor_cuts": anchors.cuts,
+            "selected_slots": selection.slots,
+            "selected_counts": selection.counts,
+            "read": batch.counts,
+            "beliefs": beliefs,
+        }
+        strided = ("page_table", "read")
+        assert all(tensors[name].is_contiguous() for name in POINTERS if name not in strided)
+        assert all(tensors[name].stride(1) == 1 for name in strided)
+        block_bytes = BLOCK * bytes_of_key(self.sizes.head_dim, layer.index.bits)
+        return Arguments(
+            **{name: tensors[name].data_ptr() for name in POINTERS},
+            table_stride=batch.page_table.stride(0),
+            tokens=scratch.tokens,
+            width=selection.slots.shape[2],
+            read_stride=batch.counts.stride(0),
+            tiles=self.lists.tiles,
+            rows=batch.rows,
+            key_bytes=layer.cache.vector_bytes,
+            block_bytes=round(block_bytes),
+            in_order=in_order,
+        )

@@ -1,0 +1,139 @@
+// What the kernels of a selection share: arguments, sizes, and what a row and a pair are.
+//
+// A pair is a row and a KV head, number row × KV heads + KV head. Steps are eighths of a doubling of mass. A pair's steps
+// are written down relative to its unit, a multiple of 8, so that masses in other units are the same to the last bit.
+//
+// Defined by the launch: HEAD_DIM, GROUP, STRIDE (query heads of a pair, and their places in memory), KV_HEADS,
+// PAGE_SIZE, WINDOW, WHOLE_SHARE, WHOLE_ABOVE, STEPS_TO_FLOOR, SPARE, PAIRS, BLOCKS_OF_PAIR, LOWEST_KEY, KEY_STEPS,
+// ORDER_KEYS, ORDERS, WHOLE_TO_THE_END, NO_MASS, READ_BYTES.
+
+constexpr int STEPS = 8;
+constexpr int BLOCK = 16;
+constexpr int TILE = 128;
+constexpr int BLOCKS_IN_TILE = TILE / BLOCK;
+constexpr int BINS = 256;
+// Columns of the matrix units are query heads, of two neighbouring tokens where a group is small.
+constexpr int PADDED = GROUP <= 4 ? 4 : 8;
+constexpr int TOKENS_IN_ROW = 8 / PADDED;
+constexpr int WARP = 32;
+constexpr int BLOCKS_IN_PAGE = PAGE_SIZE / BLOCK;
+// Below all scores of tokens, and above those of what is none.
+constexpr int EVERYTHING = -500000;
+constexpr int NEVER = 1 << 21;
+constexpr float NO_SCORE = -1e6f;
+constexpr int UNKNOWN = -(1 << 30);
+// An anchor of a head that took everything.
+constexpr int TOOK_EVERYTHING = -1;
+
+// As `Rows`, `Policies`, `Codes`, `Anchors`, `Scratch`, `Lists` and `Selected` in Python describe them.
+struct Arguments {
+    const int* page_table;
+    const int* lengths;
+    const int* acts;
+    const double* shares;
+    const int* sinks;
+    const int* least;
+    const int* most;
+    const int* by_score;
+    const uint8* codes;
+    const uint16* factors;
+    const uint8* means;
+    const float* mean_factors;
+    const int64* slots;
+    int* anchor_tops;
+    int* anchor_cuts;
+    const int8* levels;
+    const int* sums;
+    const float* worths;
+    const float* kept;
+    int* tops;
+    int* bases;
+    int* floors;
+    int* open;
+    float* totals;
+    float* rests;
+    int* histograms;
+    int* met;
+    int* any_open;
+    uint8* marks;
+    int* others;
+    int* listed;
+    uint8* orders;
+    uint32* steps;
+    uint8* places;
+    int* counts;
+    float* masses;
+    int* units;
+    int* starts;
+    int* counted_from;
+    int* cuts;
+    int* pair_open;
+    int* published;
+    int64* taken;
+    int* selected_slots;
+    int* selected_counts;
+    int64* read;
+    float* beliefs;
+    int64 table_stride;
+    int64 tokens;
+    int64 width;
+    int64 read_stride;
+    int tiles;
+    int rows;
+    int key_bytes;
+    int block_bytes;
+    int in_order;
+};
+
+// A row's tokens: how many, how many of the first are scored, and how many of these are sinks.
+struct Bounds {
+    int length, scored, sinks;
+
+    DEVICE Bounds(const Arguments& all, int row) {
+        length = all.lengths[row];
+        scored = (length > WINDOW ? length - WINDOW : 0) / PAGE_SIZE * PAGE_SIZE;
+        sinks = (all.sinks[row] + BLOCK - 1) / BLOCK * BLOCK;
+        if (sinks > scored) sinks = scored;
+        const bool is_whole = static_cast<float>(length - scored + sinks) > static_cast<float>(length) * WHOLE_SHARE;
+        if (is_whole || all.acts[row] == 0) scored = 0;
+    }
+
+    DEVICE int kept() const { return length - scored + sinks; }
+    DEVICE int tiles() const { return (scored + TILE - 1) / TILE; }
+};
+
+DEVICE int clamp(int number, int least, int most) { return number < least ? least : number > most ? most : number; }
+DEVICE float mass_of(int steps) { return power_of_two(static_cast<float>(steps) * (1.0f / STEPS)); }
+DEVICE int unit_of(float steps) { return static_cast<int>(floorf(steps)) & -STEPS; }
+
+// What the kept tokens weigh in a unit. Apart, what is behind the point is the same to the last bit whatever the unit.
+DEVICE float kept_mass(float kept, int unit) {
+    const float whole = floorf(kept);
+    return power_of_two((kept - whole) * (1.0f / STEPS)) * mass_of(static_cast<int>(whole) - unit);
+}
+
+// Words that lie next to each other, two or four at a time.
+template <int COUNT>
+DEVICE void load_words(uint32 (&words)[COUNT], const void* from) {
+    if constexpr (COUNT % 4 == 0) {
+        for (int i = 0; i < COUNT; i += 4) {
+            const uint4 four = static_cast<const uint4*>(from)[i / 4];
+            words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
+        }
+    } else {
+        for (int i = 0; i < COUNT; i += 2) {
+            const uint2 two = static_cast<const uint2*>(from)[i / 2];
+            words[i] = two.x, words[i + 1] = two.y;
+        }
+    }
+}
+
+template <int COUNT>
+DEVICE void store_words(void* to, const uint32 (&words)[COUNT]) {
+    if constexpr (COUNT % 4 == 0) {
+        for (int i = 0; i < COUNT; i += 4)
+            static_cast<uint4*>(to)[i / 4] = uint4{words[i], words[i + 1], words[i + 2], words[i + 3]};
+    } else {
+        for (int i = 0; i < COUNT; i += 2) static_cast<uint2*>(to)[i / 2] = uint2{words[i], words[i + 1]};
+    }
+}

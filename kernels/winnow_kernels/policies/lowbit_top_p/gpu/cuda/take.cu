@@ -1,0 +1,253 @@
+// Taking: what is listed and reaches its heads' cuts is written as slots, in the context's order, with what is believed
+// of its mass. A pair's blocks add up what those before them take, which they look back at. Grid: blocks of a pair × pairs.
+
+constexpr int WARPS = 8;
+constexpr int THREADS = WARPS * WARP;
+// Tiles of a warp whose entries are loaded at once.
+constexpr int AT_ONCE = 4;
+// Masses are added up in whole numbers of these, so that it makes no difference in which order.
+constexpr float GRAIN = 9.094947e-13f;
+
+struct Shared {
+    int64 masses[WARPS][PADDED];
+    int cuts[PADDED], floors[PADDED], to_marks[PADDED];
+    int taken[WARPS];
+    int before;
+    int is_last;
+};
+
+// Steps of an entry's query heads.
+struct Entry {
+    uint32 words[PADDED / 2];
+
+    DEVICE void load(const Arguments& all, int64 entry) {
+        load_words(words, all.steps + entry * (PADDED / 2));
+    }
+
+    DEVICE int step(int head) const {
+        return static_cast<int16>(head % 2 == 0 ? words[head / 2] & 0xffff : words[head / 2] >> 16);
+    }
+
+    DEVICE bool reaches(const int (&cuts)[PADDED]) const {
+        bool any = false;
+        for (int head = 0; head < PADDED; ++head) any |= step(head) >= cuts[head];
+        return any;
+    }
+};
+
+// A warp's tiles: those of a block are dealt out in order.
+struct Tiles {
+    const int* listed;
+    int begin, end;
+
+    // Load, at each lane, one entry of each of some tiles.
+    DEVICE void load(Entry (&entries)[AT_ONCE], const Arguments& all, int64 of_tokens, int tile, int number) const {
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; ++each)
+            if (has(tile + each, number)) entries[each].load(all, of_tokens + static_cast<int64>(tile + each) * TILE + number);
+    }
+
+    DEVICE bool has(int tile, int number) const { return tile < end && number < listed[tile]; }
+
+    // How many entries the longest of some tiles has.
+    DEVICE int most(int tile) const {
+        int most = 0;
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; ++each)
+            if (tile + each < end && listed[tile + each] > most) most = listed[tile + each];
+        return most;
+    }
+};
+
+DEVICE int order_of(const float (&weights)[PADDED], const Arguments& all, int64 of_heads) {
+    float mean = 0.0f;
+    for (int head = 0; head < GROUP; ++head) mean += weights[head] / all.totals[of_heads + head];
+    mean *= 1.0f / GROUP;
+    const int key = clamp(static_cast<int>(floorf(log2f(fmaxf(mean, 7.888609e-31f)) * KEY_STEPS)), LOWEST_KEY, 0);
+    return ORDERS - 1 - (key - LOWEST_KEY) / ORDER_KEYS;
+}
+
+DEVICE int slot_at(const Arguments& all, int row, int position) {
+    return all.page_table[row * all.table_stride + position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
+}
+
+template <typename T>
+DEVICE T sum_of_lanes(T number) {
+    for (int mask = 1; mask < WARP; mask *= 2) number += from_xor(number, mask);
+    return number;
+}
+
+// The counts, and what is believed, of a pair that is written; a warp for each query head.
+DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair, int blocks, int warp, int lane) {
+    const int kept = bounds.kept();
+    const int of_block = lane < blocks ? load_shared_by_blocks(all.published + pair * BLOCKS_OF_PAIR + lane) - 1 : 0;
+    int64 of_head = 0;
+    if (warp < GROUP && lane < blocks)
+        of_head = load_shared_by_blocks(all.taken + (static_cast<int64>(pair) * BLOCKS_OF_PAIR + lane) * PADDED + warp);
+    const int others = sum_of_lanes(of_block), tokens = kept + others;
+    // A cap that would be read whole by itself is none.
+    const int cap = all.most[row];
+    const float most = static_cast<float>(bounds.length) * WHOLE_SHARE;
+    int limit = cap > kept ? cap : kept;
+    limit = cap == 0 || static_cast<float>(limit) > most ? tokens : tokens < limit ? tokens : limit;
+    const bool is_whole = static_cast<float>(limit) > most || limit > all.width;
+    if (warp == 0 && lane == 0) {
+        if (all.in_order) all.others[pair] = is_whole ? 0 : others;
+        all.selected_counts[pair] = is_whole ? WHOLE_TO_THE_END : tokens;
+        const int64 codes = static_cast<int64>(bounds.scored / BLOCK) * all.block_bytes;
+        add_atomically(all.read + row * all.read_stride + READ_BYTES, static_cast<int64>(kept) * all.key_bytes + codes);
+        all.met[pair] = 0;
+    }
+    const int64 grains = sum_of_lanes(of_head);
+    if (warp < GROUP && lane == 0) {
+        const int64 place = static_cast<int64>(pair) * STRIDE + warp;
+        const int unit = all.bases[place] + STEPS_TO_FLOOR;
+        const float mass = kept_mass(all.kept[place], unit) + static_cast<float>(grains) * GRAIN;
+        const float rest = fmaxf(all.totals[place] - mass, 0.0f), of_unit = static_cast<float>(unit) * (1.0f / STEPS);
+        all.rests[place] = rest;
+        float* const believed = all.beliefs + (static_cast<int64>(pair) * GROUP + warp) * 2;
+        believed[0] = is_whole ? NO_MASS : of_unit + log2f(fmaxf(mass, 1e-30f));
+        believed[1] = is_whole || !(rest > 0.0f) ? NO_MASS : of_unit + log2f(fmaxf(rest, 1e-30f));
+    }
+    sync_block();
+    if (warp == 0 && lane < blocks) all.published[pair * BLOCKS_OF_PAIR + lane] = 0;
+}
+
+// Add up numbers of all lanes up to each.
+DEVICE int sum_up_to(int number, int lane) {
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const int of_others = from_lane(number, lane >= distance ? lane - distance : lane);
+        if (lane >= distance) number += of_others;
+    }
+    return number;
+}
+
+// How many tokens the pair's earlier blocks take. Blocks start in the order of their numbers: those run, or have run.
+DEVICE int taken_before(const Arguments& all, int pair, int block, int lane) {
+    int earlier = 0;
+    for (int other = lane; other < block; other += WARP) {
+        int published = 0;
+        while (published == 0) published = load_published(all.published + pair * BLOCKS_OF_PAIR + other);
+        earlier += published - 1;
+    }
+    return sum_of_lanes(earlier);
+}
+
+KERNEL(THREADS, 4) take_kernel(const Arguments all) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    int* const listed = reinterpret_cast<int*>(memory + sizeof(Shared));
+    const int thread = thread_number(), warp = thread / WARP, lane = thread % WARP;
+    const int pair = block_number_y(), row = pair / KV_HEADS, block = block_number(), blocks = blocks_in_grid();
+    const Bounds bounds(all, row);
+    const int kept = bounds.kept();
+    if (bounds.scored == 0) return;
+    const int64 of_heads = static_cast<int64>(pair) * STRIDE;
+    const int share = (bounds.tiles() + blocks - 1) / blocks, first = block * share;
+    const int count = clamp(bounds.tiles() - first, 0, share);
+    for (int tile = thread; tile < count; tile += THREADS)
+        listed[tile] = all.counts[static_cast<int64>(pair) * all.tiles + first + tile];
+    if (thread < PADDED) {
+        const int64 of_column = static_cast<int64>(pair) * PADDED + thread;
+        const bool is_head = thread < GROUP;
+        shared.cuts[thread] = is_head ? all.cuts[of_column] - all.units[of_column] : NEVER;
+        shared.floors[thread] = is_head ? all.floors[of_heads + thread] : NEVER;
+        shared.to_marks[thread] = is_head ? all.units[of_column] - all.bases[of_heads + thread] : 0;
+    }
+    sync_block();
+    int cuts[PADDED];
+    for (int head = 0; head < PADDED; ++head) cuts[head] = shared.cuts[head];
+    const int of_warp = (count + WARPS - 1) / WARPS;
+    const Tiles tiles{listed, warp * of_warp, clamp((warp + 1) * of_warp, 0, count)};
+    const int64 of_tokens = pair * all.tokens + static_cast<int64>(first) * TILE;
+    int taken = 0;
+    for (int tile = tiles.begin; tile < tiles.end; tile += AT_ONCE)
+        for (int number = lane, most = tiles.most(tile); number - lane < most; number += WARP) {
+            Entry entries[AT_ONCE];
+            tiles.load(entries, all, of_tokens, tile, number);
+#pragma unroll
+            for (int each = 0; each < AT_ONCE; ++each) taken += tiles.has(tile + each, number) && entries[each].reaches(cuts);
+        }
+    taken = sum_of_lanes(taken);
+    if (lane == 0) shared.taken[warp] = taken;
+    sync_block();
+    if (warp == 0) {
+        int of_block = 0;
+        for (int each = 0; each < WARPS; ++each) of_block += shared.taken[each];
+        if (lane == 0) publish(all.published + pair * BLOCKS_OF_PAIR + block, of_block + 1);
+        const int before = taken_before(all, pair, block, lane);
+        if (lane == 0) shared.before = before;
+    }
+    // Meanwhile the first block writes what is kept: the newest tokens, then the sinks.
+    int* const slots = all.selected_slots + pair * all.width;
+    if (block == 0) {
+        const int newest = bounds.length - bounds.scored;
+        for (int each = thread; each < kept && each < all.width; each += THREADS)
+            slots[each] = slot_at(all, row, each < newest ? bounds.length - 1 - each : each - newest);
+    }
+    sync_block();
+    const bool is_in_order = all.in_order && (all.by_score[row] != 0 || all.most[row] > 0);
+    int place = shared.before;
+    for (int each = 0; each < warp; ++each) place += shared.taken[each];
+    int64 masses[PADDED];
+    for (int64& mass : masses) mass = 0;
+    for (int tile = tiles.begin; tile < tiles.end; tile += AT_ONCE) {
+        const int most = tiles.most(tile);
+        // Tile after tile where one has more entries than a warp has lanes.
+        const int at_once = most > WARP ? 1 : AT_ONCE;
+        for (int from = tile; from < tile + AT_ONCE; from += at_once)
+            for (int number = lane; number - lane < most; number += WARP) {
+                Entry entries[AT_ONCE];
+                int positions[AT_ONCE];
+#pragma unroll
+                for (int each = 0; each < AT_ONCE; ++each) {
+                    positions[each] = -1;
+                    if (each < at_once && tiles.has(from + each, number)) {
+                        const int64 entry = of_tokens + static_cast<int64>(from + each) * TILE + number;
+                        entries[each].load(all, entry);
+                        positions[each] = (first + from + each) * TILE + all.places[entry];
+                    }
+                }
+#pragma unroll
+                for (int each = 0; each < AT_ONCE; ++each) {
+                    const bool is_taken = positions[each] >= 0 && entries[each].reaches(cuts);
+                    const uint32 word = ballot(is_taken);
+                    if (is_taken) {
+                        const int position = positions[each], other = place + bits_set(word & ((1u << lane) - 1));
+                        if (kept + other < all.width) slots[kept + other] = slot_at(all, row, position);
+                        float weights[PADDED];
+                        for (int head = 0; head < PADDED; ++head) {
+                            const int mark = entries[each].step(head) + shared.to_marks[head];
+                            weights[head] = mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
+                            masses[head] += static_cast<int64>(weights[head] * (1.0f / GRAIN));
+                            if (is_in_order && head < STRIDE)
+                                all.marks[(pair * all.tokens + position) * STRIDE + head] = static_cast<uint8>(clamp(mark, 0, 255));
+                        }
+                        if (is_in_order) {
+                            all.listed[pair * all.tokens + other] = position;
+                            all.orders[pair * all.tokens + other] = static_cast<uint8>(order_of(weights, all, of_heads));
+                        }
+                    }
+                    place += bits_set(word);
+                }
+            }
+    }
+    for (int head = 0; head < PADDED; ++head) {
+        const int64 mass = sum_of_lanes(masses[head]);
+        if (lane == 0) shared.masses[warp][head] = mass;
+    }
+    sync_block();
+    if (thread < PADDED) {
+        int64 mass = 0;
+        for (int each = 0; each < WARPS; ++each) mass += shared.masses[each][thread];
+        all.taken[(static_cast<int64>(pair) * BLOCKS_OF_PAIR + block) * PADDED + thread] = mass;
+    }
+    sync_block();
+    if (thread == 0) {
+        fence_blocks();
+        shared.is_last = add_atomically(all.met + pair, 1) == blocks - 1;
+        fence_blocks();
+    }
+    sync_block();
+    if (shared.is_last) finish(all, bounds, row, pair, blocks, warp, lane);
+}

@@ -1,0 +1,226 @@
+// `device.cuh` on a CPU: a block's threads are fibers, which take turns where they meet. Blocks run one after another.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <ucontext.h>
+#include <vector>
+
+using int8 = signed char;
+using int16 = short;
+using int64 = long long;
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+struct alignas(8) uint2 { uint32 x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) uint4 { uint32 x, y, z, w; };
+
+#define KERNEL(threads, blocks) static void
+#define DEVICE inline
+#define SHARED static
+#define DYNAMIC_SHARED(name) uint8* const name = host::shared
+
+constexpr uint32 ALL_LANES = 0xffffffffu;
+
+namespace host {
+
+constexpr int LANES = 32;
+constexpr int STACK = 256 << 10;
+constexpr int SHARED_BYTES = 228 << 10;
+
+struct Meeting {
+    int arrived = 0;
+    unsigned turn = 0;
+};
+
+struct Operands {
+    uint32 words[6];
+};
+
+alignas(128) static uint8 shared[SHARED_BYTES];
+static std::vector<ucontext_t> threads;
+static std::vector<bool> is_done;
+static std::vector<std::vector<char>> stacks;
+static std::vector<Meeting> warps;
+static std::vector<Operands> operands[2];
+static Meeting block;
+static ucontext_t outside;
+static std::function<void()> body;
+static int current, block_x, block_y, grid_x;
+
+inline void next_thread() {
+    const int from = current;
+    do current = (current + 1) % static_cast<int>(threads.size());
+    while (is_done[current] && current != from);
+    if (current != from) swapcontext(&threads[from], &threads[current]);
+}
+
+inline void meet(Meeting& meeting, int size) {
+    const unsigned turn = meeting.turn;
+    if (++meeting.arrived == size) {
+        meeting.arrived = 0;
+        ++meeting.turn;
+        return;
+    }
+    while (meeting.turn == turn) next_thread();
+}
+
+inline Meeting& own_warp() { return warps[current / LANES]; }
+
+// What all lanes of this warp bring to a meeting.
+inline const Operands* exchange(const Operands& own) {
+    auto& slots = operands[own_warp().turn % 2];
+    slots[current] = own;
+    const int warp = current / LANES;
+    meet(own_warp(), LANES);
+    return &slots[warp * LANES];
+}
+
+inline void enter() {
+    body();
+    is_done[current] = true;
+    for (size_t each = 0; each < is_done.size(); ++each)
+        if (!is_done[each]) {
+            current = static_cast<int>(each);
+            setcontext(&threads[current]);
+        }
+    setcontext(&outside);
+}
+
+inline void run(int x, int y, int size, int shared_bytes, std::function<void()> kernel) {
+    constexpr uint8 UNTOUCHED = 0xab;
+    body = kernel;
+    grid_x = x;
+    threads.resize(size);
+    stacks.resize(size);
+    for (auto& stack : stacks) stack.resize(STACK);
+    operands[0].resize(size);
+    operands[1].resize(size);
+    for (block_y = 0; block_y < y; ++block_y)
+        for (block_x = 0; block_x < x; ++block_x) {
+            memset(shared, UNTOUCHED, sizeof shared);
+            is_done.assign(size, false);
+            warps.assign(size / LANES, {});
+            block = {};
+            for (int each = 0; each < size; ++each) {
+                getcontext(&threads[each]);
+                threads[each].uc_stack.ss_sp = stacks[each].data();
+                threads[each].uc_stack.ss_size = STACK;
+                threads[each].uc_link = nullptr;
+                makecontext(&threads[each], enter, 0);
+            }
+            current = 0;
+            swapcontext(&outside, &threads[0]);
+            for (int each = shared_bytes; each < SHARED_BYTES; ++each)
+                if (shared[each] != UNTOUCHED) {
+                    fprintf(stderr, "a block writes to byte %d of %d in shared memory\n", each, shared_bytes);
+                    abort();
+                }
+        }
+}
+
+}  // namespace host
+
+DEVICE int thread_number() { return host::current; }
+DEVICE int block_number() { return host::block_x; }
+DEVICE int block_number_y() { return host::block_y; }
+DEVICE int blocks_in_grid() { return host::grid_x; }
+
+DEVICE void sync_block() { host::meet(host::block, static_cast<int>(host::threads.size())); }
+DEVICE void sync_warp() { host::meet(host::own_warp(), host::LANES); }
+
+template <typename T>
+DEVICE T from_lane(T value, int lane) {
+    host::Operands own;
+    memcpy(own.words, &value, sizeof value);
+    memcpy(&value, host::exchange(own)[lane].words, sizeof value);
+    return value;
+}
+template <typename T>
+DEVICE T from_xor(T value, int mask) { return from_lane(value, host::current % host::LANES ^ mask); }
+DEVICE uint32 ballot(bool is_set) {
+    const host::Operands* lanes = host::exchange({{is_set}});
+    uint32 word = 0;
+    for (int lane = 0; lane < host::LANES; ++lane) word |= lanes[lane].words[0] << lane;
+    return word;
+}
+DEVICE int bits_set(uint32 word) { return __builtin_popcount(word); }
+
+DEVICE int byte_of(uint32 word, int number) { return word >> 8 * number & 0xff; }
+DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    const host::Operands* lanes = host::exchange({{a0, a1, a2, a3, b0, b1}});
+    const int lane = host::current % host::LANES;
+    for (int each = 0; each < 4; ++each) {
+        const int row = lane / 4, column = lane % 4 * 2 + each % 2;
+        for (int k = 0; k < 32; ++k) {
+            const int half = k / 16, source = k % 16 / 4;
+            const uint32 a = lanes[4 * row + source].words[2 * half + each / 2];
+            const uint32 b = lanes[4 * column + source].words[4 + half];
+            d[each] += static_cast<int8>(byte_of(a, k % 4)) * static_cast<int8>(byte_of(b, k % 4));
+        }
+    }
+}
+
+DEVICE uint32 choose_bytes(uint32 low, uint32 high, uint32 digits) {
+    const uint64 both = static_cast<uint64>(high) << 32 | low;
+    uint32 chosen = 0;
+    for (int each = 0; each < 4; ++each)
+        chosen |= static_cast<uint32>(both >> 8 * (digits >> 4 * each & 7) & 0xff) << 8 * each;
+    return chosen;
+}
+
+DEVICE float as_float(int bits) { float number; memcpy(&number, &bits, 4); return number; }
+DEVICE int as_int(float number) { int bits; memcpy(&bits, &number, 4); return bits; }
+DEVICE float multiply_then_add(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float power_of_two(float exponent) { return exp2f(exponent); }
+DEVICE float from_half(uint16 bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float size = exponent == 0 ? ldexpf(fraction, -24) : ldexpf(fraction + 1024, exponent - 25);
+    return bits >> 15 ? -size : size;
+}
+DEVICE uint32 cut_off(int number) {
+    return static_cast<uint16>(number < -32768 ? -32768 : number > 32767 ? 32767 : number);
+}
+DEVICE uint32 pack_int16(int first, int second) { return cut_off(first) | cut_off(second) << 16; }
+
+// As many bytes as on a GPU.
+struct alignas(8) Arrival {
+    int missing;
+    uint32 rounds;
+};
+DEVICE void set_up(Arrival& arrival) { arrival = {}; }
+DEVICE void count_bytes(Arrival& arrival, int bytes) {
+    arrival.missing += bytes;
+    arrival.rounds += arrival.missing == 0;
+}
+DEVICE void expect_bytes(Arrival& arrival, int bytes) { count_bytes(arrival, bytes); }
+DEVICE void copy_bytes(void* to, const void* from, int bytes, Arrival& arrival) {
+    memcpy(to, from, bytes);
+    count_bytes(arrival, -bytes);
+}
+DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
+    if (arrival.rounds % 2 == parity) {
+        fprintf(stderr, "copies are waited for that nobody began\n");
+        abort();
+    }
+}
+DEVICE void fence_copies() {}
+
+template <typename T>
+DEVICE T load_shared_by_blocks(const T* pointer) { return *pointer; }
+DEVICE int load_published(const int* pointer) {
+    if (*pointer == 0) {
+        fprintf(stderr, "a block waits for one that has not run\n");
+        abort();
+    }
+    return *pointer;
+}
+DEVICE void publish(int* pointer, int value) { *pointer = value; }
+DEVICE void fence_blocks() {}
+DEVICE int add_atomically(int* pointer, int value) { const int before = *pointer; *pointer += value; return before; }
+DEVICE void add_atomically(int64* pointer, int64 value) { *pointer += value; }
+DEVICE void raise_atomically(int* pointer, int value) { if (value > *pointer) *pointer = value; }
