@@ -26,9 +26,13 @@ DEVICE void sync_warp() { __syncwarp(); }
 // Lanes of a warp.
 DEVICE uint32 ballot(bool is_set) { return __ballot_sync(ALL_LANES, is_set); }
 template <typename T>
-DEVICE T from_lane(T value, int lane) { return __shfl_sync(ALL_LANES, value, lane); }
+DEVICE T from_lane(T value, int lane) {
+    return __shfl_sync(ALL_LANES, value, lane);
+}
 template <typename T>
-DEVICE T from_xor(T value, int mask) { return __shfl_xor_sync(ALL_LANES, value, mask); }
+DEVICE T from_xor(T value, int mask) {
+    return __shfl_xor_sync(ALL_LANES, value, mask);
+}
 DEVICE int bits_set(uint32 word) { return __popc(word); }
 
 // D += A · B of m16n8k32: signed bytes of 16 rows and of 8 columns.
@@ -61,8 +65,8 @@ DEVICE uint32 pack_int16(int first, int second) {
     return packed;
 }
 
-// Copies from global to shared memory by the copy engine, multiples of 16 bytes. An arrival counts the bytes of one round
-// of copies after the other, and is waited for by the round's parity.
+// Copies from global to shared memory by the copy engine, multiples of 16 bytes. An arrival counts the bytes of one
+// round of copies after the other, and is waited for by the round's parity.
 struct alignas(8) Arrival {
     uint64 state;
 };
@@ -72,28 +76,36 @@ DEVICE void set_up(Arrival& arrival) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 DEVICE void expect_bytes(Arrival& arrival, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrival)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrival)), "r"(bytes)
+                 : "memory");
 }
 DEVICE void copy_bytes(void* to, const void* from, int bytes, Arrival& arrival) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&arrival)) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(&arrival))
+                 : "memory");
 }
 DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
-    asm volatile("{\n"
-                 ".reg .pred arrived;\n"
-                 "AGAIN%=:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
-                 "@arrived bra.uni DONE%=;\n"
-                 "bra.uni AGAIN%=;\n"
-                 "DONE%=:\n"
-                 "}" ::"r"(shared_address(&arrival)), "r"(parity) : "memory");
+    asm volatile(
+        "{\n"
+        ".reg .pred arrived;\n"
+        "AGAIN%=:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
+        "@arrived bra.uni DONE%=;\n"
+        "bra.uni AGAIN%=;\n"
+        "DONE%=:\n"
+        "}" ::"r"(shared_address(&arrival)),
+        "r"(parity)
+        : "memory");
 }
 // What this thread has read and written in shared memory comes before later copies to there.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // What other blocks have written is read past the first level of caches.
 template <typename T>
-DEVICE T load_shared_by_blocks(const T* pointer) { return __ldcg(pointer); }
+DEVICE T load_shared_by_blocks(const T* pointer) {
+    return __ldcg(pointer);
+}
 DEVICE int load_published(const int* pointer) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");

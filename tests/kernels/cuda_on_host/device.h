@@ -1,11 +1,12 @@
 // `device.cuh` on a CPU: a block's threads are fibers, which take turns where they meet. Blocks run one after another.
 
+#include <ucontext.h>
+
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <ucontext.h>
 #include <vector>
 
 using int8 = signed char;
@@ -15,9 +16,15 @@ using uint8 = unsigned char;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
-struct alignas(8) uint2 { uint32 x, y; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) uint4 { uint32 x, y, z, w; };
+struct alignas(8) uint2 {
+    uint32 x, y;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) uint4 {
+    uint32 x, y, z, w;
+};
 
 #define KERNEL(threads, blocks) static void
 #define DEVICE inline
@@ -141,7 +148,9 @@ DEVICE T from_lane(T value, int lane) {
     return value;
 }
 template <typename T>
-DEVICE T from_xor(T value, int mask) { return from_lane(value, host::current % host::LANES ^ mask); }
+DEVICE T from_xor(T value, int mask) {
+    return from_lane(value, host::current % host::LANES ^ mask);
+}
 DEVICE uint32 ballot(bool is_set) {
     const host::Operands* lanes = host::exchange({{is_set}});
     uint32 word = 0;
@@ -173,8 +182,16 @@ DEVICE uint32 choose_bytes(uint32 low, uint32 high, uint32 digits) {
     return chosen;
 }
 
-DEVICE float as_float(int bits) { float number; memcpy(&number, &bits, 4); return number; }
-DEVICE int as_int(float number) { int bits; memcpy(&bits, &number, 4); return bits; }
+DEVICE float as_float(int bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+DEVICE int as_int(float number) {
+    int bits;
+    memcpy(&bits, &number, 4);
+    return bits;
+}
 DEVICE float multiply_then_add(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float power_of_two(float exponent) { return exp2f(exponent); }
 DEVICE float from_half(uint16 bits) {
@@ -211,7 +228,9 @@ DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
 DEVICE void fence_copies() {}
 
 template <typename T>
-DEVICE T load_shared_by_blocks(const T* pointer) { return *pointer; }
+DEVICE T load_shared_by_blocks(const T* pointer) {
+    return *pointer;
+}
 DEVICE int load_published(const int* pointer) {
     if (*pointer == 0) {
         fprintf(stderr, "a block waits for one that has not run\n");
@@ -221,6 +240,12 @@ DEVICE int load_published(const int* pointer) {
 }
 DEVICE void publish(int* pointer, int value) { *pointer = value; }
 DEVICE void fence_blocks() {}
-DEVICE int add_atomically(int* pointer, int value) { const int before = *pointer; *pointer += value; return before; }
+DEVICE int add_atomically(int* pointer, int value) {
+    const int before = *pointer;
+    *pointer += value;
+    return before;
+}
 DEVICE void add_atomically(int64* pointer, int64 value) { *pointer += value; }
-DEVICE void raise_atomically(int* pointer, int value) { if (value > *pointer) *pointer = value; }
+DEVICE void raise_atomically(int* pointer, int value) {
+    if (value > *pointer) *pointer = value;
+}

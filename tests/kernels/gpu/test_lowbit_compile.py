@@ -6,6 +6,9 @@ import pytest
 
 from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, Compiled, compile_launches
 from tests.kernels.gpu.lowbit_launch import launch
+from winnow_kernels.cuda.module import compiled as machine_code
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import Sizes
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.kernels import serves
 
 # What may be put aside once a pair: by scoring between two of them, by keeping where a list was too short.
 LOCAL_BYTES = {"score_kernel": 256, "keep_kernel": 256}
@@ -58,3 +61,20 @@ def test_hopper_keeps_to_registers(head_dim: int, group: int, by_key: bool) -> N
 def test_other_shapes_fit(head_dim: int, group: int, bits: int, page_size: int, by_key: bool) -> None:
     for kernel in compiled(head_dim, group, bits, page_size, by_key):
         assert kernel.local_bytes <= max(LOCAL_BYTES.values()), kernel
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 4), (128, 2), (128, 4), (128, 8)])
+def test_hopper_takes_two_blocks_of_cuda_at_once(head_dim: int, group: int) -> None:
+    sizes = Sizes(head_dim, group, kv_heads=8, page_size=16)
+    assert serves(sizes, bits=2)
+    # Each block takes a kibibyte more.
+    assert 2 * (sizes.list_bytes + 1024) <= SHARED_LIMIT
+    for file in ("list.cu", "take.cu"):
+        assert machine_code(sizes.source(file), "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "bits"), [(128, 4, 3), (256, 4, 2), (64, 8, 2), (96, 4, 2), (128, 16, 2)]
+)
+def test_other_shapes_are_left_to_triton(head_dim: int, group: int, bits: int) -> None:
+    assert not serves(Sizes(head_dim, group, kv_heads=8, page_size=16), bits)

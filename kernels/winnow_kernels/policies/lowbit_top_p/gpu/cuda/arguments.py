@@ -24,7 +24,7 @@ TILE: Final = 128
 """Tokens that a warp scores and lists at a time."""
 BLOCKS_OF_PAIR: Final = 32
 """Blocks, at most, that take the tokens of one pair."""
-PAIRS: Final = 1024
+PAIRS: Final = 768
 """Rows × KV heads, at most."""
 SPARE: Final = 24
 """Steps below what the last step's cut and a sample let expect from which on tokens are listed."""
@@ -32,6 +32,10 @@ LIST_WARPS: Final = 10
 TAKE_THREADS: Final = 256
 _MOST_TILES: Final = 256
 _FOLDER: Final = Path(__file__).parent
+_HEADERS: Final = {
+    "list.cu": ("selection.cuh", "shared.cuh", "scores.cuh", "settle.cuh"),
+    "take.cu": ("selection.cuh",),
+}
 
 
 def least_taking(tiles: int) -> int:
@@ -62,7 +66,7 @@ class Sizes:
 
     @property
     def list_bytes(self) -> int:
-        """Shared memory of a block that lists: ``Shared`` of ``list.cu``."""
+        """Shared memory of a block that lists: ``Shared`` of ``shared.cuh``."""
         blocks = TILE // BLOCK
         stage = TILE * self.head_dim // 4 + blocks * self.head_dim // 2 + 2 * TILE
         of_warps = LIST_WARPS * (2 * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
@@ -99,7 +103,7 @@ class Sizes:
             "NO_MASS": f"({NO_MASS}f)",
             "READ_BYTES": int(Count.READ_BYTES),
         }
-        return source_of(_FOLDER / "selection.cuh", _FOLDER / file, macros=macros)
+        return source_of(*(_FOLDER / name for name in (*_HEADERS[file], file)), macros=macros)
 
 
 class Lists(NamedTuple):

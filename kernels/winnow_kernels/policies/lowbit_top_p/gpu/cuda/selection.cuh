@@ -1,7 +1,8 @@
 // What the kernels of a selection share: arguments, sizes, and what a row and a pair are.
 //
-// A pair is a row and a KV head, number row × KV heads + KV head. Steps are eighths of a doubling of mass. A pair's steps
-// are written down relative to its unit, a multiple of 8, so that masses in other units are the same to the last bit.
+// A pair is a row and a KV head, number row × KV heads + KV head. Steps are eighths of a doubling of mass. A pair's
+// steps are written down relative to its unit, a multiple of 8, so that masses in other units are the same to the last
+// bit.
 //
 // Defined by the launch: HEAD_DIM, GROUP, STRIDE (query heads of a pair, and their places in memory), KV_HEADS,
 // PAGE_SIZE, WINDOW, WHOLE_SHARE, WHOLE_ABOVE, STEPS_TO_FLOOR, SPARE, PAIRS, BLOCKS_OF_PAIR, LOWEST_KEY, KEY_STEPS,

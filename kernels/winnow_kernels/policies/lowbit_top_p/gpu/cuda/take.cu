@@ -1,5 +1,6 @@
 // Taking: what is listed and reaches its heads' cuts is written as slots, in the context's order, with what is believed
-// of its mass. A pair's blocks add up what those before them take, which they look back at. Grid: blocks of a pair × pairs.
+// of its mass. A pair's blocks add up what those before them take, which they look back at. Grid: blocks of a pair ×
+// pairs.
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
@@ -20,9 +21,7 @@ struct Shared {
 struct Entry {
     uint32 words[PADDED / 2];
 
-    DEVICE void load(const Arguments& all, int64 entry) {
-        load_words(words, all.steps + entry * (PADDED / 2));
-    }
+    DEVICE void load(const Arguments& all, int64 entry) { load_words(words, all.steps + entry * (PADDED / 2)); }
 
     DEVICE int step(int head) const {
         return static_cast<int16>(head % 2 == 0 ? words[head / 2] & 0xffff : words[head / 2] >> 16);
@@ -44,7 +43,8 @@ struct Tiles {
     DEVICE void load(Entry (&entries)[AT_ONCE], const Arguments& all, int64 of_tokens, int tile, int number) const {
 #pragma unroll
         for (int each = 0; each < AT_ONCE; ++each)
-            if (has(tile + each, number)) entries[each].load(all, of_tokens + static_cast<int64>(tile + each) * TILE + number);
+            if (has(tile + each, number))
+                entries[each].load(all, of_tokens + static_cast<int64>(tile + each) * TILE + number);
     }
 
     DEVICE bool has(int tile, int number) const { return tile < end && number < listed[tile]; }
@@ -166,7 +166,8 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
             Entry entries[AT_ONCE];
             tiles.load(entries, all, of_tokens, tile, number);
 #pragma unroll
-            for (int each = 0; each < AT_ONCE; ++each) taken += tiles.has(tile + each, number) && entries[each].reaches(cuts);
+            for (int each = 0; each < AT_ONCE; ++each)
+                taken += tiles.has(tile + each, number) && entries[each].reaches(cuts);
         }
     taken = sum_of_lanes(taken);
     if (lane == 0) shared.taken[warp] = taken;
@@ -221,11 +222,13 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
                             weights[head] = mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
                             masses[head] += static_cast<int64>(weights[head] * (1.0f / GRAIN));
                             if (is_in_order && head < STRIDE)
-                                all.marks[(pair * all.tokens + position) * STRIDE + head] = static_cast<uint8>(clamp(mark, 0, 255));
+                                all.marks[(pair * all.tokens + position) * STRIDE + head] =
+                                    static_cast<uint8>(clamp(mark, 0, 255));
                         }
                         if (is_in_order) {
                             all.listed[pair * all.tokens + other] = position;
-                            all.orders[pair * all.tokens + other] = static_cast<uint8>(order_of(weights, all, of_heads));
+                            all.orders[pair * all.tokens + other] =
+                                static_cast<uint8>(order_of(weights, all, of_heads));
                         }
                     }
                     place += bits_set(word);
