@@ -62,7 +62,8 @@ class CodedSelector(PageIndexSelector, ABC):
         kinds = {"with_keys": self.by_key, "in_triton": in_triton}
         of_row = Scratch.empty(1, *shape, _NOWHERE, **kinds)
         bytes_of_row = of_row.bytes + (0 if in_triton else Lists.empty(1, sizes, of_row.tokens, _NOWHERE).bytes)
-        self._rows = min(rows_within(bytes_of_row, step.rows), max(1, PAIRS // kv_heads))
+        most_rows = step.rows if in_triton else PAIRS // kv_heads
+        self._rows = min(rows_within(bytes_of_row, step.rows), most_rows)
         self._scratch = Scratch.empty(self._rows, *shape, device, **kinds)
         self._cuda = None if in_triton else CudaKernels.on(device, sizes, self._rows, self._scratch.tokens)
         self._acts = torch.zeros(step.rows, dtype=torch.int32, device=device)
@@ -112,8 +113,8 @@ class CodedSelector(PageIndexSelector, ABC):
         """Return where ``select``, when it last ran, began to look in vain; in a batch of ``rows`` rows that all act.
 
         Returns:
-            Whether tokens had to be marked again; and for what share of the query heads, or of the KV heads where there
-            are budgets, they had to be counted again.
+            Whether tokens had to be marked or listed again; and for what share of the query heads, or of the KV heads
+            where there are budgets, they had to be counted again.
         """
         scratch, group = self._scratch, self._group
         pairs = rows * self._kv_heads

@@ -11,7 +11,7 @@ import triton
 
 from winnow_kernels.batch import DeviceSelection
 from winnow_kernels.cuda.module import Launchable, loaded
-from winnow_kernels.indexes.key_codes import BLOCK, DEFAULT_BITS, bytes_of_key
+from winnow_kernels.indexes.key_codes import BLOCK, bytes_of_key
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import (
     BLOCKS_OF_PAIR,
     LIST_WARPS,
@@ -50,7 +50,7 @@ class Load(Protocol):
 
 def serves(sizes: Sizes, bits: int) -> bool:
     """Return whether there are kernels for these sizes, and codes of ``bits`` bits."""
-    return bits == DEFAULT_BITS == 2 and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
+    return bits == 2 and sizes.kv_heads <= PAIRS and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
 
 
 def runs_on(device: torch.device) -> bool:
