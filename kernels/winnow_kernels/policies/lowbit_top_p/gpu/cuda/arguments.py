@@ -30,7 +30,7 @@ SPARE: Final = 24
 """Steps below what the last step's cut and a sample let expect from which on tokens are listed."""
 LIST_WARPS: Final = 10
 TAKE_THREADS: Final = 256
-_MOST_TILES: Final = 256
+_MAX_TILES: Final = 256
 _FOLDER: Final = Path(__file__).parent
 _HEADERS: Final = {
     "list.cu": ("selection.cuh", "shared.cuh", "scores.cuh", "settle.cuh"),
@@ -40,7 +40,7 @@ _HEADERS: Final = {
 
 def least_taking(tiles: int) -> int:
     """Return how many blocks, at least, take the tokens of a pair with up to ``tiles`` tiles."""
-    return min(BLOCKS_OF_PAIR, -(-tiles // _MOST_TILES))
+    return min(BLOCKS_OF_PAIR, -(-tiles // _MAX_TILES))
 
 
 @dataclass(frozen=True)

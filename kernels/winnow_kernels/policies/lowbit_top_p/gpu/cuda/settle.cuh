@@ -52,7 +52,7 @@ DEVICE void expect(Shared& shared, const Bounds& bounds, int head) {
     // A token that outweighs all others need not be in a sample. Where one was, counts shall reach.
     const int last_top = clamp(shared.anchor_tops[head] - unit - 5 * STEPS, EVERYTHING, 100 * STEPS);
     const float found = kept_mass(shared.kept[head], unit) + sampled * of_sample;
-    const float total = fminf(fmaxf(found, mass_of(last_top)), MOST_EXPECTED);
+    const float total = fminf(fmaxf(found, mass_of(last_top)), MAX_EXPECTED);
     const int floor = unit + floor_of(total);
     int start = unit + surest_start(shared.share, total, tokens) - STEPS;
     if (anchor >= 0 && floor + anchor - SPARE > start) start = floor + anchor - SPARE;
@@ -148,7 +148,7 @@ DEVICE void settle_head(const Arguments& all, Shared& shared, const Bounds& boun
     const float kept = kept_mass(shared.kept[head], unit);
     const float total = static_cast<float>(kept + sums_of(shared)[head]);
     // In another unit it is a number. What makes it so large is listed.
-    const bool is_lost = !(total < MOST_MASS);
+    const bool is_lost = !(total < MAX_MASS);
     const int floor = is_lost ? unit : unit + floor_of(total);
     const double missing = shared.share * total - kept;
     // With what is kept, `least` tokens; fewer if there are no more.

@@ -20,8 +20,8 @@ constexpr int TILES_TO_BEGIN = 16;
 constexpr int SUMMING = 256;
 // In units: from which mass on another unit is needed, and what is expected at most, so that such a mass is listed: of
 // as many tokens as there may be, one holds a 2^-20th.
-constexpr float MOST_MASS = 1e36f;
-constexpr float MOST_EXPECTED = 1e28f;
+constexpr float MAX_MASS = 1e36f;
+constexpr float MAX_EXPECTED = 1e28f;
 
 struct alignas(16) Stage {
     // When they are scored, the listed tokens' steps lie in the place of their codes, and their places in that of
