@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 using int8 = signed char;
@@ -51,6 +52,7 @@ struct Operands {
 alignas(128) static uint8 shared[SHARED_BYTES];
 static std::vector<ucontext_t> threads;
 static std::vector<bool> is_done;
+static std::vector<int> turns, places;
 static std::vector<std::vector<char>> stacks;
 static std::vector<Meeting> warps;
 static std::vector<Operands> operands[2];
@@ -59,9 +61,22 @@ static ucontext_t outside;
 static std::function<void()> body;
 static int current, block_x, block_y, grid_x;
 
+// Each block's threads take turns in an order of its own, so that what lacks a barrier does not pass by luck.
+inline void shuffle_turns(int size) {
+    static uint32 state = 1;
+    turns.resize(size);
+    places.resize(size);
+    for (int each = 0; each < size; ++each) turns[each] = each;
+    for (int each = size - 1; each > 0; --each) {
+        state = state * 1664525 + 1013904223;
+        std::swap(turns[each], turns[(state >> 8) % (each + 1)]);
+    }
+    for (int each = 0; each < size; ++each) places[turns[each]] = each;
+}
+
 inline void next_thread() {
-    const int from = current;
-    do current = (current + 1) % static_cast<int>(threads.size());
+    const int from = current, size = static_cast<int>(threads.size());
+    do current = turns[(places[current] + 1) % size];
     while (is_done[current] && current != from);
     if (current != from) swapcontext(&threads[from], &threads[current]);
 }
@@ -111,6 +126,7 @@ inline void run(int x, int y, int size, int shared_bytes, std::function<void()> 
         for (block_x = 0; block_x < x; ++block_x) {
             memset(shared, UNTOUCHED, sizeof shared);
             is_done.assign(size, false);
+            shuffle_turns(size);
             warps.assign(size / LANES, {});
             block = {};
             for (int each = 0; each < size; ++each) {
@@ -120,8 +136,8 @@ inline void run(int x, int y, int size, int shared_bytes, std::function<void()> 
                 threads[each].uc_link = nullptr;
                 makecontext(&threads[each], enter, 0);
             }
-            current = 0;
-            swapcontext(&outside, &threads[0]);
+            current = turns[0];
+            swapcontext(&outside, &threads[current]);
             for (int each = shared_bytes; each < SHARED_BYTES; ++each)
                 if (shared[each] != UNTOUCHED) {
                     fprintf(stderr, "a block writes to byte %d of %d in shared memory\n", each, shared_bytes);
