@@ -24,7 +24,7 @@ from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.policies.lowbit_top_p.aim import aimed_share
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import PAIRS, Lists, Sizes
-from winnow_kernels.policies.lowbit_top_p.gpu.cuda.kernels import CudaKernels, runs_on, serves
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda.kernels import CudaKernels, fits, serves
 from winnow_kernels.policies.lowbit_top_p.gpu.layer import Layer
 from winnow_kernels.policies.lowbit_top_p.gpu.selection import select
 from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Scratch
@@ -58,7 +58,7 @@ class CodedSelector(PageIndexSelector, ABC):
         shape = (kv_heads, self._group, cache.head_dim, step.batch.longest)
         device = step.slots.device
         sizes = Sizes(cache.head_dim, self._group, kv_heads, step.batch.page_size)
-        in_triton = self.by_key or not (serves(sizes, self._codes.bits) and runs_on(device))
+        in_triton = self.by_key or not (serves(sizes, self._codes.bits) and fits(device, sizes))
         kinds = {"with_keys": self.by_key, "in_triton": in_triton}
         of_row = Scratch.empty(1, *shape, _NOWHERE, **kinds)
         bytes_of_row = of_row.bytes + (0 if in_triton else Lists.empty(1, sizes, of_row.tokens, _NOWHERE).bytes)

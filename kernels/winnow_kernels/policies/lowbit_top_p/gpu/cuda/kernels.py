@@ -53,9 +53,13 @@ def serves(sizes: Sizes, bits: int) -> bool:
     return bits == 2 and sizes.kv_heads <= PAIRS and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Return whether ``device`` runs the kernels."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+def fits(device: torch.device, sizes: Sizes) -> bool:
+    """Return whether ``device`` runs the kernels for these sizes."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return False
+    # Torch has it, but not in its annotations.
+    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return limit >= sizes.list_bytes
 
 
 @dataclass(frozen=True, eq=False)
