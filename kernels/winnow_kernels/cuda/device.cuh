@@ -1,13 +1,5 @@
 // What kernels use of a GPU: single instructions by name. Tests replace this file, to run kernels on a CPU.
 
-using int8 = signed char;
-using int16 = short;
-using int64 = long long;
-using uint8 = unsigned char;
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define DEVICE __device__ __forceinline__
 #define SHARED __shared__

@@ -16,12 +16,13 @@ import torch
 from cuda.bindings import driver, nvrtc
 
 DEVICE_SOURCE: Final = Path(__file__).with_name("device.cuh")
+_TYPES: Final = Path(__file__).with_name("types.cuh")
 
 
 def source_of(*files: Path, macros: Mapping[str, object]) -> str:
     """Return one source: what kernels use of a GPU, the macros, and the files in order."""
     defined = "\n".join(f"#define {name} {value}" for name, value in macros.items())
-    return "\n".join([DEVICE_SOURCE.read_text(), defined, *(file.read_text() for file in files)])
+    return "\n".join([_TYPES.read_text(), DEVICE_SOURCE.read_text(), defined, *(file.read_text() for file in files)])
 
 
 class Launchable(Protocol):

@@ -10,13 +10,6 @@
 #include <utility>
 #include <vector>
 
-using int8 = signed char;
-using int16 = short;
-using int64 = long long;
-using uint8 = unsigned char;
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
 struct alignas(8) uint2 {
     uint32 x, y;
 };

@@ -35,6 +35,15 @@ SHAPES = [
     (1, 4, 80, 4, 16),
 ]
 
+SHAPES_IN_CUDA = [
+    (2, 4, 64, 2, 16),
+    (1, 1, 64, 2, 32),
+    (3, 4, 128, 2, 64),
+    (1, 3, 128, 2, 16),
+    (2, 7, 128, 2, 16),
+    (1, 8, 128, 2, 128),
+]
+
 
 def top_p(
     p: float, min_tokens: int = 0, max_tokens: int | None = None, sinks: int = 16, ordered: bool = False
@@ -46,28 +55,17 @@ def top_k(budget: int | None, ratio: float | None = None, sinks: int = 16, order
     return Asked(lowbit_top_k_parameters(budget, ratio, sinks), ordered)
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim", "bits", "page_size"), SHAPES)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "bits", "page_size", "in_cuda"),
+    [(*shape, False) for shape in SHAPES] + [(*shape, True) for shape in SHAPES_IN_CUDA],
+)
 def test_shares_of_every_shape_are_the_references(
-    kv_heads: int, group: int, head_dim: int, bits: int, page_size: int, device: torch.device
+    kv_heads: int, group: int, head_dim: int, bits: int, page_size: int, in_cuda: bool, device: torch.device
 ) -> None:
     # What is long, of another kind, kept whole, and a single token.
     asked = [top_p(0.7), None, top_p(0.9, sinks=0), top_p(0.9)]
     case = Case.of(device, [LONG, 300, 90, 1], asked, kv_heads, group, head_dim, bits, page_size)
-    got = selected(case)
-    check(case, got)
-    assert (got.selection.counts[0] > 64).all()
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "page_size"),
-    [(2, 4, 64, 16), (1, 1, 64, 32), (3, 4, 128, 64), (1, 3, 128, 16), (2, 7, 128, 16), (1, 8, 128, 128)],
-)
-def test_shares_of_the_shapes_in_cuda_are_the_references(
-    kv_heads: int, group: int, head_dim: int, page_size: int, device: torch.device
-) -> None:
-    asked = [top_p(0.7), None, top_p(0.9, sinks=0), top_p(0.9)]
-    case = Case.of(device, [LONG, 300, 90, 1], asked, kv_heads, group, head_dim, 2, page_size)
-    got = selected(replace(case, in_cuda=True))
+    got = selected(replace(case, in_cuda=in_cuda))
     check(case, got)
     assert (got.selection.counts[0] > 64).all()
 

@@ -29,7 +29,7 @@ PAIRS: Final = 768
 SPARE: Final = 24
 """Steps below what the last step's cut and a sample let expect from which on tokens are listed."""
 LIST_WARPS: Final = 10
-TAKE_THREADS: Final = 256
+TAKE_WARPS: Final = 8
 _MAX_TILES: Final = 256
 _FOLDER: Final = Path(__file__).parent
 _HEADERS: Final = {
@@ -76,8 +76,7 @@ class Sizes:
 
     def take_bytes(self, tiles: int) -> int:
         """Shared memory of a block that takes: ``Shared`` of ``take.cu``, and its part of a pair's ``tiles``."""
-        warps = TAKE_THREADS // 32
-        return self.columns * (3 * 4 + warps * 8) + 4 * warps + 8 + 4 * -(-tiles // least_taking(tiles))
+        return self.columns * (3 * 4 + TAKE_WARPS * 8) + 4 * TAKE_WARPS + 8 + 4 * -(-tiles // least_taking(tiles))
 
     def source(self, file: str) -> str:
         """Return the source of ``file`` for these sizes."""
@@ -93,7 +92,11 @@ class Sizes:
             "STEPS_TO_FLOOR": -FLOOR * STEPS,
             "SPARE": SPARE,
             "PAIRS": PAIRS,
+            "STEPS": STEPS,
+            "BLOCK": BLOCK,
+            "TILE": TILE,
             "LIST_WARPS": LIST_WARPS,
+            "TAKE_WARPS": TAKE_WARPS,
             "BLOCKS_OF_PAIR": BLOCKS_OF_PAIR,
             "LOWEST_KEY": f"({LOWEST_KEY})",
             "KEY_STEPS": KEY_STEPS,

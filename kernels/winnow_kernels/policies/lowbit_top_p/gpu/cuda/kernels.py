@@ -17,7 +17,7 @@ from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import (
     LIST_WARPS,
     PAIRS,
     POINTERS,
-    TAKE_THREADS,
+    TAKE_WARPS,
     Arguments,
     Lists,
     Sizes,
@@ -101,7 +101,9 @@ class CudaKernels:
         lists = Lists.empty(rows, sizes, tokens, device)
         names = tuple((name, 32 * LIST_WARPS, sizes.list_bytes) for name in ("list_kernel", "list_again_kernel"))
         listing = load(sizes.source("list.cu"), names, device)
-        taking = load(sizes.source("take.cu"), (("take_kernel", TAKE_THREADS, sizes.take_bytes(lists.tiles)),), device)
+        taking = load(
+            sizes.source("take.cu"), (("take_kernel", 32 * TAKE_WARPS, sizes.take_bytes(lists.tiles)),), device
+        )
         return cls(
             sizes,
             lists,

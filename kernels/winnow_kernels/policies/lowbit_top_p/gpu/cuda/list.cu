@@ -84,13 +84,9 @@ DEVICE void list_tile(const Arguments& all, Shared& shared, Stage& stage, const 
         load_words(steps, stage.steps + entry * (PADDED / 2));
         store_words(all.steps + (of_tokens + entry) * (PADDED / 2), steps);
         all.places[of_tokens + entry] = stage.places[entry];
-        for (int word = 0; word < PADDED / 2; ++word) {
-            for (int each = 0; each < 2; ++each) {
-                const int head = 2 * word + each;
-                const int step = static_cast<int16>(each == 0 ? steps[word] & 0xffff : steps[word] >> 16);
-                const int bin = step - shared.first_bins[head];
-                if (bin >= 0) count_step(shared, head, bin, step);
-            }
+        for (int head = 0; head < PADDED; ++head) {
+            const int step = step_in(steps, head), bin = step - shared.first_bins[head];
+            if (bin >= 0) count_step(shared, head, bin, step);
         }
     }
 }
@@ -111,12 +107,7 @@ DEVICE void count_tiles(const Arguments& all, Shared& shared, bool again, int th
             if (tiles > 0) shared.acting[acting + bits_set(act & ((1u << thread) - 1))] = static_cast<int16>(pair);
             acting += bits_set(act);
             most = tiles > most ? tiles : most;
-            int end = tiles;
-            for (int distance = 1; distance < WARP; distance *= 2) {
-                const int of_others = from_lane(end, thread >= distance ? thread - distance : thread);
-                if (thread >= distance) end += of_others;
-            }
-            end += before;
+            const int end = before + sum_up_to(tiles, thread);
             if (pair < pairs) shared.ends[pair] = end;
             before = from_lane(end, WARP - 1);
         }
@@ -163,7 +154,7 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     const int64 blocks = bounds.scored / BLOCK, each = warp * SAMPLED_BLOCKS + lane % SAMPLED_BLOCKS;
     int tile = begin + warp, stage = 0;
     const uint32 sampled = source.block(static_cast<int>((2 * each + 1) * blocks / (2 * WARPS * SAMPLED_BLOCKS)));
-    uint32 block = source.block(tile * BLOCKS_IN_TILE + own);
+    const uint32 block = source.block(tile * BLOCKS_IN_TILE + own);
     uint32 next_block = source.block((tile + WARPS) * BLOCKS_IN_TILE + own);
     if (!AGAIN) source.load<SAMPLED_BLOCKS>(stages[1], arrivals[1], sampled, lane);
     if (tile < end) source.load<BLOCKS_IN_TILE>(stages[0], arrivals[0], block, lane);

@@ -4,13 +4,11 @@
 // steps are written down relative to its unit, a multiple of 8, so that masses in other units are the same to the last
 // bit.
 //
-// Defined by the launch: HEAD_DIM, GROUP, STRIDE (query heads of a pair, and their places in memory), KV_HEADS,
-// PAGE_SIZE, WINDOW, WHOLE_SHARE, WHOLE_ABOVE, STEPS_TO_FLOOR, SPARE, PAIRS, BLOCKS_OF_PAIR, LOWEST_KEY, KEY_STEPS,
-// ORDER_KEYS, ORDERS, WHOLE_TO_THE_END, NO_MASS, READ_BYTES.
+// Defined by the launch: STEPS (from one mass to its double), BLOCK and TILE (tokens), LIST_WARPS, TAKE_WARPS,
+// HEAD_DIM, GROUP, STRIDE (query heads of a pair, and their places in memory), KV_HEADS, PAGE_SIZE, WINDOW,
+// WHOLE_SHARE, WHOLE_ABOVE, STEPS_TO_FLOOR, SPARE, PAIRS, BLOCKS_OF_PAIR, LOWEST_KEY, KEY_STEPS, ORDER_KEYS, ORDERS,
+// WHOLE_TO_THE_END, NO_MASS, READ_BYTES.
 
-constexpr int STEPS = 8;
-constexpr int BLOCK = 16;
-constexpr int TILE = 128;
 constexpr int BLOCKS_IN_TILE = TILE / BLOCK;
 constexpr int BINS = 256;
 // Columns of the matrix units are query heads, of two neighbouring tokens where a group is small.
@@ -111,6 +109,30 @@ DEVICE int unit_of(float steps) { return static_cast<int>(floorf(steps)) & -STEP
 DEVICE float kept_mass(float kept, int unit) {
     const float whole = floorf(kept);
     return power_of_two((kept - whole) * (1.0f / STEPS)) * mass_of(static_cast<int>(whole) - unit);
+}
+
+// Where a request's query head has its anchors.
+DEVICE int64 place_of_anchor(int64 slot, int pair, int head) {
+    return slot * (KV_HEADS * GROUP) + pair % KV_HEADS * GROUP + head;
+}
+
+// A query head's step, of words that each have two.
+DEVICE int step_in(const uint32 (&words)[PADDED / 2], int head) {
+    return static_cast<int16>(head % 2 == 0 ? words[head / 2] & 0xffff : words[head / 2] >> 16);
+}
+
+// Add up numbers of the lanes up to each, and of all lanes.
+DEVICE int sum_up_to(int number, int lane) {
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const int of_others = from_lane(number, lane >= distance ? lane - distance : lane);
+        if (lane >= distance) number += of_others;
+    }
+    return number;
+}
+template <typename T>
+DEVICE T sum_of_lanes(T number) {
+    for (int mask = 1; mask < WARP; mask *= 2) number += from_xor(number, mask);
+    return number;
 }
 
 // Words that lie next to each other, two or four at a time.

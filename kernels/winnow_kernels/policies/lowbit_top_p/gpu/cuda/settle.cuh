@@ -9,7 +9,7 @@ struct Recalled {
     DEVICE void load(const Arguments& all, int64 slot, int pair, int head) {
         if (head >= GROUP) return;
         const int64 of_column = static_cast<int64>(pair) * PADDED + head;
-        const int64 of_request = slot * (KV_HEADS * GROUP) + pair % KV_HEADS * GROUP + head;
+        const int64 of_request = place_of_anchor(slot, pair, head);
         kept = all.kept[static_cast<int64>(pair) * STRIDE + head];
         anchor_top = all.anchor_tops[of_request];
         anchor_cut = all.anchor_cuts[of_request];
@@ -176,7 +176,7 @@ DEVICE void settle_head(const Arguments& all, Shared& shared, const Bounds& boun
     } else {
         all.starts[of_column] = start;
         all.counted_from[of_column] = first;
-        const int64 of_request = all.slots[row] * (KV_HEADS * GROUP) + pair % KV_HEADS * GROUP + head;
+        const int64 of_request = place_of_anchor(all.slots[row], pair, head);
         const int anchor = shared.anchor_cuts[head], above = takes_all ? TOOK_EVERYTHING : cut.step - floor;
         all.anchor_tops[of_request] = top;
         // A low cut is remembered for a while: of neighbouring steps some need far more tokens than others.

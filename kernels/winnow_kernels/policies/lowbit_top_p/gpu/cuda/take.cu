@@ -2,7 +2,7 @@
 // of its mass. A pair's blocks add up what those before them take, which they look back at. Grid: blocks of a pair ×
 // pairs.
 
-constexpr int WARPS = 8;
+constexpr int WARPS = TAKE_WARPS;
 constexpr int THREADS = WARPS * WARP;
 // Tiles of a warp whose entries are loaded at once.
 constexpr int AT_ONCE = 4;
@@ -23,9 +23,7 @@ struct Entry {
 
     DEVICE void load(const Arguments& all, int64 entry) { load_words(words, all.steps + entry * (PADDED / 2)); }
 
-    DEVICE int step(int head) const {
-        return static_cast<int16>(head % 2 == 0 ? words[head / 2] & 0xffff : words[head / 2] >> 16);
-    }
+    DEVICE int step(int head) const { return step_in(words, head); }
 
     DEVICE bool reaches(const int (&cuts)[PADDED]) const {
         bool any = false;
@@ -71,12 +69,6 @@ DEVICE int slot_at(const Arguments& all, int row, int position) {
     return all.page_table[row * all.table_stride + position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
 }
 
-template <typename T>
-DEVICE T sum_of_lanes(T number) {
-    for (int mask = 1; mask < WARP; mask *= 2) number += from_xor(number, mask);
-    return number;
-}
-
 // The counts, and what is believed, of a pair that is written; a warp for each query head.
 DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair, int blocks, int warp, int lane) {
     const int kept = bounds.kept();
@@ -111,15 +103,6 @@ DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair
     }
     sync_block();
     if (warp == 0 && lane < blocks) all.published[pair * BLOCKS_OF_PAIR + lane] = 0;
-}
-
-// Add up numbers of all lanes up to each.
-DEVICE int sum_up_to(int number, int lane) {
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const int of_others = from_lane(number, lane >= distance ? lane - distance : lane);
-        if (lane >= distance) number += of_others;
-    }
-    return number;
 }
 
 // How many tokens the pair's earlier blocks take. Blocks start in the order of their numbers: those run, or have run.
