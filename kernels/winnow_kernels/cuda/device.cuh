@@ -12,6 +12,9 @@ DEVICE int block_number() { return blockIdx.x; }
 DEVICE int block_number_y() { return blockIdx.y; }
 DEVICE int blocks_in_grid() { return gridDim.x; }
 
+// A kernel may be launched before the last one has ended: what that one writes is there from here on.
+DEVICE void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 

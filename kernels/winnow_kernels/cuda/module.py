@@ -31,6 +31,9 @@ class Launchable(Protocol):
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         """Launch it on torch's current stream; a CUDA graph may be capturing there.
 
+        It may begin when the last kernel lets it, and then has to wait (``wait_for_last_kernel``) before it reads what
+        that one writes.
+
         Args:
             grid: blocks in both dimensions.
             arguments: the kernel's only one.
@@ -56,9 +59,16 @@ class Kernel:
 
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        stream = torch.cuda.current_stream().cuda_stream
-        blocks = (*grid, 1, self.threads, 1, 1)
-        _check(driver.cuLaunchKernel(self.function, *blocks, self.shared_bytes, stream, ctypes.addressof(pointers), 0))
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [early], 1
+        _check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
 
     def blocks_at_once(self, device: torch.device) -> int:
         of_multiprocessor = _check(

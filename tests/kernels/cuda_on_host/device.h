@@ -146,6 +146,8 @@ DEVICE int block_number() { return host::block_x; }
 DEVICE int block_number_y() { return host::block_y; }
 DEVICE int blocks_in_grid() { return host::grid_x; }
 
+DEVICE void wait_for_last_kernel() {}
+
 DEVICE void sync_block() { host::meet(host::block, static_cast<int>(host::threads.size())); }
 DEVICE void sync_warp() { host::meet(host::own_warp(), host::LANES); }
 

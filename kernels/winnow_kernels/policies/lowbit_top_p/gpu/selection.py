@@ -172,6 +172,7 @@ def launches(
             layer.scale * _LOG2_E,
             window=WINDOW,
             dim_block=max(16, triton.next_power_of_2(cache.head_dim)),
+            lets_next_begin=cuda is not None and queries.is_cuda,
             num_warps=4,
         )
     }

@@ -160,6 +160,7 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     if (tile < end) source.load<BLOCKS_IN_TILE>(stages[0], arrivals[0], block, lane);
     const float sampled_factor = source.mean_factor(sampled);
     float factor = source.mean_factor(block);
+    if (!AGAIN) wait_for_last_kernel();
     Recalled recalled;
     if (thread < PADDED) recalled.load<AGAIN>(all, slot, pair, thread);
     Query query;
@@ -253,14 +254,17 @@ DEVICE void list_share(const Arguments& all, Shared& shared) {
     }
 }
 
-// Grid: as many blocks as the device takes at once.
+// Grid: as many blocks as the device takes at once. What the last kernel prepares is not needed to begin to load codes.
 KERNEL(THREADS, 2) list_kernel(const Arguments all) {
     DYNAMIC_SHARED(memory);
     list_share<false>(all, *reinterpret_cast<Shared*>(memory));
+    // A block that had nothing to do has not waited yet, and who waits for this kernel relies on the last one, too.
+    wait_for_last_kernel();
 }
 
 // The pairs that are open. Grid: the same.
 KERNEL(THREADS, 2) list_again_kernel(const Arguments all) {
+    wait_for_last_kernel();
     if (load_shared_by_blocks(all.any_open) == 0) return;
     DYNAMIC_SHARED(memory);
     list_share<true>(all, *reinterpret_cast<Shared*>(memory));

@@ -4,7 +4,7 @@
 
 constexpr int WARPS = TAKE_WARPS;
 constexpr int THREADS = WARPS * WARP;
-// Tiles of a warp whose entries are loaded at once.
+// Entries that a lane loads at once, each of another run.
 constexpr int AT_ONCE = 4;
 // Masses are added up in whole numbers of these, so that it makes no difference in which order.
 constexpr float GRAIN = 9.094947e-13f;
@@ -16,6 +16,15 @@ struct Shared {
     int before;
     int is_last;
 };
+
+// Add up numbers of all lanes up to each.
+DEVICE int sum_up_to(int number, int lane) {
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const int of_others = from_lane(number, lane >= distance ? lane - distance : lane);
+        if (lane >= distance) number += of_others;
+    }
+    return number;
+}
 
 // Steps of an entry's query heads.
 struct Entry {
@@ -32,28 +41,24 @@ struct Entry {
     }
 };
 
-// A warp's tiles: those of a block are dealt out in order.
-struct Tiles {
-    const int* listed;
-    int begin, end;
+// Some neighbouring tiles, at most as many as lanes, of whose entries a warp takes 32 at a time: a run. Tiles list very
+// different numbers of tokens, so it is runs that are loaded at once.
+struct Runs {
+    int first, listed, up_to;
 
-    // Load, at each lane, one entry of each of some tiles.
-    DEVICE void load(Entry (&entries)[AT_ONCE], const Arguments& all, int64 of_tokens, int tile, int number) const {
-#pragma unroll
-        for (int each = 0; each < AT_ONCE; ++each)
-            if (has(tile + each, number))
-                entries[each].load(all, of_tokens + static_cast<int64>(tile + each) * TILE + number);
+    // Of tiles from `first` on; lane i holds how many entries the i-th has.
+    DEVICE Runs(int first, int listed, int lane) : first(first), listed(listed) {
+        up_to = sum_up_to((listed + WARP - 1) / WARP, lane);
     }
 
-    DEVICE bool has(int tile, int number) const { return tile < end && number < listed[tile]; }
+    DEVICE int count() const { return from_lane(up_to, WARP - 1); }
 
-    // How many entries the longest of some tiles has.
-    DEVICE int most(int tile) const {
-        int most = 0;
-#pragma unroll
-        for (int each = 0; each < AT_ONCE; ++each)
-            if (tile + each < end && listed[tile + each] > most) most = listed[tile + each];
-        return most;
+    // The place in the block's tokens where this lane's entry of a run is written down, or −1 where there is none.
+    DEVICE int place_of(int run, int lane) const {
+        const int tile = bits_set(ballot(up_to <= run));
+        const int earlier = from_lane(up_to, tile > 0 ? tile - 1 : 0), entries = from_lane(listed, tile & (WARP - 1));
+        const int number = (run - (tile > 0 ? earlier : 0)) * WARP + lane;
+        return tile < WARP && number < entries ? (first + tile) * TILE + number : -1;
     }
 };
 
@@ -118,6 +123,7 @@ DEVICE int taken_before(const Arguments& all, int pair, int block, int lane) {
 
 KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     DYNAMIC_SHARED(memory);
+    wait_for_last_kernel();
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     int* const listed = reinterpret_cast<int*>(memory + sizeof(Shared));
     const int thread = thread_number(), warp = thread / WARP, lane = thread % WARP;
@@ -140,18 +146,25 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     sync_block();
     int cuts[PADDED];
     for (int head = 0; head < PADDED; ++head) cuts[head] = shared.cuts[head];
-    const int of_warp = (count + WARPS - 1) / WARPS;
-    const Tiles tiles{listed, warp * of_warp, clamp((warp + 1) * of_warp, 0, count)};
+    // Warps have neighbouring tiles each.
+    const int of_warp = (count + WARPS - 1) / WARPS, begin = warp * of_warp, end = clamp(begin + of_warp, 0, count);
     const int64 of_tokens = pair * all.tokens + static_cast<int64>(first) * TILE;
     int taken = 0;
-    for (int tile = tiles.begin; tile < tiles.end; tile += AT_ONCE)
-        for (int number = lane, most = tiles.most(tile); number - lane < most; number += WARP) {
+    for (int tile = begin; tile < end; tile += WARP) {
+        const Runs runs(tile, tile + lane < end ? listed[tile + lane] : 0, lane);
+        for (int run = 0, all_runs = runs.count(); run < all_runs; run += AT_ONCE) {
             Entry entries[AT_ONCE];
-            tiles.load(entries, all, of_tokens, tile, number);
+            bool is_taken[AT_ONCE];
 #pragma unroll
-            for (int each = 0; each < AT_ONCE; ++each)
-                taken += tiles.has(tile + each, number) && entries[each].reaches(cuts);
+            for (int each = 0; each < AT_ONCE; ++each) {
+                const int place = runs.place_of(run + each, lane);
+                is_taken[each] = place >= 0;
+                if (is_taken[each]) entries[each].load(all, of_tokens + place);
+            }
+#pragma unroll
+            for (int each = 0; each < AT_ONCE; ++each) taken += is_taken[each] && entries[each].reaches(cuts);
         }
+    }
     taken = sum_of_lanes(taken);
     if (lane == 0) shared.taken[warp] = taken;
     sync_block();
@@ -175,48 +188,49 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     for (int each = 0; each < warp; ++each) place += shared.taken[each];
     int64 masses[PADDED];
     for (int64& mass : masses) mass = 0;
-    for (int tile = tiles.begin; tile < tiles.end; tile += AT_ONCE) {
-        const int most = tiles.most(tile);
-        // Tile after tile where one has more entries than a warp has lanes.
-        const int at_once = most > WARP ? 1 : AT_ONCE;
-        for (int from = tile; from < tile + AT_ONCE; from += at_once)
-            for (int number = lane; number - lane < most; number += WARP) {
-                Entry entries[AT_ONCE];
-                int positions[AT_ONCE];
+    for (int tile = begin; tile < end; tile += WARP) {
+        const Runs runs(tile, tile + lane < end ? listed[tile + lane] : 0, lane);
+        for (int run = 0, all_runs = runs.count(); run < all_runs; run += AT_ONCE) {
+            Entry entries[AT_ONCE];
+            int positions[AT_ONCE];
 #pragma unroll
-                for (int each = 0; each < AT_ONCE; ++each) {
-                    positions[each] = -1;
-                    if (each < at_once && tiles.has(from + each, number)) {
-                        const int64 entry = of_tokens + static_cast<int64>(from + each) * TILE + number;
-                        entries[each].load(all, entry);
-                        positions[each] = (first + from + each) * TILE + all.places[entry];
-                    }
-                }
-#pragma unroll
-                for (int each = 0; each < AT_ONCE; ++each) {
-                    const bool is_taken = positions[each] >= 0 && entries[each].reaches(cuts);
-                    const uint32 word = ballot(is_taken);
-                    if (is_taken) {
-                        const int position = positions[each], other = place + bits_set(word & ((1u << lane) - 1));
-                        if (kept + other < all.width) slots[kept + other] = slot_at(all, row, position);
-                        float weights[PADDED];
-                        for (int head = 0; head < PADDED; ++head) {
-                            const int mark = entries[each].step(head) + shared.to_marks[head];
-                            weights[head] = mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
-                            masses[head] += static_cast<int64>(weights[head] * (1.0f / GRAIN));
-                            if (is_in_order && head < STRIDE)
-                                all.marks[(pair * all.tokens + position) * STRIDE + head] =
-                                    static_cast<uint8>(clamp(mark, 0, 255));
-                        }
-                        if (is_in_order) {
-                            all.listed[pair * all.tokens + other] = position;
-                            all.orders[pair * all.tokens + other] =
-                                static_cast<uint8>(order_of(weights, all, of_heads));
-                        }
-                    }
-                    place += bits_set(word);
+            for (int each = 0; each < AT_ONCE; ++each) {
+                const int at = runs.place_of(run + each, lane);
+                positions[each] = -1;
+                if (at >= 0) {
+                    entries[each].load(all, of_tokens + at);
+                    positions[each] = (first + at / TILE) * TILE + all.places[of_tokens + at];
                 }
             }
+            // Loaded for what is not taken, too: a load that waits for one before it holds up the warp.
+            int own_slots[AT_ONCE];
+#pragma unroll
+            for (int each = 0; each < AT_ONCE; ++each)
+                own_slots[each] = positions[each] < 0 ? 0 : slot_at(all, row, positions[each]);
+#pragma unroll
+            for (int each = 0; each < AT_ONCE; ++each) {
+                const bool is_taken = positions[each] >= 0 && entries[each].reaches(cuts);
+                const uint32 word = ballot(is_taken);
+                if (is_taken) {
+                    const int position = positions[each], other = place + bits_set(word & ((1u << lane) - 1));
+                    if (kept + other < all.width) slots[kept + other] = own_slots[each];
+                    float weights[PADDED];
+                    for (int head = 0; head < PADDED; ++head) {
+                        const int mark = entries[each].step(head) + shared.to_marks[head];
+                        weights[head] = mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
+                        masses[head] += static_cast<int64>(weights[head] * (1.0f / GRAIN));
+                        if (is_in_order && head < STRIDE)
+                            all.marks[(pair * all.tokens + position) * STRIDE + head] =
+                                static_cast<uint8>(clamp(mark, 0, 255));
+                    }
+                    if (is_in_order) {
+                        all.listed[pair * all.tokens + other] = position;
+                        all.orders[pair * all.tokens + other] = static_cast<uint8>(order_of(weights, all, of_heads));
+                    }
+                }
+                place += bits_set(word);
+            }
+        }
     }
     for (int head = 0; head < PADDED; ++head) {
         const int64 mass = sum_of_lanes(masses[head]);
