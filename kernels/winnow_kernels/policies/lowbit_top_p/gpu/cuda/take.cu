@@ -17,15 +17,6 @@ struct Shared {
     int is_last;
 };
 
-// Add up numbers of all lanes up to each.
-DEVICE int sum_up_to(int number, int lane) {
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const int of_others = from_lane(number, lane >= distance ? lane - distance : lane);
-        if (lane >= distance) number += of_others;
-    }
-    return number;
-}
-
 // Steps of an entry's query heads.
 struct Entry {
     uint32 words[PADDED / 2];
