@@ -132,6 +132,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "sinks": ("sinks.json", sinks_table),
     "coded": ("attention-lowbit.json", coded_table),
     "coded-kernels": ("attention-lowbit.json", kernels_table),
+    "coded-cuda": ("attention-lowbit-cuda.json", coded_table),
+    "coded-cuda-kernels": ("attention-lowbit-cuda.json", kernels_table),
     "coded-captured": ("attention-captured.json", coded_table),
     "prefill": ("prefill.json", prefill_table),
     "prefill-queries": ("prefill-queries.json", prefill_table),
