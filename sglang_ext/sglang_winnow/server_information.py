@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
 
+# How a server is started that checks drafts.
+VERIFYING: Final = "--speculative-algorithm WINNOW"
 # Where a policy travels in ``sampling_params.custom_params``: as JSON text, the one form that every transport carries.
 PARAMETER: Final = "attention"
 
@@ -49,6 +51,7 @@ class ServedModel:
         has_policies: whether the server computes attention with Winnow; if not, every request is dense.
         decode_policies: those that it serves then.
         key_bits: bits of a channel in the codes of keys.
+        verifies: whether the server checks drafts, for requests that ask for it.
     """
 
     layers: int
@@ -60,6 +63,7 @@ class ServedModel:
     has_policies: bool = True
     decode_policies: tuple[str, ...] = DECODE_POLICIES
     key_bits: int = DEFAULT.key_bits
+    verifies: bool = False
 
     def policy_of(self, custom_params: Mapping[str, Any] | None) -> AttentionPolicy:
         """Return the policy that a request's ``custom_params`` ask for, as this model runs it; dense if they ask none.
@@ -76,6 +80,8 @@ class ServedModel:
         if not (policy.is_dense or self.has_policies):
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
         check_served(policy, self.decode_policies)
+        if policy.verify is not None and not self.verifies:
+            raise PolicyError(f"{PARAMETER}.verify", f"is not served here; start the server with {VERIFYING}")
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
         self._check_delta_layers(policy)

@@ -205,6 +205,15 @@ def test_a_policy_that_the_server_does_not_serve_is_refused() -> None:
         check_request(GenerateReqInput(**body), some)
 
 
+def test_verification_is_refused_where_the_server_does_not_verify() -> None:
+    policy = '{"decode": {"policy": "quest"}, "verify": {"draft_tokens": 2}}'
+    body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}
+    check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(MODEL, verifies=True)))
+    refusal = "^attention.verify: is not served here; start the server with --speculative-algorithm WINNOW$"
+    with pytest.raises(ValueError, match=refusal):
+        check_request(GenerateReqInput(**body), LIMITS)
+
+
 @pytest.mark.parametrize("extra_key", ["winnow-", QUOKA.namespace(), QUOKA_KEPT.namespace()])
 def test_no_client_names_the_namespace_of_a_policy(extra_key: str) -> None:
     with pytest.raises(ValueError, match="extra_key: must not begin with winnow-"):

@@ -253,8 +253,34 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
             "attention.decode.early_termination: unknown field; it belongs beside 'decode', not into it",
         ),
         (decode(policy="snapkv", p=1), "attention.decode.p: unknown field; there are policy, sinks, budget_ratio, "),
-        ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination, keep"),
+        ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination, verify, keep"),
         ({"keep": "yes"}, "attention.keep: must be a valid boolean"),
+        (
+            {"verify": {}},
+            "attention.verify: needs a sparse decode policy to draft with; decode.policy is dense",
+        ),
+        (
+            {**decode(policy="quest"), **prefill(), "verify": {}},
+            "attention.verify: needs a dense prefill: after a sparse one the answer would not be that of dense attention",
+        ),
+        (
+            {**decode(policy="quest"), "verify": {}, "keep": True},
+            "attention.keep: must not be given together with verify, whose answer is kept for everybody",
+        ),
+        ({**decode(policy="quest"), "verify": True}, "attention.verify: must be an object"),
+        (
+            {**decode(policy="quest"), "verify": {"draft_tokens": 0}},
+            "attention.verify.draft_tokens: must be greater than or equal to 1",
+        ),
+        (
+            {**decode(policy="quest"), "verify": {"draft_tokens": 17}},
+            "attention.verify.draft_tokens: must be less than or equal to 16",
+        ),
+        (
+            {**decode(policy="quest"), "verify": {"drafts": 4}},
+            "attention.verify.drafts: unknown field; there are draft_tokens",
+        ),
+        (decode(policy="quest", verify={}), "attention.decode.verify: unknown field; it belongs beside 'decode'"),
         (decode(policy="quest", keep=True), "attention.decode.keep: unknown field; it belongs beside 'decode'"),
         ([], "attention: must be an object"),
         (None, "attention: must be an object"),
@@ -396,6 +422,19 @@ def test_the_json_schema_is_one_and_has_the_bounds() -> None:
         [],
     ):
         assert not VALIDATOR.is_valid(wrong)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODE_POLICIES if name != "dense"])
+def test_every_sparse_decode_policy_can_draft(name: str) -> None:
+    policy = parse_policy({**decode(policy=name), "verify": {}})
+    assert policy.verify is not None
+    assert policy.verify.draft_tokens == 4
+    # What it writes is dense attention's, for everybody.
+    assert policy.namespace() is None
+
+
+def test_a_policy_that_is_not_verified_says_nothing_of_it() -> None:
+    assert "verify" not in AttentionPolicy(decode=Quest()).canonical()
 
 
 def test_the_json_schema_in_the_docs_is_the_contracts() -> None:

@@ -1,6 +1,7 @@
 """The policy of a request: what it may ask of its attention, and the one form in which that travels.
 
-A request asks with an ``AttentionPolicy``: how it decodes, how it prefills, and whether reading may stop early.
+A request asks with an ``AttentionPolicy``: how it decodes, how it prefills, whether reading may stop early, and whether
+what it decodes is verified.
 Every field has a default and bounds.
 
 The service and the runtime both read policies with ``parse_policy``: this module imports neither torch nor SGLang.
@@ -15,10 +16,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 from winnow_kernels.contract.early_termination import EarlyTermination
-from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError
+from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError, refuse
+from winnow_kernels.contract.verification import Verification
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
 from winnow_kernels.policies.registry import (
@@ -46,6 +48,8 @@ class AttentionPolicy(Contract):
     """How one request's attention is computed.
 
     Attributes:
+        verify: whether what is decoded is a draft that a dense step checks. The answer, and the KV that is kept of it,
+            are then dense attention's.
         keep: whether the KV of the answer, which is not dense, is kept for later turns with the same policy, which
             then need not compute it. Such requests share prefixes, prompts too, among themselves alone. A dense answer
             is kept for everybody, whatever this says.
@@ -54,8 +58,25 @@ class AttentionPolicy(Contract):
     decode: DecodePolicy = Dense()
     prefill: PrefillPolicy = DensePrefill()
     early_termination: EarlyTermination | None = None
+    verify: Verification | None = None
     # Left out where it is false: runtimes that do not know it serve all other policies.
     keep: bool = Field(default=False, exclude_if=operator.not_)
+
+    @field_validator("verify")
+    @classmethod
+    def _of_sparse_drafts(cls, verify: Verification | None, info: ValidationInfo) -> Verification | None:
+        if verify is not None and isinstance(info.data.get("decode"), Dense):
+            refuse("needs a sparse decode policy to draft with; decode.policy is dense")
+        if verify is not None and not isinstance(info.data.get("prefill", DensePrefill()), DensePrefill):
+            refuse("needs a dense prefill: after a sparse one the answer would not be that of dense attention")
+        return verify
+
+    @field_validator("keep")
+    @classmethod
+    def _not_of_verified(cls, keep: bool, info: ValidationInfo) -> bool:  # noqa: FBT001
+        if keep and info.data.get("verify") is not None:
+            refuse("must not be given together with verify, whose answer is kept for everybody")
+        return keep
 
     @property
     def is_dense(self) -> bool:
@@ -205,7 +226,7 @@ def _policy_error(error: ValidationError) -> PolicyError:
         model = models[str(location[1])]
         location = (location[0], *location[2:])
     elif len(location) > 1:
-        model = EarlyTermination
+        model = Verification if location[0] == "verify" else EarlyTermination
     if first["type"] == "extra_forbidden" and len(location) > 1 and location[-1] in AttentionPolicy.model_fields:
         return PolicyError(_path(location), f"unknown field; it belongs beside '{location[0]}', not into it")
     return PolicyError(_path(location), _problem(first["type"], first["msg"], model))
