@@ -56,6 +56,18 @@ NOT_SERVED: Final = {
     "watermark": "tokens are drawn from the model's own distribution",
 }
 
+# They change from token to token which one is the most probable.
+_NOT_VERIFIED: Final = (
+    "frequency_penalty",
+    "presence_penalty",
+    "min_new_tokens",
+    "logit_bias",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+)
+
 _STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False)
 _Int64 = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)]
 
@@ -297,7 +309,9 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
         if (checked.logprob_start_len or -1) > limits.model.context_length:
             raise ValueError(f"logprob_start_len: at most {limits.model.context_length}, the model's context length")
         parameters = checked.sampling_params
-        limits.model.policy_of(parameters and parameters.custom_params)
+        policy = limits.model.policy_of(parameters and parameters.custom_params)
+        if policy.verify is not None:
+            _check_verified(checked)
         samples.add((parameters and parameters.n) or 1)
     if len(samples) > 1:
         raise ValueError("sampling_params.n: must be the same for all prompts")
@@ -305,6 +319,20 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
     if number > 1 and "return_hidden_states" in lists:
         raise ValueError("return_hidden_states: cannot be a list when sampling_params.n is more than 1")
     return number
+
+
+def _check_verified(row: _PerSequence) -> None:
+    """Refuse what cannot be asked of drafts as yet: they are checked by which token is the most probable."""
+    parameters = row.sampling_params
+    if parameters is None or parameters.temperature != 0:
+        raise ValueError("sampling_params.temperature: must be 0 with attention.verify")
+    if given := [name for name in _NOT_VERIFIED if getattr(parameters, name)]:
+        raise ValueError(f"sampling_params.{given[0]}: is not served with attention.verify")
+    if parameters.repetition_penalty not in (None, 1):
+        raise ValueError("sampling_params.repetition_penalty: is not served with attention.verify")
+    for name in ("return_logprob", "return_hidden_states", "custom_logit_processor"):
+        if getattr(row, name):
+            raise ValueError(f"{name}: is not served with attention.verify")
 
 
 def _without_unset(parameters: object, later: frozenset[str]) -> object:

@@ -16,6 +16,7 @@ from sglang_winnow.mixed_plan import MixedPlan
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestTable
+from sglang_winnow.verification_plan import VerificationPlan
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
@@ -45,7 +46,7 @@ class WinnowAttentionBackend(AttentionBackend):
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics)
-        self._plan: DecodePlan | PrefillPlan | MixedPlan | None = None
+        self._plan: DecodePlan | PrefillPlan | MixedPlan | VerificationPlan | None = None
         self._decoding = 0
 
     def note(self, requests: Sequence[Req], _batch: ForwardBatch, decoding: int) -> None:
@@ -64,10 +65,16 @@ class WinnowAttentionBackend(AttentionBackend):
         if mode.is_idle():
             self._plan = None
             return
-        self.indexes.generations.written(forward_batch.out_cache_loc)
+        if mode.is_target_verify():
+            # Pages that drafts had filled may have been indexed.
+            self.indexes.generations.rewritten(forward_batch.out_cache_loc)
+        else:
+            self.indexes.generations.written(forward_batch.out_cache_loc)
         context = context_of(forward_batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
         rows = range(forward_batch.batch_size)
-        if mode.is_decode():
+        if mode.is_target_verify():
+            self._plan = VerificationPlan(context, forward_batch.spec_info.lengths)
+        elif mode.is_decode():
             self._plan = self._decode(forward_batch, context, rows)
         elif self._decoding:
             # From 0.5.19 on SGLang calls a mixed batch an extended one by now.
@@ -103,12 +110,12 @@ class WinnowAttentionBackend(AttentionBackend):
         **_: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
-        assert isinstance(self._plan, PrefillPlan | MixedPlan)
+        assert isinstance(self._plan, PrefillPlan | MixedPlan | VerificationPlan)
         return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache)
 
     def _forward(
         self,
-        plan: DecodePlan | PrefillPlan | MixedPlan,
+        plan: DecodePlan | PrefillPlan | MixedPlan | VerificationPlan,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,

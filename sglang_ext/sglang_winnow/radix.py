@@ -3,8 +3,8 @@
 - What a sparse prefill wrote lives in a namespace of its policy. There prefixes are compared and kept in whole blocks
   (``block_keys``), and chunks end between blocks (``chunk_ends``): the KV depends neither on load nor on who came
   before.
-- What was generated after or by anything but dense attention is freed when its request ends, unless the request asks to
-  keep it: then all of the request lives in a namespace of its whole policy.
+- What was generated after or by anything but dense attention, and not verified by it, is freed when its request ends,
+  unless the request asks to keep it: then all of the request lives in a namespace of its whole policy.
 - A policy that observes the end of the prompt gets to compute it, whatever was cached.
 
 All of it is in what the cache is asked, never in how it keeps its tree: SGLang has trees in Python and in Rust.
@@ -47,7 +47,7 @@ def namespace_of(policy: AttentionPolicy, extra_key: str | None, page_size: int)
 def insertable_length(req: Req, length: int, page_size: int) -> int:
     """Return how many of the first ``length`` tokens of ``req`` others may share, beside those it shares already."""
     state = _state(req)
-    if state is None or state.policy.is_dense:
+    if state is None or state.policy.answers_densely:
         return length
     shareable = length if state.policy.keeps_sparse_answer else min(length, state.prompt_length)
     block = block_of(state.policy, page_size)
@@ -57,7 +57,7 @@ def insertable_length(req: Req, length: int, page_size: int) -> int:
 def count_answer(req: Req, computed: int, inserted: int) -> None:
     """Count the generated tokens of a request that ends: those whose KV is kept for later turns, and the others."""
     state = _state(req)
-    if state is None or state.policy.is_dense:
+    if state is None or state.policy.answers_densely:
         return
     state.kept_answer = max(0, inserted - state.prompt_length)
     METRICS.add(KEPT_TOKENS, state.kept_answer)

@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.backend_name import NAME
+from sglang_winnow.backend_name import NAME, VERIFYING
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
 
-# How a server is started that checks drafts.
-VERIFYING: Final = "--speculative-algorithm WINNOW"
 # Where a policy travels in ``sampling_params.custom_params``: as JSON text, the one form that every transport carries.
 PARAMETER: Final = "attention"
 
@@ -81,7 +79,8 @@ class ServedModel:
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
         check_served(policy, self.decode_policies)
         if policy.verify is not None and not self.verifies:
-            raise PolicyError(f"{PARAMETER}.verify", f"is not served here; start the server with {VERIFYING}")
+            flag = f"--speculative-algorithm {VERIFYING}"
+            raise PolicyError(f"{PARAMETER}.verify", f"is not served here; start the server with {flag}")
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
         self._check_delta_layers(policy)
@@ -134,6 +133,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         has_policies=set(attention_backends(arguments)) == {NAME},
         decode_policies=served_policies(),
         key_bits=index_settings().key_bits,
+        verifies=resolved(arguments).speculative_algorithm == VERIFYING,
     )
 
 

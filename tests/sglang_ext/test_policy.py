@@ -261,7 +261,7 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         ),
         (
             {**decode(policy="quest"), **prefill(), "verify": {}},
-            "attention.verify: needs a dense prefill: after a sparse one the answer would not be that of dense attention",
+            "attention.verify: needs a dense prefill: after a sparse one the answer would not be dense attention's",
         ),
         (
             {**decode(policy="quest"), "verify": {}, "keep": True},

@@ -39,6 +39,10 @@ class PageGenerations:
         """
         self.counts.index_add_(0, slots // self.page_size, (slots % self.page_size == 0).to(self.counts.dtype))
 
+    def rewritten(self, slots: Tensor) -> None:
+        """Note that a forward pass writes over ``slots``, int64 [tokens]: their pages count as begun anew."""
+        self.counts.index_add_(0, slots // self.page_size, torch.ones_like(slots))
+
     def complete_pages(self, context: Context, request: int, tokens: int) -> Tensor:
         """Return the pages that ``request``'s first ``tokens`` tokens fill, int64 [tokens // page_size]."""
         first_slots = context.slots[request, : tokens // self.page_size * self.page_size : self.page_size]

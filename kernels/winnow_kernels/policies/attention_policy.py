@@ -68,12 +68,12 @@ class AttentionPolicy(Contract):
         if verify is not None and isinstance(info.data.get("decode"), Dense):
             refuse("needs a sparse decode policy to draft with; decode.policy is dense")
         if verify is not None and not isinstance(info.data.get("prefill", DensePrefill()), DensePrefill):
-            refuse("needs a dense prefill: after a sparse one the answer would not be that of dense attention")
+            refuse("needs a dense prefill: after a sparse one the answer would not be dense attention's")
         return verify
 
     @field_validator("keep")
     @classmethod
-    def _not_of_verified(cls, keep: bool, info: ValidationInfo) -> bool:  # noqa: FBT001
+    def _not_of_verified(cls, keep: bool, info: ValidationInfo) -> bool:
         if keep and info.data.get("verify") is not None:
             refuse("must not be given together with verify, whose answer is kept for everybody")
         return keep
@@ -82,6 +82,11 @@ class AttentionPolicy(Contract):
     def is_dense(self) -> bool:
         """Whether the request is served as SGLang itself would serve it."""
         return isinstance(self.decode, Dense) and self.has_dense_prefill and self.early_termination is None
+
+    @property
+    def answers_densely(self) -> bool:
+        """Whether the KV of what the request generates is dense attention's."""
+        return self.is_dense or self.verify is not None
 
     @property
     def has_dense_prefill(self) -> bool:
