@@ -128,7 +128,7 @@ class VerificationWorker(BaseSpecWorker):
             for step in range(1, max(limits)):
                 rows = [row for row in verified if limits[row] > step]
                 part = _part(batch, rows)
-                logits = self._decode(part, drafts[rows, step - 1], lengths[rows] + step).logits_output
+                logits = self._decode(part, drafts[rows, step - 1], lengths[rows] + step, sample=False).logits_output
                 drafts[rows, step] = logits.next_token_logits.argmax(-1)
             self._verify(batch, verified, limits, bonus, drafts, tokens, accepted)
         # SGLang looks for as many of these as tokens were accepted; who is verified does not ask for them.
@@ -142,7 +142,9 @@ class VerificationWorker(BaseSpecWorker):
         result.next_draft_input = NextTokens(tokens[torch.arange(len(tokens)), accepted - 1])
         return result
 
-    def _decode(self, part: ScheduleBatch, tokens: Tensor, cached: Tensor) -> GenerationBatchResult:
+    def _decode(
+        self, part: ScheduleBatch, tokens: Tensor, cached: Tensor, *, sample: bool = True
+    ) -> GenerationBatchResult:
         table = part.req_to_token_pool.req_to_token
         part.forward_mode = ForwardMode.DECODE
         part.input_ids = tokens
@@ -151,7 +153,7 @@ class VerificationWorker(BaseSpecWorker):
         part.seq_lens_cpu = part.seq_lens.cpu()
         part.seq_lens_sum = None
         part.spec_info = None
-        return self.target_worker.forward_batch_generation(part)
+        return self.target_worker.forward_batch_generation(part, is_verify=not sample)
 
     def _verify(
         self,
@@ -200,7 +202,7 @@ def _draft_tokens(req: Req) -> int:
 
 
 def _part(batch: ScheduleBatch, rows: list[int]) -> ScheduleBatch:
-    """Return some rows of a batch, to be planned and run by themselves."""
+    """Return some rows of a batch, to be planned and run by themselves; if not all, only for their logits."""
     part = copy(batch)
     part.return_logprob = part.return_logprob and len(rows) == len(batch.reqs)
     if len(rows) == len(batch.reqs):
@@ -212,7 +214,6 @@ def _part(batch: ScheduleBatch, rows: list[int]) -> ScheduleBatch:
     for name in ("req_pool_indices_cpu", "seq_lens_cpu"):
         setattr(part, name, getattr(batch, name)[torch.tensor(rows)])
     part.sampling_info = copy(batch.sampling_info)
-    part.sampling_info.filter_batch(rows, index)
     return part
 
 

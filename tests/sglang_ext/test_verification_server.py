@@ -87,8 +87,8 @@ def test_an_answer_ends_inside_a_draft(server: Runtime, limit: int) -> None:
     short = ask(server, text, policy("quest", 4), max_new_tokens=limit)
     assert short["output_ids"] == dense[:limit]
     stop = dense[limit]
-    stopped = ask(server, text, policy("quest", 4), stop_token_ids=[stop])
-    assert stopped["output_ids"] == dense[: dense.index(stop) + 1]
+    ends = {"stop_token_ids": [stop], "ignore_eos": False}
+    assert ask(server, text, policy("quest", 4), **ends)["output_ids"] == ask(server, text, **ends)["output_ids"]
 
 
 def test_the_next_turn_reads_what_was_verified_from_the_cache(server: Runtime) -> None:
