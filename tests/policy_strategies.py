@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.policy_rows import VOTED
 from winnow_kernels.contract.early_termination import MAX_PATIENCE
 from winnow_kernels.contract.fields import DEFAULT_SINKS, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW, PAGE_TOKENS
+from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.snapkv.parameters import MAX_KERNEL_SIZE
 
@@ -125,14 +126,29 @@ terminations = _fields(
         "patience": st.integers(1, MAX_PATIENCE),
     }
 )
-valid_policies: st.SearchStrategy[Json] = _fields(
-    {
-        "decode": decode_policies,
-        "prefill": prefill_policies,
-        "early_termination": terminations | st.none(),
-        "keep": st.booleans(),
-    }
-)
+verifications = _fields({"draft_tokens": st.integers(1, MAX_DRAFT_TOKENS)})
+
+
+@st.composite
+def _valid_policies(draw: st.DrawFn) -> Json:
+    policy = draw(
+        _fields(
+            {
+                "decode": decode_policies,
+                "prefill": prefill_policies,
+                "early_termination": terminations | st.none(),
+                "keep": st.booleans(),
+            }
+        )
+    )
+    drafts = policy.get("decode", {}).get("policy", "dense") != "dense"
+    is_dense_before = policy.get("prefill", {}).get("policy", "dense") == "dense"
+    if drafts and is_dense_before and not policy.get("keep") and draw(st.booleans()):
+        policy["verify"] = draw(verifications | st.none())
+    return policy
+
+
+valid_policies: st.SearchStrategy[Json] = _valid_policies()
 
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),

@@ -56,12 +56,11 @@ NOT_SERVED: Final = {
     "watermark": "tokens are drawn from the model's own distribution",
 }
 
-# They change from token to token which one is the most probable.
+# What a token's distribution depends on that other tokens of the same check would change.
 _NOT_VERIFIED: Final = (
     "frequency_penalty",
     "presence_penalty",
     "min_new_tokens",
-    "logit_bias",
     "json_schema",
     "regex",
     "ebnf",
@@ -322,15 +321,13 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
 
 
 def _check_verified(row: _PerSequence) -> None:
-    """Refuse what cannot be asked of drafts as yet: they are checked by which token is the most probable."""
-    parameters = row.sampling_params
-    if parameters is None or parameters.temperature != 0:
-        raise ValueError("sampling_params.temperature: must be 0 with attention.verify")
-    if given := [name for name in _NOT_VERIFIED if getattr(parameters, name)]:
-        raise ValueError(f"sampling_params.{given[0]}: is not served with attention.verify")
-    if parameters.repetition_penalty not in (None, 1):
-        raise ValueError("sampling_params.repetition_penalty: is not served with attention.verify")
-    for name in ("return_logprob", "return_hidden_states", "custom_logit_processor"):
+    """Refuse what is not served together with verification: all tokens of a check are drawn at once."""
+    if (parameters := row.sampling_params) is not None:
+        if given := [name for name in _NOT_VERIFIED if getattr(parameters, name)]:
+            raise ValueError(f"sampling_params.{given[0]}: is not served with attention.verify")
+        if parameters.repetition_penalty not in (None, 1):
+            raise ValueError("sampling_params.repetition_penalty: is not served with attention.verify")
+    for name in ("return_logprob", "return_sampling_mask", "return_hidden_states", "custom_logit_processor"):
         if getattr(row, name):
             raise ValueError(f"{name}: is not served with attention.verify")
 

@@ -50,6 +50,7 @@ def answer(
             "early_termination": termination,
             "kept_tokens": kept_tokens if policy.keeps_sparse_answer else None,
         },
+        "verify": None if policy.verify is None else _verification(row),
         "prefill": {
             "policy": policy.prefill.policy,
             "tokens": count(Field.PREFILL_TOKENS),
@@ -60,4 +61,42 @@ def answer(
         "index_built_tokens": count(Field.INDEX_BUILT_TOKENS),
         "retracted": retracted,
         "warnings": policy.warnings(),
+    }
+
+
+def trimmed(row: Tensor, steps: int) -> Tensor:
+    """Return ``row`` without what came after the end of the answer: its last check may have come to more tokens.
+
+    Args:
+        row: float64 [fields], on the CPU.
+        steps: that the answer's tokens took at most, decoded one by one.
+    """
+    counted, last = int(row[Field.STEPS]), float(row[Field.CONTEXT])
+    beyond = counted - steps
+    if beyond <= 0 or steps < 0:
+        return row
+    row = row.clone()
+    row[Field.STEPS] = steps
+    row[Field.CONTEXT] = last - beyond
+    share = 1 - _contexts(last, beyond) / _contexts(last, counted)
+    for field in (Field.DECODE_CONTEXT, Field.DECODE_CONTEXT_BYTES):
+        row[field] *= share
+    return row
+
+
+def _contexts(last: float, steps: int) -> float:
+    # Of the last steps, the contexts of which are one token longer each.
+    return steps * last - steps * (steps - 1) / 2
+
+
+def _verification(row: Tensor) -> dict[str, Any]:
+    verifications, drafted, accepted, dense = (
+        int(row[field]) for field in (Field.VERIFICATIONS, Field.DRAFTED, Field.ACCEPTED, Field.DENSE_STEPS)
+    )
+    return {
+        "verifications": verifications,
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens_per_verification": round(1 + accepted / verifications, 6) if verifications else None,
+        "dense_steps": dense,
     }

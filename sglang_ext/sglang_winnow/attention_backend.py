@@ -73,7 +73,9 @@ class WinnowAttentionBackend(AttentionBackend):
         context = context_of(forward_batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
         rows = range(forward_batch.batch_size)
         if mode.is_target_verify():
-            self._plan = VerificationPlan(context, forward_batch.spec_info.lengths)
+            self._plan = VerificationPlan(
+                context, forward_batch.spec_info.lengths, forward_batch.req_pool_indices, self.statistics
+            )
         elif mode.is_decode():
             self._plan = self._decode(forward_batch, context, rows)
         elif self._decoding:
@@ -132,6 +134,11 @@ class WinnowAttentionBackend(AttentionBackend):
         if layer.layer_id == self._last_layer:
             plan.finish()
         return output.flatten(1)
+
+    def accept(self, accepted: Tensor) -> None:
+        """Note how many tokens, int64 [requests], the last pass of a check has come to; of each at least one."""
+        assert isinstance(self._plan, VerificationPlan)
+        self._plan.accept(accepted)
 
     def _decode(self, batch: ForwardBatch, context: Context, rows: range) -> DecodePlan:
         slots = batch.req_pool_indices[rows.start : rows.stop]

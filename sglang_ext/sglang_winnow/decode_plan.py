@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.request_policy import effective_budget, reads_everything
+from sglang_winnow.request_policy import drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.dense import attend_all
 from winnow_kernels.attend.early_termination import Termination
@@ -34,12 +34,19 @@ class _Group:
     Attributes:
         rows: int64 [n], their rows in the batch; None if that is all of them.
         table_rows: int64 [n], their rows in the statistics.
+        drafts: bool [n], whose tokens are drafts.
     """
 
     rows: Tensor | None
     table_rows: Tensor
     step: DecodeStep
     meter: Meter
+    drafts: Tensor
+
+    def forget_contexts_of_drafts(self) -> None:
+        """Leave them to the check, which knows how many of the drafts dense decoding would have come to."""
+        self.meter.context.masked_fill_(self.drafts, 0)
+        self.meter.context_bytes.masked_fill_(self.drafts, 0)
 
 
 class DecodePlan:
@@ -58,6 +65,13 @@ class DecodePlan:
         self._context = context
         self._statistics = statistics
         self._layers = 0
+        drafting = torch.tensor(
+            [
+                state is not None and drafts(state, length, indexes.page_size)
+                for state, length in zip(states, lengths, strict=True)
+            ],
+            device=context.device,
+        )
         members: defaultdict[str, list[int]] = defaultdict(list)
         for i, (state, length) in enumerate(zip(states, lengths, strict=True)):
             if state is None or reads_everything(state, length, indexes.page_size):
@@ -65,10 +79,10 @@ class DecodePlan:
             else:
                 members[state.policy.decode.policy].append(i)
         self._groups = [
-            _group(name, rows, context, lengths, table_rows, states, scale, indexes, statistics)
+            _group(name, rows, context, lengths, table_rows, states, drafting, scale, indexes, statistics)
             for name, rows in members.items()
         ]
-        _note_step(states, lengths, table_rows, members[_DENSE], indexes, statistics)
+        _note_step(states, lengths, table_rows, members[_DENSE], drafting, indexes, statistics)
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         """Return the attention output of a layer: [requests, query heads, head dim], as ``queries``.
@@ -95,6 +109,7 @@ class DecodePlan:
     def finish(self) -> None:
         """Add what was read to the statistics; call after the last layer."""
         for group in self._groups:
+            group.forget_contexts_of_drafts()
             self._statistics.add_decode(group.table_rows, group.meter)
             group.step.count(self._statistics, group.table_rows, self._layers)
 
@@ -106,6 +121,7 @@ def _group(
     lengths: Sequence[int],
     table_rows: Tensor,
     states: Sequence[RequestState | None],
+    drafting: Tensor,
     scale: float,
     indexes: Indexes,
     statistics: Statistics,
@@ -122,7 +138,8 @@ def _group(
         own_lengths = [lengths[i] for i in rows]
         batch = PolicyBatch(own, own_lengths, own_states, scale, termination, indexes, own_table_rows, statistics)
         step = declaration_of(own_states[0].decode).step(batch)
-    return _Group(None if everything else index, own_table_rows, step, Meter(len(rows), context.device))
+    meter = Meter(len(rows), context.device)
+    return _Group(None if everything else index, own_table_rows, step, meter, drafting[index])
 
 
 def _note_step(
@@ -130,6 +147,7 @@ def _note_step(
     lengths: Sequence[int],
     table_rows: Tensor,
     dense: Sequence[int],
+    drafting: Tensor,
     indexes: Indexes,
     statistics: Statistics,
 ) -> None:
@@ -138,7 +156,8 @@ def _note_step(
         for state, length in zip(states, lengths, strict=True)
     ]
     device = table_rows.device
-    statistics.add(table_rows, Field.STEPS, 1.0)
+    statistics.add(table_rows, Field.STEPS, (~drafting).double())
+    statistics.add(table_rows, Field.DRAFTED, drafting.double())
     statistics.set(table_rows, Field.CONTEXT, torch.tensor(lengths, dtype=torch.float64, device=device))
     statistics.set(table_rows, Field.BUDGET, torch.tensor(budgets, dtype=torch.float64, device=device))
     if sparse := [i for i in dense if (state := states[i]) is not None and state.policy.decode.policy != "dense"]:

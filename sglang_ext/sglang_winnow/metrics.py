@@ -44,6 +44,9 @@ DENSE_BYTES: Final = CounterName(
     _COST_LABELS,
 )
 READ_BYTES: Final = CounterName("read_kv_bytes", "Bytes of KV cache and index that were read.", _COST_LABELS)
+VERIFICATIONS: Final = CounterName("verifications", "Dense passes of a request that checked drafts.", ("policy",))
+DRAFTED_TOKENS: Final = CounterName("drafted_tokens", "Tokens drafted by a sparse policy.", ("policy",))
+ACCEPTED_TOKENS: Final = CounterName("accepted_tokens", "Of the drafted tokens, those that stood.", ("policy",))
 SUPERSET_STEPS: Final = CounterName(
     "superset_decode_steps",
     "Decode steps on a GPU that ran the graph of a larger set of policies than they needed.",
@@ -57,6 +60,9 @@ COUNTERS: Final = (
     ATTENDED_TOKENS,
     DENSE_BYTES,
     READ_BYTES,
+    VERIFICATIONS,
+    DRAFTED_TOKENS,
+    ACCEPTED_TOKENS,
     SUPERSET_STEPS,
 )
 

@@ -18,7 +18,17 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
-from sglang_winnow.metrics import ATTENDED_TOKENS, CONTEXT_TOKENS, DENSE_BYTES, METRICS, READ_BYTES, REQUESTS
+from sglang_winnow.metrics import (
+    ACCEPTED_TOKENS,
+    ATTENDED_TOKENS,
+    CONTEXT_TOKENS,
+    DENSE_BYTES,
+    DRAFTED_TOKENS,
+    METRICS,
+    READ_BYTES,
+    REQUESTS,
+    VERIFICATIONS,
+)
 from sglang_winnow.sglang_versions.arguments import resolved
 
 if TYPE_CHECKING:
@@ -77,7 +87,7 @@ def report_aborted(_sender: object, output: object, req: object = None) -> None:
 
 
 def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
-    from sglang_winnow.answer import answer  # noqa: PLC0415
+    from sglang_winnow.answer import answer, trimmed  # noqa: PLC0415
     from winnow_kernels.decode.statistics import FIELDS  # noqa: PLC0415
 
     policy = req.winnow_state.policy
@@ -86,6 +96,9 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
     else:
         rows, index = kept
         row = rows[index].cpu()
+    if policy.verify is not None:
+        # Prefill comes to the first token, and to one more after each retraction.
+        row = trimmed(row, len(req.output_ids_through_stop) - 1 - req.retraction_count)
     told = answer(row, policy, req.cached_tokens, req.winnow_state.kept_answer, req.retraction_count)
     cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":
@@ -109,6 +122,13 @@ def _count(row: torch.Tensor, req: Any, outcome: str) -> None:
         ):
             amount = float(row[Field[f"{phase.upper()}_{column}"]])
             METRICS.add(counter, amount, phase=phase, policy=name, outcome=outcome)
+    if policy.verify is not None:
+        for counted, field in (
+            (VERIFICATIONS, Field.VERIFICATIONS),
+            (DRAFTED_TOKENS, Field.DRAFTED),
+            (ACCEPTED_TOKENS, Field.ACCEPTED),
+        ):
+            METRICS.add(counted, float(row[field]), policy=policy.decode.policy)
 
 
 async def wait_and_place(

@@ -28,6 +28,11 @@ def dense_until(state: RequestState, page_size: int) -> int:
     return max(crossover_tokens(state.policy.decode.policy), covered)
 
 
+def drafts(state: RequestState, length: int, page_size: int) -> bool:
+    """Return whether the token of a step at a context of ``length`` tokens is a draft, that a dense pass checks."""
+    return state.policy.verify is not None and not reads_everything(state, length, page_size)
+
+
 def effective_budget(state: RequestState, length: int, page_size: int) -> int | None:
     """Return the tokens that a KV head may read at a context of ``length`` tokens; None if there is no such bound.
 

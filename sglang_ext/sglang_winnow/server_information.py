@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.backend_name import NAME, VERIFYING
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
@@ -20,6 +20,7 @@ from sglang_winnow.metrics import METRICS
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved
 from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.contract.verification import ALGORITHM
 from winnow_kernels.indexes.settings import DEFAULT
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy
 from winnow_kernels.policies.declarations import declaration_of
@@ -77,10 +78,7 @@ class ServedModel:
         policy = parse_policy(text)
         if not (policy.is_dense or self.has_policies):
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
-        check_served(policy, self.decode_policies)
-        if policy.verify is not None and not self.verifies:
-            flag = f"--speculative-algorithm {VERIFYING}"
-            raise PolicyError(f"{PARAMETER}.verify", f"is not served here; start the server with {flag}")
+        check_served(policy, self.decode_policies, verifies=self.verifies)
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
         self._check_delta_layers(policy)
@@ -112,6 +110,7 @@ class ServedModel:
             "policies": list(self.decode_policies) if self.has_policies else ["dense"],
             "prefill_policies": list(PREFILL_POLICIES) if self.has_policies else ["dense"],
             "key_bits": self.key_bits,
+            "verifies": self.verifies,
         }
 
 
@@ -133,7 +132,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         has_policies=set(attention_backends(arguments)) == {NAME},
         decode_policies=served_policies(),
         key_bits=index_settings().key_bits,
-        verifies=resolved(arguments).speculative_algorithm == VERIFYING,
+        verifies=resolved(arguments).speculative_algorithm == ALGORITHM,
     )
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.backend_name import NAME, VERIFYING
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import LAUNCH, Hook
 from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data
 from sglang_winnow.sglang_versions.hook_targets import target
 from sglang_winnow.sglang_versions.releases import OLDEST, RUNNING
+from winnow_kernels.contract.verification import ALGORITHM
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -148,13 +149,13 @@ OPTIONS: Final = (
     Option(
         "other speculative decoding",
         "--speculative-algorithm STANDALONE",
-        lambda arguments: arguments.speculative_algorithm not in (None, VERIFYING),
+        lambda arguments: arguments.speculative_algorithm not in (None, ALGORITHM),
         reason=_UNVERIFIED,
     ),
     Option(
         "verification of drafts",
-        f"--speculative-algorithm {VERIFYING}",
-        lambda arguments: arguments.speculative_algorithm == VERIFYING,
+        f"--speculative-algorithm {ALGORITHM}",
+        lambda arguments: arguments.speculative_algorithm == ALGORITHM,
         _CPU if RUNNING == OLDEST else frozenset(),
         f"it has run on CPUs with SGLang {OLDEST} only",
     ),

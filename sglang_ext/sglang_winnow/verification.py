@@ -2,10 +2,15 @@
 
 A round of a batch has as many decode passes as its longest draft, and then one pass that checks:
 
-- In the first, every row takes part. A row that is not verified gets its next token there, as on any other server; one
-  that is verified drafts with its own sparse policy, as in the passes that follow.
+- In the first, every row takes part. A row that is not verified gets its next token there, as on any other server, and
+  so does one that is, while its context is so short that its policy attends to everything. Any other that is verified
+  drafts with its own sparse policy, as in the passes that follow.
 - The last pass attends densely, from the newest accepted token and the drafts behind it. It writes their keys and
   values over those of the drafts: what is committed is dense attention's, the newest accepted token's too.
+
+Behind each of these tokens the last pass draws the next one, as dense decoding would, and a draft stands if it is the
+one that was drawn. So whatever is drafted, answers have the distribution of dense decoding; and drafts, which are the
+most probable tokens, stand as often as a draft that is not drawn can.
 """
 
 from __future__ import annotations
@@ -23,13 +28,15 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 from torch import Tensor
 
-from sglang_winnow.backend_name import VERIFYING
 from sglang_winnow.hooks import around
-from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
+from sglang_winnow.reporting import note_rows
+from sglang_winnow.request_policy import drafts
+from winnow_kernels.contract.verification import ALGORITHM, MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
 
 WIDTH: Final = MAX_DRAFT_TOKENS + 1
@@ -117,20 +124,21 @@ class VerificationWorker(BaseSpecWorker):
 
     def _round(self, batch: ScheduleBatch) -> GenerationBatchResult:
         bonus, lengths = batch.spec_info.bonus_tokens, batch.seq_lens
-        limits = [_draft_tokens(req) for req in batch.reqs]
+        limits = self._limits(batch)
         tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
         accepted = torch.ones_like(lengths)
         first = _part(batch, list(range(len(batch.reqs))))
         result = self._decode(first, bonus, lengths)
         tokens[:, 0] = result.next_token_ids
         if verified := [row for row, limit in enumerate(limits) if limit]:
-            drafts = tokens.clone()
+            drafted = tokens.clone()
+            drafted[verified, 0] = result.logits_output.next_token_logits[verified].argmax(-1)
             for step in range(1, max(limits)):
                 rows = [row for row in verified if limits[row] > step]
                 part = _part(batch, rows)
-                logits = self._decode(part, drafts[rows, step - 1], lengths[rows] + step, sample=False).logits_output
-                drafts[rows, step] = logits.next_token_logits.argmax(-1)
-            self._verify(batch, verified, limits, bonus, drafts, tokens, accepted)
+                logits = self._decode(part, drafted[rows, step - 1], lengths[rows] + step, sample=False).logits_output
+                drafted[rows, step] = logits.next_token_logits.argmax(-1)
+            self._verify(batch, verified, limits, bonus, drafted, tokens, accepted)
         # SGLang looks for as many of these as tokens were accepted; who is verified does not ask for them.
         if (logprobs := result.logits_output.next_token_logprobs) is not None:
             result.logits_output.next_token_logprobs = logprobs[:, None]
@@ -140,7 +148,22 @@ class VerificationWorker(BaseSpecWorker):
         result.accept_lens = accepted.to(torch.int32)
         result.new_seq_lens = lengths + accepted
         result.next_draft_input = NextTokens(tokens[torch.arange(len(tokens)), accepted - 1])
+        note_rows(result, self.target_worker, batch)
         return result
+
+    def _limits(self, batch: ScheduleBatch) -> list[int]:
+        """Return how many tokens each row drafts in this round."""
+        page_size = self.target_worker.model_runner.page_size
+        limits = []
+        for req, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True):
+            verify = req.winnow_state.policy.verify
+            if verify is None or not drafts(req.winnow_state, length + 1, page_size):
+                limits.append(0)
+                continue
+            # A round comes to one token more than it drafts.
+            wanted = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
+            limits.append(max(1, min(verify.draft_tokens, wanted)))
+        return limits
 
     def _decode(
         self, part: ScheduleBatch, tokens: Tensor, cached: Tensor, *, sample: bool = True
@@ -161,11 +184,11 @@ class VerificationWorker(BaseSpecWorker):
         rows: list[int],
         limits: list[int],
         bonus: Tensor,
-        drafts: Tensor,
+        drafted: Tensor,
         tokens: Tensor,
         accepted: Tensor,
     ) -> None:
-        """Check the drafts of ``rows``; fill in their ``tokens`` and how many of these are ``accepted``."""
+        """Check what ``rows`` have drafted; fill in their ``tokens`` and how many of these are ``accepted``."""
         part = _part(batch, rows)
         cached = part.seq_lens.tolist()
         new = [limits[row] + 1 for row in rows]
@@ -173,18 +196,21 @@ class VerificationWorker(BaseSpecWorker):
         slots = part.req_pool_indices.tolist()
         spans = list(zip(rows, slots, cached, new, strict=True))
         part.forward_mode = ForwardMode.TARGET_VERIFY
-        part.input_ids = torch.cat([torch.cat((bonus[row : row + 1], drafts[row, : n - 1])) for row, _, _, n in spans])
+        part.input_ids = torch.cat([torch.cat((bonus[row : row + 1], drafted[row, : n - 1])) for row, _, _, n in spans])
         part.out_cache_loc = torch.cat([table[slot, start : start + n] for _, slot, start, n in spans]).to(torch.int64)
         part.prefix_lens, part.extend_lens = cached, new
         part.seq_lens = part.seq_lens + torch.tensor(new, device=part.seq_lens.device)
         part.seq_lens_cpu, part.seq_lens_sum = part.seq_lens.cpu(), None
         part.spec_info = VerifiedTokens(torch.cat([torch.arange(start, start + n) for _, _, start, n in spans]), new)
-        checked = self.target_worker.forward_batch_generation(part, is_verify=True)
-        best = checked.logits_output.next_token_logits.argmax(-1).split(new)
-        for row, own in zip(rows, best, strict=True):
-            agree = own[:-1] == drafts[row, : limits[row]]
-            accepted[row] = 1 + int(agree.long().cumprod(0).sum())
+        checked = self.target_worker.forward_batch_generation(part, is_verify=True).logits_output
+        runner = self.target_worker.model_runner
+        of_tokens = _of_tokens(batch.sampling_info, rows, new)
+        of_tokens.apply_logits_bias(checked.next_token_logits)
+        drawn = runner.sampler(checked, of_tokens, False, [], [], part.spec_info.positions).to(torch.int64).split(new)
+        for row, own in zip(rows, drawn, strict=True):
+            accepted[row] = 1 + standing_drafts(drafted[row, : limits[row]], own)
             tokens[row, : len(own)] = own
+        runner.attn_backend.accept(accepted[rows])
 
 
 class VerifiedTokens(SpecInput):
@@ -196,9 +222,28 @@ class VerifiedTokens(SpecInput):
         self.lengths = lengths
 
 
-def _draft_tokens(req: Req) -> int:
-    verify = req.winnow_state.policy.verify
-    return 0 if verify is None else int(verify.draft_tokens)
+def standing_drafts(drafted: Tensor, drawn: Tensor) -> int:
+    """Return how many of the tokens that were ``drafted``, int64 [n], are those that were ``drawn``, int64 [n + 1].
+
+    From the first on that is not, others were drawn behind other tokens than the answer has.
+    """
+    return int((drafted == drawn[:-1]).long().cumprod(0).sum())
+
+
+def _of_tokens(info: SamplingBatchInfo, rows: list[int], counts: list[int]) -> SamplingBatchInfo:
+    """Return the sampling parameters of ``rows`` of a batch, each once for all ``counts`` of its tokens."""
+    part = copy(info)
+    index = torch.tensor(rows, device=info.temperatures.device).repeat_interleave(
+        torch.tensor(counts, device=info.temperatures.device)
+    )
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias"):
+        if (values := getattr(info, name)) is not None:
+            setattr(part, name, values[index])
+    # Those who ask for any of these are not verified.
+    part.penalizer_orchestrator = part.acc_additive_penalties = part.acc_scaling_penalties = None
+    part.grammars = part.vocab_mask = part.return_sampling_masks = None
+    part.has_custom_logit_processor = False
+    return part
 
 
 def _part(batch: ScheduleBatch, rows: list[int]) -> ScheduleBatch:
@@ -219,8 +264,8 @@ def _part(batch: ScheduleBatch, rows: list[int]) -> ScheduleBatch:
 
 def register_algorithm() -> None:
     """Register ``--speculative-algorithm WINNOW``; once is enough."""
-    if get_spec(VERIFYING) is None:
-        SpeculativeAlgorithm.register(VERIFYING, supports_overlap=True, spec_class=VerificationAlgorithm)(
+    if get_spec(ALGORITHM) is None:
+        SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=VerificationAlgorithm)(
             lambda _arguments: VerificationWorker
         )
 

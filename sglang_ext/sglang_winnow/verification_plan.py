@@ -8,26 +8,62 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.attend.dense import prefill
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.statistics import Field, Statistics
 
 
 class VerificationPlan:
-    """Where each request's unchecked tokens lie in the batch. They attend causally to everything."""
+    """Where each request's unchecked tokens lie in the batch. They attend causally to everything.
 
-    def __init__(self, context: Context, new_lengths: Sequence[int]) -> None:
+    Call ``attend`` for each layer, then ``finish``, and ``accept`` when it is known which drafts stand.
+    """
+
+    def __init__(
+        self, context: Context, new_lengths: Sequence[int], table_rows: Tensor, statistics: Statistics
+    ) -> None:
         """
         Args:
             context: of the requests, with the unchecked tokens.
             new_lengths: unchecked tokens of each, the last ones of its context.
+            table_rows: int64 [requests], their rows in the statistics.
+            statistics: what the requests' attention costs.
         """
+        self._context = context
         self._slots = [slots[:length] for slots, length in zip(context.slots, context.lengths.tolist(), strict=True)]
         self._new_lengths = list(new_lengths)
+        self._table_rows = table_rows
+        self._statistics = statistics
+        self._meter = Meter(context.requests, context.device)
+        self._heads = self._bytes = 0
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         """Return the attention output of a layer: [tokens, query heads, head dim], as ``queries``."""
         del layer
+        if window is None:
+            # A token's K and V are read once for all that is checked.
+            self._meter.count_attended(self._context.lengths * cache.kv_heads, cache)
+            self._heads += cache.kv_heads
+            self._bytes += cache.kv_heads * 2 * cache.vector_bytes
         parts = zip(queries.split(self._new_lengths), self._slots, strict=True)
         return torch.cat([prefill(own, slots, cache, scale, window) for own, slots in parts])
 
     def finish(self) -> None:
-        """Take no note: requests count what they read where drafts are accepted."""
+        """Add what was read to the statistics."""
+        self._statistics.add_decode(self._table_rows, self._meter)
+        self._statistics.add(self._table_rows, Field.VERIFICATIONS, 1.0)
+
+    def accept(self, accepted: Tensor) -> None:
+        """Count the steps that dense decoding would have taken, and their contexts.
+
+        Args:
+            accepted: int64 [requests], the tokens that the check has come to: the drafts that stand, and one more.
+        """
+        first = self._context.lengths - torch.tensor(self._new_lengths, device=accepted.device) + 1
+        contexts = accepted * first + accepted * (accepted - 1) // 2
+        add = self._statistics.add
+        add(self._table_rows, Field.STEPS, accepted)
+        add(self._table_rows, Field.ACCEPTED, accepted - 1)
+        add(self._table_rows, Field.DECODE_CONTEXT, contexts * self._heads)
+        add(self._table_rows, Field.DECODE_CONTEXT_BYTES, contexts * self._bytes)
+        self._statistics.set(self._table_rows, Field.CONTEXT, first + accepted - 1)

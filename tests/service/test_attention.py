@@ -36,6 +36,7 @@ SERVED = {
     "delta_layers": [2, 6],
     "policies": list(DECODE_POLICIES),
     "prefill_policies": list(PREFILL_POLICIES),
+    "verifies": True,
 }
 DENSE_ALONE = {"policies": ["dense"], "prefill_policies": ["dense"]}
 STATISTICS = {"decode": {"policy": "quest", "steps": 3, "attended_ratio": 0.25}, "warnings": []}
@@ -331,6 +332,24 @@ async def test_prefill_policies_do_not_depend_on_decode_policies(service: Deploy
     service.runtime.server_info = {"winnow": {**SERVED, "policies": ["dense"]}}
     quoka = {"prefill": {"policy": "quoka"}}
     assert (await service.client.post("/generate", json={"attention": quoka})).status_code == 200
+
+
+VERIFIED = {**QUEST, "verify": {"draft_tokens": 2}}
+
+
+async def test_verification_is_passed_on(policies: Deployment) -> None:
+    assert (await policies.client.post("/generate", json={"attention": VERIFIED})).status_code == 200
+
+
+# Runtimes of before do not tell.
+@pytest.mark.parametrize("told", [{"verifies": False}, {}])
+async def test_verification_is_refused_where_the_runtime_does_not_verify(
+    service: Deployment, told: dict[str, Any]
+) -> None:
+    service.runtime.server_info = {"winnow": {name: SERVED[name] for name in SERVED if name != "verifies"} | told}
+    answer = await service.client.post("/generate", json={"attention": VERIFIED})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "attention.verify")
+    assert "start the server with --speculative-algorithm WINNOW" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("told", [{"winnow": {"layers": 0}}, {"winnow": 5}, {"winnow": {**SERVED, "layers": "many"}}])

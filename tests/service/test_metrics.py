@@ -45,6 +45,7 @@ COST: dict[str, Any] = {
         "kv_read_ratio": 0.5,
         "early_termination": {"terminated_ratio": 0.8, "skipped_ratio": 0.3},
     },
+    "verify": {"verifications": 2, "drafted": 4, "accepted": 1, "tokens_per_verification": 1.5, "dense_steps": 1},
     "prefill": {"policy": "dense", "tokens": 90, "cached_tokens": 10, "attended_ratio": 1.0, "kv_read_ratio": 1.0},
 }
 # 100, 101, 102 and 103 tokens; queries behind 10 to 99.
@@ -134,6 +135,10 @@ async def test_an_answer_is_counted_once_with_all_it_tells(measured: Deployment,
     assert found[key("winnow_terminated_ratio_sum", **quest)] == 0.8
     assert found[key("winnow_skipped_ratio_sum", **quest)] == 0.3
     assert found[key("winnow_early_terminations_total", **quest)] == 1
+    assert found[key("winnow_verifications_total", **quest)] == 2
+    assert found[key("winnow_drafted_tokens_total", **quest)] == 4
+    assert found[key("winnow_accepted_tokens_total", **quest)] == 1
+    assert found[key("winnow_tokens_per_verification_sum", **quest)] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -344,8 +349,8 @@ def test_no_part_of_an_answer_is_parsed_twice(monkeypatch: pytest.MonkeyPatch, s
 
 
 _NAMES = (
-    "meta_info attention choices usage decode prefill early_termination policy steps tokens context_tokens "
-    "completion_tokens attended_ratio kv_read_ratio terminated_ratio"
+    "meta_info attention choices usage decode prefill verify early_termination policy steps tokens context_tokens "
+    "completion_tokens attended_ratio kv_read_ratio terminated_ratio verifications drafted tokens_per_verification"
 ).split()
 _JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),

@@ -490,6 +490,12 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             "attention.keep",
             {"decode": {"policy": "tactic"}},
         ),
+        (
+            {"max_draft_tokens": 2},
+            {"decode": {"policy": "tactic"}, "verify": {}},
+            "attention.verify.draft_tokens",
+            {"decode": {"policy": "tactic"}, "verify": {"draft_tokens": 2}},
+        ),
     ],
 )
 def test_bounds_refuse_or_clamp(
@@ -511,6 +517,14 @@ def test_a_clamped_policy_that_cannot_be_is_refused() -> None:
         bounds.apply(parse_policy({"decode": {"policy": "snapkv"}}))
 
 
+@pytest.mark.parametrize("on_violation", ["refuse", "clamp"])
+def test_who_may_not_verify_gets_no_other_answer_instead(on_violation: str) -> None:
+    bounds = Bounds.model_validate_json(json.dumps({"verify": False, "on_violation": on_violation}))
+    with pytest.raises(PolicyForbidden, match="must be absent") as caught:
+        bounds.apply(parse_policy({"decode": {"policy": "quest"}, "verify": {}}))
+    assert caught.value.path == "attention.verify"
+
+
 def test_a_client_is_told_that_a_bound_lowered_its_sinks() -> None:
     bounds = Bounds.model_validate_json('{"max_budget": 20, "on_violation": "clamp"}')
     _, changes = bounds.apply(parse_policy({"decode": {"policy": "quest"}}))
@@ -530,6 +544,8 @@ def test_a_client_is_told_that_a_bound_lowered_its_sinks() -> None:
             "max_budget_ratio": st.floats(0.1, 1),
             "early_termination": st.booleans(),
             "keep": st.booleans(),
+            "verify": st.booleans(),
+            "max_draft_tokens": st.integers(1, 16),
         },
     ),
 )
@@ -555,6 +571,7 @@ REFUSED_BOUNDS: list[tuple[dict[str, Any], str]] = [
     ({"decode": []}, "at least 1"),
     ({"min_p": 0}, "greater than 0"),
     ({"max_budget": 1}, "greater than or equal to 16"),
+    ({"max_draft_tokens": 17}, "less than or equal to 16"),
     ({"on_violation": "ignore"}, "'refuse' or 'clamp'"),
     ({"other": 1}, "not permitted"),
 ]

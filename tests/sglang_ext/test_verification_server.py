@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
 from sglang_winnow.sglang_versions.releases import OLDEST, RUNNING
 from tests.models import NEEDLE
@@ -31,6 +38,21 @@ SPARSE = [name for name in DECODE_POLICIES if name != "dense"]
 WORDS = "the river stone lamp green quiet under field amber north signal water cloud seven maple iron".split()
 
 
+WINNOW = ["--attention-backend", "winnow"]
+VERIFYING = [*WINNOW, "--speculative-algorithm", "WINNOW"]
+
+
+@dataclass(frozen=True)
+class Server:
+    http: httpx.Client
+
+
+@contextmanager
+def client(runtime: Runtime) -> Iterator[Server]:
+    with httpx.Client(base_url=runtime.url, timeout=300) as http:
+        yield Server(http)
+
+
 def prompt(seed: int) -> str:
     draw = random.Random(seed)
     return " ".join(draw.choice(WORDS) for _ in range(240))
@@ -42,24 +64,44 @@ def policy(name: str, drafts: int | None = None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[[], ["--disable-overlap-schedule"]], ids=["overlap", "synchronous"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+def scheduling(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(scheduling: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("verification") / "log"
-    arguments = ["--attention-backend", "winnow", "--speculative-algorithm", "WINNOW", "--max-total-tokens", "16384"]
-    with runtime_server(NEEDLE, *arguments, *request.param, log=log, WINNOW_CROSSOVER_TOKENS="0") as runtime:
-        yield runtime
+    arguments = [*VERIFYING, "--max-total-tokens", "16384", *scheduling]
+    with (
+        runtime_server(NEEDLE, *arguments, log=log, WINNOW_CROSSOVER_TOKENS="0") as runtime,
+        client(runtime) as server,
+    ):
+        yield server
 
 
-def ask(server: Runtime, text: str, attention: dict[str, Any] | None = None, **parameters: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def plain(scheduling: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("plain") / "log"
+    with (
+        runtime_server(NEEDLE, *WINNOW, *scheduling, log=log, WINNOW_CROSSOVER_TOKENS="0") as runtime,
+        client(runtime) as server,
+    ):
+        yield server
+
+
+def ask(
+    server: Server, text: str, attention: Mapping[str, Any] | None = None, *, logprobs: bool = False, **parameters: Any
+) -> Any:
     sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, **parameters}
     if attention is not None:
         sampling["custom_params"] = {"attention": json.dumps(attention)}
-    answer = httpx.post(f"{server.url}/generate", json={"text": text, "sampling_params": sampling}, timeout=120)
-    answer.raise_for_status()
-    result: dict[str, Any] = answer.json()
-    return result
+    body: dict[str, Any] = {"text": text, "sampling_params": sampling}
+    if logprobs:
+        body |= {"return_logprob": True, "top_logprobs_num": 3}
+    return server.http.post("/generate", json=body).raise_for_status().json()
 
 
-def test_every_policy_answers_as_dense_attention_does(server: Runtime) -> None:
+def test_every_policy_answers_as_dense_attention_does(server: Server) -> None:
     texts = [prompt(seed) for seed in range(2)]
     dense = [ask(server, text)["output_ids"] for text in texts]
     jobs = [(name, drafts, i) for name in SPARSE for drafts in (1, 4, 8) for i in range(2)]
@@ -69,7 +111,7 @@ def test_every_policy_answers_as_dense_attention_does(server: Runtime) -> None:
     assert wrong == []
 
 
-def test_rows_that_are_not_verified_answer_as_they_would_alone(server: Runtime) -> None:
+def test_rows_that_are_not_verified_answer_as_they_would_alone(server: Server) -> None:
     text = prompt(7)
     asked: list[dict[str, Any] | None] = [None, *(policy(name) for name in ("quest", "streaming_llm", "snapkv"))]
     alone = [ask(server, text, attention)["output_ids"] for attention in asked]
@@ -81,29 +123,205 @@ def test_rows_that_are_not_verified_answer_as_they_would_alone(server: Runtime) 
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 11])
-def test_an_answer_ends_inside_a_draft(server: Runtime, limit: int) -> None:
+def test_an_answer_ends_inside_a_draft(server: Server, limit: int) -> None:
     text = prompt(3)
     dense = ask(server, text)["output_ids"]
     short = ask(server, text, policy("quest", 4), max_new_tokens=limit)
     assert short["output_ids"] == dense[:limit]
     stop = dense[limit]
-    ends = {"stop_token_ids": [stop], "ignore_eos": False}
+    ends: dict[str, Any] = {"stop_token_ids": [stop], "ignore_eos": False}
     assert ask(server, text, policy("quest", 4), **ends)["output_ids"] == ask(server, text, **ends)["output_ids"]
 
 
-def test_the_next_turn_reads_what_was_verified_from_the_cache(server: Runtime) -> None:
+def test_the_next_turn_reads_what_was_verified_from_the_cache(server: Server) -> None:
     text = prompt(11)
     first = ask(server, text, policy("streaming_llm", 4), max_new_tokens=48)
     turn = text + first["text"] + " and then the "
     warm = ask(server, turn)
     assert warm["meta_info"]["cached_tokens"] >= first["meta_info"]["prompt_tokens"] + 16
-    httpx.post(f"{server.url}/flush_cache", timeout=30).raise_for_status()
+    server.http.post("/flush_cache", params={"timeout": 30}).raise_for_status()
     cold = ask(server, turn)
     assert cold["meta_info"]["cached_tokens"] == 0
     assert cold["output_ids"] == warm["output_ids"]
 
 
-def test_drafts_are_checked_greedily_only(server: Runtime) -> None:
-    for parameters in ({"temperature": 0.7}, {"frequency_penalty": 0.5}, {"regex": "a+"}):
+def test_the_answer_tells_what_drafts_and_checks_cost(server: Server) -> None:
+    text = prompt(13)
+    everything = {"decode": {"policy": "streaming_llm", "window": 4096}, "verify": {"draft_tokens": 4}}
+    told = ask(server, text, everything, max_new_tokens=21)
+    prompt_tokens, cost = told["meta_info"]["prompt_tokens"], told["meta_info"]["attention"]
+    contexts = range(prompt_tokens + 1, prompt_tokens + 21)
+    # A window that holds the context is no draft.
+    assert cost["verify"] == {
+        "verifications": 0,
+        "drafted": 0,
+        "accepted": 0,
+        "tokens_per_verification": None,
+        "dense_steps": len(contexts),
+    }
+    assert cost["decode"]["steps"] == cost["decode"]["dense_steps"] == len(contexts)
+    assert cost["decode"]["kv_read_ratio"] == 1
+
+    window = {"decode": {"policy": "streaming_llm", "sinks": 4, "window": 60}, "verify": {"draft_tokens": 4}}
+    told = ask(server, text, window, max_new_tokens=21)["meta_info"]["attention"]
+    verify, decode = told["verify"], told["decode"]
+    assert decode["steps"] == len(contexts)
+    assert decode["context_tokens"] == contexts[-1]
+    assert decode["dense_steps"] == verify["dense_steps"] == 0
+    assert 0 < verify["accepted"] <= verify["drafted"] <= 4 * verify["verifications"]
+    of_each = 1 + verify["accepted"] / verify["verifications"]
+    assert verify["tokens_per_verification"] == pytest.approx(of_each, abs=1e-6)
+    # Drafts read 64 tokens each; a check reads a context of at most the longest, and four more.
+    reads = 64 * verify["drafted"] + np.array([contexts[0], contexts[-1] + 4]) * verify["verifications"]
+    lowest, highest = reads / sum(contexts)
+    assert lowest <= decode["attended_ratio"] == decode["kv_read_ratio"] <= highest
+
+
+def test_metrics_count_what_stands(server: Server) -> None:
+    def counted() -> dict[str, float]:
+        totals = server.http.get("/server_info").json()["internal_states"][0]["winnow"]
+        return {name: totals[f"{name}_total"] for name in ("verifications", "drafted_tokens", "accepted_tokens")}
+
+    before = counted()
+    verify = ask(server, prompt(17), policy("quest", 4))["meta_info"]["attention"]["verify"]
+    gained = {name: count - before[name] for name, count in counted().items()}
+    assert gained == {
+        "verifications": verify["verifications"],
+        "drafted_tokens": verify["drafted"],
+        "accepted_tokens": verify["accepted"],
+    }
+
+
+def test_who_does_not_ask_is_answered_as_on_any_other_server(server: Server, plain: Server) -> None:
+    text = prompt(19)
+    parameters: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        # With others it depends on the process which one comes first.
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": TOKENS, "ignore_eos": False},
+        {"logit_bias": {"20": 5.0}},
+    ]
+    for attention in (None, policy("quest")):
+        for more in parameters:
+            expected, answer = (ask(asked, text, attention, logprobs=True, **more) for asked in (plain, server))
+            assert answer["output_ids"] == expected["output_ids"], (attention, more)
+            for name in ("output_token_logprobs", "output_top_logprobs"):
+                got, wanted = answer["meta_info"][name], expected["meta_info"][name]
+                np.testing.assert_allclose(logprobs_of(got), logprobs_of(wanted), atol=1e-4)
+            assert answer["meta_info"]["attention"] == expected["meta_info"]["attention"]
+
+
+def test_a_logit_bias_is_as_without(server: Server) -> None:
+    bias: dict[str, Any] = {"logit_bias": {"20": 100.0}}
+    assert ask(server, prompt(3), policy("quest", 4), **bias)["output_ids"] == [20] * TOKENS
+
+
+@pytest.mark.parametrize("draws", [400, pytest.param(20_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_sampled_answers_have_the_distribution_of_dense_decoding(
+    server: Server, temperature: float, draws: int
+) -> None:
+    text, tokens, choices = prompt(56), 4, 2
+    expected = sequences(server, text, tokens, choices, temperature)
+    assert sum(expected.values()) == pytest.approx(1)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": choices, "max_new_tokens": tokens, "n": 100}
+    counts: Counter[tuple[int, ...]] = Counter()
+    stood = 0
+    for _ in range(draws // 100):
+        answers = ask(server, text, policy("quest", 3), **sampling)
+        counts.update(tuple(answer["output_ids"]) for answer in answers)
+        stood += sum(answer["meta_info"]["attention"]["verify"]["accepted"] for answer in answers)
+    assert counts.keys() <= expected.keys()
+    assert 0 < stood < 3 * draws
+    # Rare ones together: the test needs some of each.
+    often = [sequence for sequence, share in expected.items() if share * draws >= 5]
+    rare = 1 - sum(expected[sequence] for sequence in often)
+    observed = [counts[sequence] for sequence in often]
+    shares = [expected[sequence] for sequence in often]
+    if rare > 1e-9:
+        observed.append(draws - sum(observed))
+        shares.append(rare)
+    assert len(observed) > 4
+    assert chance_of(observed, np.array(shares) * draws) > 1e-6
+
+
+def test_an_aborted_answer_leaves_the_others_alone(server: Server) -> None:
+    text = prompt(29)
+    alone = ask(server, text)["output_ids"]
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
+    sampling["custom_params"] = {"attention": json.dumps(policy("quest", 8))}
+    body = {"text": prompt(31), "sampling_params": sampling, "stream": True}
+    with server.http.stream("POST", "/generate", json=body) as response:
+        next(response.iter_lines())
+        assert ask(server, text, policy("snapkv", 4))["output_ids"] == alone
+    server.http.post("/flush_cache", params={"timeout": 30}).raise_for_status()
+    assert ask(server, text, policy("quest", 4))["output_ids"] == alone
+
+
+def test_what_is_not_served_with_verification_is_refused(server: Server) -> None:
+    for parameters in ({"presence_penalty": 0.7}, {"min_new_tokens": 3}, {"repetition_penalty": 1.1}):
         with pytest.raises(httpx.HTTPStatusError, match="400"):
             ask(server, "one", policy("quest", 4), **parameters)
+    with pytest.raises(httpx.HTTPStatusError, match="400"):
+        ask(server, "one", policy("quest", 4), logprobs=True)
+
+
+def test_retracted_requests_are_answered_as_dense_attention_does(tmp_path: Path) -> None:
+    # Room is not kept for what requests will generate, so that some are retracted.
+    arguments = [*VERIFYING, "--max-total-tokens", "2048", "--schedule-conservativeness", "0.01"]
+    settings = {"WINNOW_CROSSOVER_TOKENS": "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
+    with runtime_server(NEEDLE, *arguments, log=tmp_path / "log", **settings) as runtime, client(runtime) as server:
+        tokens = 250
+        texts = [" ".join(prompt(seed).split()[:90]) for seed in range(40, 52)]
+        sampling: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": False, "stop_token_ids": [0]}
+        names = [SPARSE[i % len(SPARSE)] for i in range(len(texts))]
+        with ThreadPoolExecutor(len(texts)) as pool:
+            jobs = []
+            for text, name in zip(texts, names, strict=True):
+                jobs.append(pool.submit(ask, server, text, policy(name, 4), **sampling))
+                # One after another: for those that it admits together, SGLang keeps room for all they may generate.
+                time.sleep(0.1)
+            answers = [job.result() for job in jobs]
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+        for text, answer in zip(texts, answers, strict=True):
+            assert answer["output_ids"] == ask(server, text, **sampling)["output_ids"]
+            steps = answer["meta_info"]["attention"]["decode"]["steps"]
+            missed = len(answer["output_ids"]) - 1 - steps
+            assert 0 <= missed <= answer["meta_info"]["num_retractions"]
+        server.http.post("/flush_cache", params={"timeout": 30}).raise_for_status()
+
+
+def chance_of(observed: list[int], expected: Any) -> float:
+    """Return how probable it is that counts are as far from those expected, by the chi-square test."""
+    distance = float(((np.array(observed) - expected) ** 2 / expected).sum())
+    freedom = len(observed) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(distance / 2).double()))
+
+
+def logprobs_of(told: Any) -> list[float]:
+    if isinstance(told, list):
+        return [number for part in told for number in logprobs_of(part)]
+    return [told] if isinstance(told, float) else []
+
+
+def sequences(server: Server, text: str, tokens: int, choices: int, temperature: float) -> dict[tuple[int, ...], float]:
+    """Return how probable each continuation is in dense decoding, of the ``choices`` most probable tokens each."""
+    shares: dict[tuple[int, ...], float] = {(): 1.0}
+    prefix = server.http.post("/tokenize", json={"prompt": text}).raise_for_status().json()["tokens"]
+    for _ in range(tokens):
+        longer: dict[tuple[int, ...], float] = {}
+        for sequence, share in shares.items():
+            body = {
+                "input_ids": [*prefix, *sequence],
+                "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+                "return_logprob": True,
+                "top_logprobs_num": choices,
+            }
+            told = server.http.post("/generate", json=body).raise_for_status().json()["meta_info"]
+            logs = np.array([entry[0] for entry in told["output_top_logprobs"][0]]) / temperature
+            weights = np.exp(logs - logs.max())
+            for entry, weight in zip(told["output_top_logprobs"][0], weights / weights.sum(), strict=True):
+                longer[*sequence, entry[1]] = share * float(weight)
+        shares = longer
+    return shares

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from winnow_evaluation.options import OptionError, parse_policy
 from winnow_kernels.contract.attention_statistics import section
@@ -70,6 +70,10 @@ def not_followed(asked: Attention, reported: Mapping[str, Any]) -> str | None:
     return None
 
 
+_BESIDE: Final = {"early_termination": "early termination", "verify": "verified"}
+"""What stands beside policies, and its name in a label."""
+
+
 def readable_label(attention: Attention) -> str:
     """A label for a policy that was given none, such as ``tactic p=0.9``; a policy's name is its label.
 
@@ -79,12 +83,12 @@ def readable_label(attention: Attention) -> str:
         return attention
     parts = []
     for part, fields in attention.items():
-        if part not in ("decode", "prefill", "early_termination") or not isinstance(fields, Mapping | None):
+        if part not in ("decode", "prefill", *_BESIDE) or not isinstance(fields, Mapping | None):
             return _compact(attention)
         if fields is None:
             continue
-        name = "early termination"
-        if part != "early_termination":
+        name = _BESIDE.get(part, "")
+        if part not in _BESIDE:
             name = fields.get("policy", "dense")
             if not isinstance(name, str):
                 return _compact(attention)

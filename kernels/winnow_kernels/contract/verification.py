@@ -8,6 +8,8 @@ from pydantic import Field
 
 from winnow_kernels.contract.fields import Contract
 
+ALGORITHM: Final = "WINNOW"
+"""The speculative algorithm of a server that verifies (``--speculative-algorithm``)."""
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_DRAFT_TOKENS: Final = 4
 

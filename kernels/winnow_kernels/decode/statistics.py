@@ -17,6 +17,9 @@ class Field(IntEnum):
     """A column of the table. Sums over layers, KV heads and steps unless it says otherwise.
 
     A KV head of which several ranks have a copy counts once for each.
+
+    Of a request whose drafts are verified, steps and contexts are those that dense decoding of the same tokens would
+    have; what was attended to and read is that of drafts and checks.
     """
 
     STEPS = 0  # decode steps
@@ -40,6 +43,9 @@ class Field(IntEnum):
     PREFILL_CONTEXT_BYTES = 18
     PREFILL_READ_BYTES = 19
     INDEX_BUILT_TOKENS = 20  # tokens that this request was the first to need an index of
+    VERIFICATIONS = 21  # passes that checked drafts
+    DRAFTED = 22  # tokens
+    ACCEPTED = 23  # of them
 
 
 FIELDS = len(Field)
@@ -51,6 +57,9 @@ _ALIKE_ON_ALL_RANKS: Final = (
     Field.CONTEXT,
     Field.PREFILL_TOKENS,
     Field.INDEX_BUILT_TOKENS,
+    Field.VERIFICATIONS,
+    Field.DRAFTED,
+    Field.ACCEPTED,
 )
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_va
 
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError, refuse
-from winnow_kernels.contract.verification import Verification
+from winnow_kernels.contract.verification import ALGORITHM, Verification
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
 from winnow_kernels.policies.registry import (
@@ -138,12 +138,20 @@ def parse_policy(policy: str | Mapping[str, Any]) -> AttentionPolicy:
         raise _policy_error(error) from None
 
 
-def check_served(policy: AttentionPolicy, served: Collection[str]) -> None:
-    """Refuse a decode policy that is not among those that a server was started to serve.
+def check_served(policy: AttentionPolicy, served: Collection[str], *, verifies: bool) -> None:
+    """Refuse what a server was not started to serve: a decode policy, or verification.
+
+    Args:
+        policy: of a request.
+        served: the server's decode policies.
+        verifies: whether it checks drafts.
 
     Raises:
-        PolicyError: it names the setting that would serve it too.
+        PolicyError: it names the setting, or the flag, that would serve it too.
     """
+    if policy.verify is not None and not verifies:
+        flag = f"--speculative-algorithm {ALGORITHM}"
+        raise PolicyError(f"{_ROOT}.verify", f"is not served here; start the server with {flag}")
     name = policy.decode.policy
     if name not in {"dense", *served}:
         raise PolicyError(f"{_ROOT}.decode.policy", f"{name} is not served here; set {setting_for([*served, name])}")

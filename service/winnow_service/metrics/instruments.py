@@ -31,6 +31,7 @@ _WRITE_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 _RATIOS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 0.9, 1, 1.25)
 # 0 apart: nothing was terminated, or skipped.
 _SHARES: Final = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+_TOKENS_PER_VERIFICATION: Final = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7, 9, 13, 17)
 _HTTP: Final = ("route", "method")
 _GENERATION: Final = ("decode_policy", "model")
 _COST: Final = ("phase", "policy", "model")
@@ -184,6 +185,20 @@ class Metrics:
         self.early_terminations = self._counter(
             "winnow_early_terminations_total",
             "Answers with early termination in which at least one traversal was stopped early.",
+            *_DECODE,
+        )
+
+        self.verifications = self._counter(
+            "winnow_verifications_total", "Dense passes that checked drafts, of answers that were verified.", *_DECODE
+        )
+        self.drafted_tokens = self._counter("winnow_drafted_tokens_total", "Tokens that were drafted.", *_DECODE)
+        self.accepted_tokens = self._counter(
+            "winnow_accepted_tokens_total", "Of the tokens that were drafted, those that stood.", *_DECODE
+        )
+        self.tokens_per_verification = self._histogram(
+            "winnow_tokens_per_verification",
+            "Of each answer that was verified: tokens that a check came to, drafts that stood and one more.",
+            _TOKENS_PER_VERIFICATION,
             *_DECODE,
         )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from winnow_kernels.contract.fields import MAX_TOKENS, PAGE_TOKENS, PolicyError
+from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.errors import PolicyForbidden
@@ -56,6 +57,9 @@ class Bounds(BaseModel):
             none, a ratio is out of bounds.
         early_termination: whether it may be asked for.
         keep: whether answers that are not dense may be kept for later turns, in a part of the cache of their own.
+        verify: whether drafts may be verified. Without it the answer would be another one, so that it is never left
+            out: where it is forbidden, it refuses.
+        max_draft_tokens: that are drafted at once, at most.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
@@ -70,6 +74,8 @@ class Bounds(BaseModel):
     max_budget_ratio: Ratio | None = None
     early_termination: bool = True
     keep: bool = True
+    verify: bool = True
+    max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -101,6 +107,8 @@ class Bounds(BaseModel):
             raise PolicyForbidden(error.path, error.problem + cause) from None
 
     def _check_kinds(self, policy: AttentionPolicy) -> None:
+        if policy.verify is not None and not self.verify:
+            raise PolicyForbidden("attention.verify", "must be absent")
         for phase, asked, allowed in (
             ("decode", policy.decode.policy, self.decode),
             ("prefill", policy.prefill.policy, self.prefill),
@@ -118,6 +126,8 @@ class Bounds(BaseModel):
             yield _Violation(asked, "attention", "early_termination", "must be absent", None)
         if not self.keep and policy.keep:
             yield _Violation(asked, "attention", "keep", "must be absent", None)
+        if policy.verify is not None:
+            yield from _out_of_range(asked["verify"], "attention.verify", "draft_tokens", None, self.max_draft_tokens)
 
     def _of_numbers(
         self, part: dict[str, Any], fields: Collection[str], path: str, reserved: int

@@ -144,6 +144,7 @@ class Generation:
         self._metrics.decode_steps.labels(policy, self._model, "dense").inc(min(dense, steps))
         self._metrics.decode_steps.labels(policy, self._model, "sparse").inc(max(0, steps - dense))
         self._count_termination((policy, self._model), section(decode, "early_termination"))
+        self._count_verification((policy, self._model), section(facts, "verify"))
 
     def _count_cost(self, labels: tuple[str, str, str], facts: Statistics, context: float) -> None:
         attended, read = amount(facts, "attended_ratio"), amount(facts, "kv_read_ratio")
@@ -162,6 +163,18 @@ class Generation:
             self._metrics.early_terminations.labels(*labels).inc(terminated > 0)
         if skipped is not None:
             self._metrics.skipped_ratio.labels(*labels).observe(skipped)
+
+    def _count_verification(self, labels: tuple[str, str], facts: Statistics) -> None:
+        if not facts:
+            return
+        for counter, field in (
+            (self._metrics.verifications, "verifications"),
+            (self._metrics.drafted_tokens, "drafted"),
+            (self._metrics.accepted_tokens, "accepted"),
+        ):
+            counter.labels(*labels).inc(amount(facts, field) or 0)
+        if (tokens := amount(facts, "tokens_per_verification")) is not None:
+            self._metrics.tokens_per_verification.labels(*labels).observe(tokens)
 
 
 def _kind(facts: Statistics, known: Collection[str]) -> str:

@@ -30,6 +30,7 @@ class ServedModel(BaseModel):
         delta_layers: the Δ-layers calibrated for this model; None if it has not been calibrated.
         policies: the decode policies that its attention backend serves; all serve ``dense``.
         prefill_policies: likewise for prefill.
+        verifies: whether it checks drafts.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,6 +40,7 @@ class ServedModel(BaseModel):
     delta_layers: tuple[int, ...] | None
     policies: tuple[str, ...]
     prefill_policies: tuple[str, ...]
+    verifies: bool = False
 
     def check(self, policy: AttentionPolicy) -> AttentionPolicy:
         """Return ``policy`` as this model runs it.
@@ -51,7 +53,7 @@ class ServedModel(BaseModel):
         if policy.prefill.policy not in ("dense", *self.prefill_policies):
             raise InvalidPolicy("attention.prefill.policy", f"must be one of {', '.join(self.prefill_policies)}")
         try:
-            check_served(policy, self.policies)
+            check_served(policy, self.policies, verifies=self.verifies)
             return check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         except PolicyError as error:
             raise InvalidPolicy(error.path, error.problem) from None
