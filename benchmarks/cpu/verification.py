@@ -1,0 +1,106 @@
+"""What verified answers come to on a CPU: tokens a check, what is read, and whether they are those of dense attention.
+
+    python -m benchmarks.cpu.verification models/smollm2 --context 7680 --output verification.json
+
+Prompts are cut out of real text, as for ``winnow fidelity``. Each is answered by dense attention, and then with every
+policy, greedily: the server drafts with it and checks. All answers must be the dense one's. The policies act at every
+length, and find the prompt in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import torch
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from benchmarks.cpu.verification_figures import Answer, markdown
+from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, request_body
+from sglang_winnow.backend_name import NAME
+from sglang_winnow.crossover import ENVIRONMENT
+from tests.runtime import runtime_server
+from winnow_evaluation.fidelity.prompts import from_documents
+from winnow_evaluation.machine import surroundings
+from winnow_evaluation.offline_model import OfflineModel
+from winnow_evaluation.text.documents import KINDS, load_text
+from winnow_evaluation.writing import write_json
+from winnow_kernels.contract.verification import ALGORITHM
+
+POLICIES: Final[tuple[Mapping[str, Any], ...]] = (
+    {"policy": "lowbit_top_k", "budget": 128},
+    {"policy": "lowbit_top_k", "budget": 256},
+    {"policy": "lowbit_top_k", "budget": 512},
+    {"policy": "lowbit_top_k", "budget": 1024},
+    {"policy": "lowbit_top_p", "p": 0.8},
+    {"policy": "lowbit_top_p", "p": 0.9},
+    {"policy": "quoka", "budget": 512},
+    {"policy": "tactic", "p": 0.9},
+    {"policy": "quest", "budget": 1024},
+    {"policy": "delta", "budget": 1024},
+    {"policy": "snapkv", "budget": 1024},
+    {"policy": "streaming_llm", "window": 1020},
+)
+console = Console(width=150)
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model to serve.")],
+    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 7680,
+    tokens: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 128,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind of text.")] = 2,
+    drafts: Annotated[str, typer.Option(help="Tokens drafted for a check, with commas between.")] = "4,8",
+    policy: Annotated[list[str] | None, typer.Option(help="JSON of a decode policy; a dozen if none is given.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write JSON, after each policy.")] = None,
+) -> None:
+    """Measure, print a table, write JSON. Exit with 1 if an answer is not dense attention's."""
+    policies = [json.loads(text) for text in policy] if policy else POLICIES
+    lengths = [int(number) for number in drafts.split(",")]
+    offline = OfflineModel(model, torch.device("cpu"))
+    texts = {
+        kind: from_documents(offline, [document.text for document in load_text("test", kind)], context, tokens, prompts)
+        for kind in KINDS
+    }
+    record = surroundings() | {"model": offline.name, "context": context, "tokens": tokens, "answers": []}
+    arguments = ["--attention-backend", NAME, "--speculative-algorithm", ALGORITHM]
+    arguments += ["--max-total-tokens", str((context + tokens + 64) * prompts * len(KINDS) + 4096)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with (
+            runtime_server(model, *arguments, log=log, **{ENVIRONMENT: "0"}) as runtime,
+            GenerateClient(runtime.url) as server,
+        ):
+            prompted = [(kind, number, own.tokens) for kind, of in texts.items() for number, own in enumerate(of)]
+            dense = {(kind, number): _ask(server, prompt, tokens, None)[0] for kind, number, prompt in prompted}
+            for decode in policies:
+                for length in lengths:
+                    attention = {"decode": decode, "verify": {"draft_tokens": length}}
+                    for kind, number, prompt in prompted:
+                        found, cost = _ask(server, prompt, tokens, attention)
+                        equal = found == dense[kind, number]
+                        answer = Answer.of(kind, number, decode, length, equal, cost)
+                        record["answers"].append(asdict(answer))
+                if output:
+                    write_json(output, record)
+                console.print(Markdown(markdown(record)))
+    if not all(answer["equal"] for answer in record["answers"]):
+        raise typer.Exit(1)
+
+
+def _ask(
+    server: GenerateClient, prompt: Sequence[int], tokens: int, attention: Mapping[str, Any] | None
+) -> tuple[list[int], Mapping[str, Any]]:
+    """Return the tokens of an answer, and what its attention cost."""
+    lines = list(server.events(json.dumps(request_body(prompt, tokens, attention))))
+    *_, (_, meta) = meta_of(lines)
+    return answer_of(line for _, line in lines), meta["attention"]
+
+
+if __name__ == "__main__":
+    typer.run(main)
