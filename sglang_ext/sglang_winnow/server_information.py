@@ -18,9 +18,8 @@ from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
 from sglang_winnow.served_policies import served_policies
-from sglang_winnow.sglang_versions.arguments import attention_backends, resolved
+from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
 from winnow_kernels.contract.fields import PolicyError
-from winnow_kernels.contract.verification import ALGORITHM
 from winnow_kernels.indexes.settings import DEFAULT
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy
 from winnow_kernels.policies.declarations import declaration_of
@@ -132,7 +131,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         has_policies=set(attention_backends(arguments)) == {NAME},
         decode_policies=served_policies(),
         key_bits=index_settings().key_bits,
-        verifies=resolved(arguments).speculative_algorithm == ALGORITHM,
+        verifies=verifies_drafts(resolved(arguments)),
     )
 
 

@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import LAUNCH, Hook
-from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data
+from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data, verifies_drafts
 from sglang_winnow.sglang_versions.hook_targets import target
 from sglang_winnow.sglang_versions.releases import OLDEST, RUNNING
 from winnow_kernels.contract.verification import ALGORITHM
@@ -149,13 +149,13 @@ OPTIONS: Final = (
     Option(
         "other speculative decoding",
         "--speculative-algorithm STANDALONE",
-        lambda arguments: arguments.speculative_algorithm not in (None, ALGORITHM),
+        lambda arguments: arguments.speculative_algorithm is not None and not verifies_drafts(arguments),
         reason=_UNVERIFIED,
     ),
     Option(
         "verification of drafts",
         f"--speculative-algorithm {ALGORITHM}",
-        lambda arguments: arguments.speculative_algorithm == ALGORITHM,
+        verifies_drafts,
         _CPU if RUNNING == OLDEST else frozenset(),
         f"it has run on CPUs with SGLang {OLDEST} only",
     ),
@@ -229,6 +229,9 @@ def require_served(arguments: ServerArgs) -> None:
     if NAME in named or not (named or torch.cuda.is_available()):
         for sentence in refused(arguments, device()):
             raise SystemExit(sentence)
+    elif verifies_drafts(arguments):
+        flag = f"--speculative-algorithm {ALGORITHM}"
+        raise SystemExit(f"Winnow: the server does not start, because {flag} needs --attention-backend {NAME}.")
 
 
 def _check_command_line(arguments: ServerArgs) -> None:

@@ -80,6 +80,17 @@ def test_another_backend_serves_what_it_serves(backend: str) -> None:
         require_served(Arguments(**given, **{backend: "winnow"}))
 
 
+def test_drafts_are_verified_by_winnow_alone() -> None:
+    arguments: Any = SimpleNamespace(
+        attention_backend="torch_native",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        speculative_algorithm="winnow",
+    )
+    with pytest.raises(SystemExit, match="--speculative-algorithm WINNOW needs --attention-backend winnow"):
+        require_served(arguments)
+
+
 def test_a_server_that_is_refused_says_why_and_ends(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     arguments = ["--load-format", "dummy", "--pp-size", "2"]

@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_winnow.sglang_versions.releases import ARGUMENTS_DECLARED, ATTENTION_DATA_SIZE, runs
+from winnow_kernels.contract.verification import ALGORITHM
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -53,6 +54,11 @@ def attention_backends(arguments: ServerArgs) -> tuple[str | None, str | None]:
         of.prefill_attention_backend or of.attention_backend,
         of.decode_attention_backend or of.attention_backend,
     )
+
+
+def verifies_drafts(arguments: ServerArgs) -> bool:
+    """Return whether ``arguments`` ask for Winnow's speculative algorithm, in capitals or not, as SGLang takes it."""
+    return (arguments.speculative_algorithm or "").upper() == ALGORITHM
 
 
 def splits_attention_by_data(arguments: ServerArgs) -> bool:
