@@ -17,6 +17,7 @@ import typer
 
 from benchmarks.cpu.conversation_figures import conversations_table
 from benchmarks.cpu.server_figures import cpu_server_table
+from benchmarks.cpu.verification_figures import verification_table
 from benchmarks.fidelity import fidelity_tables
 from benchmarks.fidelity.accuracy_tables import (
     accuracy_table,
@@ -152,6 +153,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "ranks": ("tp.json", ranks_table),
     "dram": ("dram.json", dram_table),
     "service-overhead": ("service-overhead.json", overhead_table),
+    "verification": ("verification.json", verification_table),
     "cpu-server": ("cpu-server.json", cpu_server_table),
     "cpu-conversations": ("cpu-conversations.json", conversations_table),
     "service": ("service.json", service_table),

@@ -126,7 +126,7 @@ terminations = _fields(
         "patience": st.integers(1, MAX_PATIENCE),
     }
 )
-verifications = _fields({"draft_tokens": st.integers(1, MAX_DRAFT_TOKENS)})
+verifications = _fields({"draft_tokens": st.integers(1, MAX_DRAFT_TOKENS) | st.just("auto")})
 
 
 @st.composite

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -55,13 +55,13 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 7680,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 128,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind of text.")] = 2,
-    drafts: Annotated[str, typer.Option(help="Tokens drafted for a check, with commas between.")] = "4,8",
+    drafts: Annotated[str, typer.Option(help="Tokens drafted for a check, with commas between.")] = "4,8,auto",
     policy: Annotated[list[str] | None, typer.Option(help="JSON of a decode policy; a dozen if none is given.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write JSON, after each policy.")] = None,
 ) -> None:
     """Measure, print a table, write JSON. Exit with 1 if an answer is not dense attention's."""
     policies = [json.loads(text) for text in policy] if policy else POLICIES
-    lengths = [int(number) for number in drafts.split(",")]
+    lengths: list[int | str] = [int(number) if number.isdecimal() else number for number in drafts.split(",")]
     offline = OfflineModel(model, torch.device("cpu"))
     texts = {
         kind: from_documents(offline, [document.text for document in load_text("test", kind)], context, tokens, prompts)
@@ -77,14 +77,17 @@ def main(
             GenerateClient(runtime.url) as server,
         ):
             prompted = [(kind, number, own.tokens) for kind, of in texts.items() for number, own in enumerate(of)]
-            dense = {(kind, number): _ask(server, prompt, tokens, None)[0] for kind, number, prompt in prompted}
+            for _, _, prompt in prompted:
+                _ask(server, prompt, 2, None)
             for decode in policies:
                 for length in lengths:
                     attention = {"decode": decode, "verify": {"draft_tokens": length}}
                     for kind, number, prompt in prompted:
-                        found, cost = _ask(server, prompt, tokens, attention)
-                        equal = found == dense[kind, number]
-                        answer = Answer.of(kind, number, decode, length, equal, cost)
+                        # In turns, so that whatever else the machine does slows both down.
+                        dense = _ask(server, prompt, tokens, None)
+                        found = _ask(server, prompt, tokens, attention)
+                        equal, faster = found.tokens == dense.tokens, dense.seconds / found.seconds
+                        answer = Answer.of(kind, number, decode, length, equal, faster, found.attention)
                         record["answers"].append(asdict(answer))
                 if output:
                     write_json(output, record)
@@ -93,13 +96,24 @@ def main(
         raise typer.Exit(1)
 
 
-def _ask(
-    server: GenerateClient, prompt: Sequence[int], tokens: int, attention: Mapping[str, Any] | None
-) -> tuple[list[int], Mapping[str, Any]]:
-    """Return the tokens of an answer, and what its attention cost."""
+@dataclass(frozen=True)
+class _Found:
+    """An answer.
+
+    Attributes:
+        seconds: from its first token to its last.
+        attention: what its attention cost.
+    """
+
+    tokens: Sequence[int]
+    seconds: float
+    attention: Mapping[str, Any]
+
+
+def _ask(server: GenerateClient, prompt: Sequence[int], tokens: int, attention: Mapping[str, Any] | None) -> _Found:
     lines = list(server.events(json.dumps(request_body(prompt, tokens, attention))))
-    *_, (_, meta) = meta_of(lines)
-    return answer_of(line for _, line in lines), meta["attention"]
+    (first, _), *_, (last, meta) = meta_of(lines)
+    return _Found(answer_of(line for _, line in lines), last - first, meta["attention"])
 
 
 if __name__ == "__main__":

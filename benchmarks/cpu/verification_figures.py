@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from benchmarks.cpu.server_figures import machine_line
@@ -20,8 +21,9 @@ class Answer:
         text: kind of the prompt's text.
         prompt: its number.
         decode: the policy that drafts.
-        draft_tokens: that are drafted for a check, at most.
+        draft_tokens: that are drafted for a check, at most; or ``auto``.
         equal: whether the tokens are those of dense attention.
+        faster: seconds that dense attention's answer took behind its first token ÷ seconds of this one.
         steps: tokens behind the first.
         verifications, drafted, accepted: as the answer tells them.
         kv_read_ratio: bytes read in drafts and checks ÷ bytes that dense decoding of the same tokens reads.
@@ -30,8 +32,9 @@ class Answer:
     text: str
     prompt: int
     decode: Mapping[str, Any]
-    draft_tokens: int
+    draft_tokens: int | str
     equal: bool
+    faster: float
     steps: int
     verifications: int
     drafted: int
@@ -40,7 +43,14 @@ class Answer:
 
     @classmethod
     def of(
-        cls, text: str, prompt: int, decode: Mapping[str, Any], draft_tokens: int, equal: bool, cost: Mapping[str, Any]
+        cls,
+        text: str,
+        prompt: int,
+        decode: Mapping[str, Any],
+        draft_tokens: int | str,
+        equal: bool,
+        faster: float,
+        cost: Mapping[str, Any],
     ) -> Self:
         """Read the ``attention`` of an answer."""
         verify = cost["verify"]
@@ -50,6 +60,7 @@ class Answer:
             decode,
             draft_tokens,
             equal,
+            faster,
             cost["decode"]["steps"],
             verify["verifications"],
             verify["drafted"],
@@ -66,7 +77,7 @@ def verification_table(path: Path) -> str:
 def markdown(record: dict[str, Any]) -> str:
     """Return a record as Markdown, a row for each policy and number of drafts."""
     answers = [Answer(**entry) for entry in record["answers"]]
-    groups: dict[tuple[str, int], list[Answer]] = {}
+    groups: dict[tuple[str, int | str], list[Answer]] = {}
     for answer in answers:
         groups.setdefault((_label(answer.decode), answer.draft_tokens), []).append(answer)
     kinds = list(dict.fromkeys(answer.text for answer in answers))
@@ -76,7 +87,7 @@ def markdown(record: dict[str, Any]) -> str:
         *(f"tokens a check, {kind}" for kind in kinds),
         "drafts that stand %",
     ]
-    headings += ["a draft reads %", "all that is read %", "answers equal to dense attention's"]
+    headings += ["a draft reads %", "all that is read %", "times as fast", "answers equal to dense attention's"]
     rows = []
     for (label, length), of in groups.items():
         by_kind = [_tokens_of_check([answer for answer in of if answer.text == kind]) for kind in kinds]
@@ -89,6 +100,7 @@ def markdown(record: dict[str, Any]) -> str:
                 f"{stand:.1%}".rstrip("%"),
                 f"{_read_by_draft(of):.1%}".rstrip("%"),
                 f"{_read(of):.1%}".rstrip("%"),
+                f"{median(answer.faster for answer in of):.2f}",
                 f"{sum(answer.equal for answer in of)} of {len(of)}",
             ]
         )

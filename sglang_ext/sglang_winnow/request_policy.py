@@ -13,7 +13,7 @@ def reads_everything(state: RequestState, length: int, page_size: int) -> bool:
     """Return whether a step at a context of ``length`` tokens reads everything, whatever its policy is called."""
     if isinstance(state.decode, Dense):
         return state.policy.early_termination is None
-    return length <= dense_until(state, page_size)
+    return state.rests or length <= dense_until(state, page_size)
 
 
 def dense_until(state: RequestState, page_size: int) -> int:

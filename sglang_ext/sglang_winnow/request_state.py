@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from sglang_winnow.draft_length import DraftLength
 from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.contract.fields import Parameters
 from winnow_kernels.decode.request import PromptSelection
@@ -34,6 +35,8 @@ class RequestState:
         kept_answer: generated tokens whose KV was kept for later turns when the request ended.
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
             since the last prefill.
+        draft_length: how many tokens it drafts; of those that are verified.
+        rests: whether its step is dense, whatever its policy: it is verified, and a draft would not pay.
     """
 
     policy: AttentionPolicy
@@ -45,6 +48,12 @@ class RequestState:
     kept: PromptSelection | None = None
     kept_answer: int = 0
     stage: int = -1
+    draft_length: DraftLength | None = None
+    rests: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy.verify is not None:
+            self.draft_length = DraftLength(self.policy.verify.draft_tokens)
 
     @property
     def decode(self) -> Parameters:

@@ -3,7 +3,7 @@
 A round of a batch has as many decode passes as its longest draft, and then one pass that checks:
 
 - In the first, every row takes part. A row that is not verified gets its next token there, as on any other server, and
-  so does one that is, while its context is so short that its policy attends to everything. Any other that is verified
+  so does one that is, where its policy attends to everything or a draft would not pay. Any other that is verified
   drafts with its own sparse policy, as in the passes that follow.
 - The last pass attends densely, from the newest accepted token and the drafts behind it. It writes their keys and
   values over those of the drafts: what is committed is dense attention's, the newest accepted token's too.
@@ -152,17 +152,16 @@ class VerificationWorker(BaseSpecWorker):
         return result
 
     def _limits(self, batch: ScheduleBatch) -> list[int]:
-        """Return how many tokens each row drafts in this round."""
+        """Return how many tokens each row drafts in this round; note who rests."""
         page_size = self.target_worker.model_runner.page_size
         limits = []
         for req, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True):
-            verify = req.winnow_state.policy.verify
-            if verify is None or not drafts(req.winnow_state, length + 1, page_size):
-                limits.append(0)
-                continue
-            # A round comes to one token more than it drafts.
-            wanted = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
-            limits.append(max(1, min(verify.draft_tokens, wanted)))
+            state, limit = req.winnow_state, 0
+            state.rests = False
+            if drafts(state, length + 1, page_size):
+                limit = max(0, state.draft_length.next(req.sampling_params.max_new_tokens - len(req.output_ids)))
+                state.rests = limit == 0
+            limits.append(limit)
         return limits
 
     def _decode(
@@ -208,7 +207,9 @@ class VerificationWorker(BaseSpecWorker):
         of_tokens.apply_logits_bias(checked.next_token_logits)
         drawn = runner.sampler(checked, of_tokens, False, [], [], part.spec_info.positions).to(torch.int64).split(new)
         for row, own in zip(rows, drawn, strict=True):
-            accepted[row] = 1 + standing_drafts(drafted[row, : limits[row]], own)
+            standing = standing_drafts(drafted[row, : limits[row]], own)
+            batch.reqs[row].winnow_state.draft_length.note(limits[row], standing)
+            accepted[row] = 1 + standing
             tokens[row, : len(own)] = own
         runner.attn_backend.accept(accepted[rows])
 

@@ -496,6 +496,12 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             "attention.verify.draft_tokens",
             {"decode": {"policy": "tactic"}, "verify": {"draft_tokens": 2}},
         ),
+        (
+            {"max_draft_tokens": 8},
+            {"decode": {"policy": "tactic"}, "verify": {"draft_tokens": "auto"}},
+            "attention.verify.draft_tokens",
+            {"decode": {"policy": "tactic"}, "verify": {"draft_tokens": 8}},
+        ),
     ],
 )
 def test_bounds_refuse_or_clamp(

@@ -270,11 +270,15 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
         ({**decode(policy="quest"), "verify": True}, "attention.verify: must be an object"),
         (
             {**decode(policy="quest"), "verify": {"draft_tokens": 0}},
-            "attention.verify.draft_tokens: must be greater than or equal to 1",
+            "attention.verify.draft_tokens: must be a whole number from 1 to 16, or auto",
         ),
         (
             {**decode(policy="quest"), "verify": {"draft_tokens": 17}},
-            "attention.verify.draft_tokens: must be less than or equal to 16",
+            "attention.verify.draft_tokens: must be a whole number from 1 to 16, or auto",
+        ),
+        (
+            {**decode(policy="quest"), "verify": {"draft_tokens": "many"}},
+            "attention.verify.draft_tokens: must be a whole number from 1 to 16, or auto",
         ),
         (
             {**decode(policy="quest"), "verify": {"drafts": 4}},

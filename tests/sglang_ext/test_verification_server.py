@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,7 @@ from sglang_winnow.sglang_versions.releases import OLDEST, RUNNING
 from tests.models import NEEDLE
 from tests.runtime import Runtime, runtime_server
 from winnow_kernels.policies.registry import DECODE_POLICIES
+from winnow_service.models.cache import models_folder
 
 pytestmark = pytest.mark.skipif(RUNNING != OLDEST, reason="verification is served on the oldest release only")
 
@@ -58,7 +61,7 @@ def prompt(seed: int) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(240))
 
 
-def policy(name: str, drafts: int | None = None) -> dict[str, Any]:
+def policy(name: str, drafts: int | str | None = None) -> dict[str, Any]:
     verified = {} if drafts is None else {"verify": {"draft_tokens": drafts}}
     return {"decode": {"policy": name, **FIELDS.get(name, {"budget": 64})}, **verified}
 
@@ -104,11 +107,37 @@ def ask(
 def test_every_policy_answers_as_dense_attention_does(server: Server) -> None:
     texts = [prompt(seed) for seed in range(2)]
     dense = [ask(server, text)["output_ids"] for text in texts]
-    jobs = [(name, drafts, i) for name in SPARSE for drafts in (1, 4, 8) for i in range(2)]
+    jobs = [(name, drafts, i) for name in SPARSE for drafts in (1, 4, 8, "auto") for i in range(2)]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda job: ask(server, texts[job[2]], policy(job[0], job[1])), jobs))
     wrong = [job for job, answer in zip(jobs, answers, strict=True) if answer["output_ids"] != dense[job[2]]]
     assert wrong == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["needle", "smollm2"])
+def test_long_answers_are_those_of_dense_attention(name: str, tmp_path: Path) -> None:
+    """200 prompts of 128 tokens; each policy drafts 1, 4 and 8 tokens, or as many as pay, for five of them or more."""
+    if name == "needle":
+        model = NEEDLE
+    else:
+        subprocess.run([Path(sys.executable).with_name("winnow"), "models", "get", name], check=True)
+        model = models_folder() / name
+    arguments = [*VERIFYING, "--max-total-tokens", "32768"]
+    kinds = [(kind, drafts) for kind in SPARSE for drafts in (1, 4, 8, "auto")]
+    with (
+        runtime_server(model, *arguments, log=tmp_path / "log", WINNOW_CROSSOVER_TOKENS="0") as runtime,
+        client(runtime) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def is_dense(number: int) -> bool:
+            text = prompt(number)
+            found = ask(server, text, policy(*kinds[number % len(kinds)]), max_new_tokens=128)["output_ids"]
+            return bool(found == ask(server, text, max_new_tokens=128)["output_ids"])
+
+        equal = list(pool.map(is_dense, range(200)))
+    assert [kinds[number % len(kinds)] for number, found in enumerate(equal) if not found] == []
 
 
 def test_rows_that_are_not_verified_answer_as_they_would_alone(server: Server) -> None:
@@ -167,12 +196,14 @@ def test_the_answer_tells_what_drafts_and_checks_cost(server: Server) -> None:
     verify, decode = told["verify"], told["decode"]
     assert decode["steps"] == len(contexts)
     assert decode["context_tokens"] == contexts[-1]
-    assert decode["dense_steps"] == verify["dense_steps"] == 0
+    # The last token needs no draft.
+    assert decode["dense_steps"] == verify["dense_steps"] <= 1
     assert 0 < verify["accepted"] <= verify["drafted"] <= 4 * verify["verifications"]
     of_each = 1 + verify["accepted"] / verify["verifications"]
     assert verify["tokens_per_verification"] == pytest.approx(of_each, abs=1e-6)
     # Drafts read 64 tokens each; a check reads a context of at most the longest, and four more.
-    reads = 64 * verify["drafted"] + np.array([contexts[0], contexts[-1] + 4]) * verify["verifications"]
+    whole = verify["verifications"] + verify["dense_steps"]
+    reads = 64 * verify["drafted"] + np.array([contexts[0], contexts[-1] + 4]) * whole
     lowest, highest = reads / sum(contexts)
     assert lowest <= decode["attended_ratio"] == decode["kv_read_ratio"] <= highest
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import PlainValidator, WithJsonSchema
 
-from winnow_kernels.contract.fields import Contract
+from winnow_kernels.contract.fields import Contract, refuse
 
 ALGORITHM: Final = "WINNOW"
 """The speculative algorithm of a server that verifies (``--speculative-algorithm``)."""
+AUTO: Final = "auto"
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_DRAFT_TOKENS: Final = 4
+
+
+def _draft_tokens(value: Any) -> int | str:
+    # One error, where a union has one for each of its members.
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value != AUTO and not (is_number and 1 <= value <= MAX_DRAFT_TOKENS):
+        refuse(f"must be a whole number from 1 to {MAX_DRAFT_TOKENS}, or {AUTO}")
+    return value
+
+
+DraftTokens = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_draft_tokens),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_DRAFT_TOKENS}, {"const": AUTO}]}),
+]
 
 
 class Verification(Contract):
     """Draft with the sparse decode policy, check the drafts in one dense step: the answer is that of dense attention.
 
     Attributes:
-        draft_tokens: tokens that are drafted for each dense step, at most.
+        draft_tokens: tokens that are drafted for each dense step, at most; ``auto`` for as many as pay, by how many of
+            the request's drafts have stood.
     """
 
-    draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] = DEFAULT_DRAFT_TOKENS
+    draft_tokens: DraftTokens = DEFAULT_DRAFT_TOKENS

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from winnow_kernels.contract.fields import MAX_TOKENS, PAGE_TOKENS, PolicyError
-from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
+from winnow_kernels.contract.verification import AUTO, MAX_DRAFT_TOKENS
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.errors import PolicyForbidden
@@ -127,7 +127,14 @@ class Bounds(BaseModel):
         if not self.keep and policy.keep:
             yield _Violation(asked, "attention", "keep", "must be absent", None)
         if policy.verify is not None:
-            yield from _out_of_range(asked["verify"], "attention.verify", "draft_tokens", None, self.max_draft_tokens)
+            yield from self._of_drafts(asked["verify"])
+
+    def _of_drafts(self, part: dict[str, Any]) -> Iterator[_Violation]:
+        path, most = "attention.verify", self.max_draft_tokens
+        if most is not None and part["draft_tokens"] == AUTO:
+            yield _Violation(part, path, "draft_tokens", f"must be a number, at most {most}", most)
+        else:
+            yield from _out_of_range(part, path, "draft_tokens", None, most)
 
     def _of_numbers(
         self, part: dict[str, Any], fields: Collection[str], path: str, reserved: int
