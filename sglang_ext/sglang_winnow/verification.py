@@ -9,8 +9,8 @@ A round of a batch has as many decode passes as its longest draft, and then one 
   values over those of the drafts: what is committed is dense attention's, the newest accepted token's too.
 
 Behind each of these tokens the last pass draws the next one, as dense decoding would, and a draft stands if it is the
-one that was drawn. So whatever is drafted, answers have the distribution of dense decoding; and drafts, which are the
-most probable tokens, stand as often as a draft that is not drawn can.
+one that was drawn. So answers have the distribution of dense decoding, whatever is drafted. Drafts are the tokens that
+the policy finds most probable.
 """
 
 from __future__ import annotations

@@ -300,11 +300,11 @@ def test_what_is_not_served_with_verification_is_refused(server: Server) -> None
 
 def test_retracted_requests_are_answered_as_dense_attention_does(tmp_path: Path) -> None:
     # Room is not kept for what requests will generate, so that some are retracted.
-    arguments = [*VERIFYING, "--max-total-tokens", "2048", "--schedule-conservativeness", "0.01"]
+    arguments = [*VERIFYING, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.01"]
     settings = {"WINNOW_CROSSOVER_TOKENS": "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
     with runtime_server(NEEDLE, *arguments, log=tmp_path / "log", **settings) as runtime, client(runtime) as server:
-        tokens = 250
-        texts = [" ".join(prompt(seed).split()[:90]) for seed in range(40, 52)]
+        tokens = 120
+        texts = [" ".join(prompt(seed).split()[:45]) for seed in range(40, 52)]
         sampling: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": False, "stop_token_ids": [0]}
         names = [SPARSE[i % len(SPARSE)] for i in range(len(texts))]
         with ThreadPoolExecutor(len(texts)) as pool:
