@@ -74,7 +74,13 @@ def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
         information = server.http.get(path).json()["winnow"]
         policies = information.pop("policies")
         assert information.pop("prefill_policies") == ["dense", "quoka"]
-        assert information == {"layers": 2, "context_length": 8192, "delta_layers": None, "key_bits": 2}
+        assert information == {
+            "layers": 2,
+            "context_length": 8192,
+            "delta_layers": None,
+            "key_bits": 2,
+            "verifies": False,
+        }
         assert {"dense", "tactic", "quest"} <= set(policies)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_winnow.server_options import OPTIONS, Device
+from sglang_winnow.sglang_versions.releases import OLDEST, RUNNING
 from tests.models import write_model, write_weights
 from tests.sglang_ext.answers import TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, equal_tokens
 from tests.sglang_ext.test_cpu_server import events
@@ -47,7 +48,8 @@ def assert_equal(answer: Any, wanted: Any, name: str) -> None:
 
 
 def test_every_option_that_is_served_is_tried_here() -> None:
-    assert set(EXAMPLES) == {"data parallelism", "mixed chunks"}
+    verification = {"verification of drafts"} if RUNNING == OLDEST else set()
+    assert set(EXAMPLES) == {"data parallelism", "mixed chunks"} | verification
 
 
 def test_data_parallelism(model: Path, expected: list[Any], tmp_path: Path) -> None:
@@ -62,6 +64,16 @@ def test_data_parallelism(model: Path, expected: list[Any], tmp_path: Path) -> N
         states = server.http.get("/server_info").json()["internal_states"]
         assert len(states) == 2
         assert sum(state["winnow"]["requests_total"] for state in states) >= len(REQUESTS)
+
+
+@pytest.mark.skipif(RUNNING != OLDEST, reason="verification is served on the oldest release only")
+def test_verification_of_drafts(model: Path, expected: list[Any], tmp_path: Path) -> None:
+    with serve(model, tmp_path / "log", *EXAMPLES["verification of drafts"]) as runtime:
+        server = Server(runtime)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            answers = list(pool.map(lambda request: server.ask(*request), REQUESTS))
+    for answer, wanted, (_, name) in zip(answers, expected, REQUESTS, strict=True):
+        assert_equal(answer, wanted, name)
 
 
 @pytest.fixture(scope="module")
