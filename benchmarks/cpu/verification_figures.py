@@ -91,7 +91,7 @@ def markdown(record: dict[str, Any]) -> str:
     rows = []
     for (label, length), of in groups.items():
         by_kind = [_tokens_of_check([answer for answer in of if answer.text == kind]) for kind in kinds]
-        stand = sum(answer.accepted for answer in of) / sum(answer.drafted for answer in of)
+        stand = sum(answer.accepted for answer in of) / _drafted(of)
         rows.append(
             [
                 label,
@@ -114,7 +114,7 @@ def _label(decode: Mapping[str, Any]) -> str:
 
 
 def _tokens_of_check(answers: Sequence[Answer]) -> float:
-    return 1 + sum(answer.accepted for answer in answers) / sum(answer.verifications for answer in answers)
+    return 1 + sum(answer.accepted for answer in answers) / max(1, sum(answer.verifications for answer in answers))
 
 
 def _read(answers: Sequence[Answer]) -> float:
@@ -124,4 +124,9 @@ def _read(answers: Sequence[Answer]) -> float:
 def _read_by_draft(answers: Sequence[Answer]) -> float:
     # A check reads the context once, which is as long for all tokens of an answer as makes no difference.
     drafts = sum(answer.kv_read_ratio * answer.steps - answer.verifications for answer in answers)
-    return drafts / sum(answer.drafted for answer in answers)
+    return drafts / _drafted(answers)
+
+
+def _drafted(answers: Sequence[Answer]) -> int:
+    # Where drafts do not pay there may be none.
+    return max(1, sum(answer.drafted for answer in answers))
