@@ -115,6 +115,7 @@ def test_every_policy_answers_as_dense_attention_does(server: Server) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["needle", "smollm2"])
 def test_long_answers_are_those_of_dense_attention(name: str, tmp_path: Path) -> None:
     """200 prompts of 128 tokens; each policy drafts 1, 4 and 8 tokens, or as many as pay, for five of them or more."""
@@ -248,6 +249,7 @@ def test_a_logit_bias_is_as_without(server: Server) -> None:
     assert ask(server, prompt(3), policy("quest", 4), **bias)["output_ids"] == [20] * TOKENS
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("draws", [400, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_sampled_answers_have_the_distribution_of_dense_decoding(
