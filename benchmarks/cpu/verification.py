@@ -1,6 +1,6 @@
 """What verified answers come to on a CPU: tokens a check, what is read, and whether they are those of dense attention.
 
-    python -m benchmarks.cpu.verification models/smollm2 --context 7680 --output verification.json
+    python -m benchmarks.cpu.verification ~/.cache/winnow/models/smollm2 --output verification.json
 
 Prompts are cut out of real text, as for ``winnow fidelity``. Each is answered by dense attention, and then with every
 policy, greedily: the server drafts with it and checks. All answers must be the dense one's. The policies act at every

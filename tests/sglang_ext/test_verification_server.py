@@ -249,8 +249,7 @@ def test_a_logit_bias_is_as_without(server: Server) -> None:
     assert ask(server, prompt(3), policy("quest", 4), **bias)["output_ids"] == [20] * TOKENS
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("draws", [400, pytest.param(20_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("draws", [400, pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_sampled_answers_have_the_distribution_of_dense_decoding(
     server: Server, temperature: float, draws: int
