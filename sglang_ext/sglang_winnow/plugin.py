@@ -31,7 +31,7 @@ from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model_of
-from sglang_winnow.sglang_versions.releases import OLDEST, RUNNING, UNUSED_STATES_REMOVED, runs
+from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, VERIFIES, runs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -59,7 +59,7 @@ def register() -> None:
         index_settings()
         crossover_tokens("quest")
     register_backend()
-    if RUNNING == OLDEST:
+    if VERIFIES:
         from sglang_winnow.verification import register_algorithm  # noqa: PLC0415
 
         register_algorithm()
@@ -124,7 +124,7 @@ def _hooks_on_cuda() -> tuple[Hook, ...]:
 
 
 def _hooks_of_verification() -> tuple[Hook, ...]:
-    if RUNNING != OLDEST:
+    if not VERIFIES:
         return ()
     from sglang_winnow import verification  # noqa: PLC0415
 

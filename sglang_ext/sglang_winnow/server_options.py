@@ -18,7 +18,7 @@ from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import LAUNCH, Hook
 from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data, verifies_drafts
 from sglang_winnow.sglang_versions.hook_targets import target
-from sglang_winnow.sglang_versions.releases import OLDEST, RUNNING
+from sglang_winnow.sglang_versions.releases import OLDEST, VERIFIES
 from winnow_kernels.contract.verification import ALGORITHM
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ OPTIONS: Final = (
         "verification of drafts",
         f"--speculative-algorithm {ALGORITHM}",
         verifies_drafts,
-        _CPU if RUNNING == OLDEST else frozenset(),
+        _CPU if VERIFIES else frozenset(),
         f"it has run on CPUs with SGLang {OLDEST} only",
     ),
     Option(

@@ -14,6 +14,9 @@ NEWEST: Final = Version("0.5.23")
 
 RUNNING: Final = Version(version("sglang"))
 
+VERIFIES: Final = RUNNING == OLDEST
+"""Whether drafts can be verified: that ran on the oldest release alone."""
+
 # The record of arguments is what the command line says; decisions about those left open are declared beside it.
 ARGUMENTS_DECLARED: Final = Version("0.5.19")
 # The handlers of arguments are functions in ``arg_groups``, no longer methods of ``ServerArgs``.
