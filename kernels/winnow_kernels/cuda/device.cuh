@@ -30,9 +30,9 @@ DEVICE T from_xor(T value, int mask) {
 }
 DEVICE int bits_set(uint32 word) { return __popc(word); }
 
-// D += A · B of m16n8k32: signed bytes of 16 rows and of 8 columns.
+// D += A · B of m16n8k32: unsigned bytes of 16 rows and signed ones of 8 columns.
 DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

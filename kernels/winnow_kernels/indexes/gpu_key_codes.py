@@ -25,7 +25,10 @@ _DIMS_IN_REGISTERS: Final = tl.constexpr(16)
 
 
 class Codes(NamedTuple):
-    """The tensors of ``KeyCodes``, of all layers or of one, and how they are packed."""
+    """The tensors of ``KeyCodes``, of all layers or of one, and how they are packed.
+
+    From a block to the next it is ``block_bytes`` in each of them: they are parts of one.
+    """
 
     codes: Pointer
     factors: Pointer
@@ -35,6 +38,7 @@ class Codes(NamedTuple):
     bits: Constant
     head_dim: Constant
     kv_heads: Constant
+    block_bytes: Constant
 
 
 class Coding(NamedTuple):
@@ -52,6 +56,7 @@ class Coding(NamedTuple):
     mean_step: Number
     residual_step: Number
     bits: Constant
+    block_bytes: Constant
     page_size: Constant
     dim_block: Constant
 
@@ -66,7 +71,8 @@ def entries_of(pools: KeyPools, codes: Codes, rotation: Tensor, steps: tuple[flo
         steps: what a mean and a residual are rounded to, for vectors of length 1.
         page_size: tokens in a page.
     """
-    sizes = (codes.bits, tl.constexpr(page_size), tl.constexpr(max(16, triton.next_power_of_2(pools.head_dim))))
+    dim_block = max(16, triton.next_power_of_2(pools.head_dim))
+    sizes = (codes.bits, codes.block_bytes, tl.constexpr(page_size), tl.constexpr(dim_block))
     return Entries(pools, Coding(*codes[:5], rotation, *steps, *sizes), _write_codes, pools.kv_heads)
 
 
@@ -130,11 +136,12 @@ def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
     block = (first_block + tl.arange(0, blocks)) * pools.kv_heads + head
     means = tl.sum(by_block, 1) * (1.0 / _BLOCK)
     mean_codes, mean_factors = _rounded(means, codes.mean_step, 4, is_dim[None, :])
-    tl.store(codes.mean_factors + block, mean_factors)
+    block_bytes: tl.constexpr = codes.block_bytes
+    tl.store(codes.mean_factors + block * (block_bytes // 4), mean_factors)
     half_dim = tl.arange(0, dim_block // 2)
     of_mean: tl.constexpr = head_dim // 2
     _store_packed(
-        codes.means + block[:, None] * of_mean + half_dim[None, :], mean_codes, 4, 2, (half_dim < of_mean)[None, :]
+        codes.means + block[:, None] * block_bytes + half_dim[None, :], mean_codes, 4, 2, (half_dim < of_mean)[None, :]
     )
     rounded_means = (mean_codes * 2 - 15).to(tl.float32) * mean_factors[:, None]
     rounded_means = tl.where(is_dim[None, :], rounded_means, 0.0)
@@ -142,9 +149,11 @@ def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
     bits: tl.constexpr = codes.bits
     key_codes, factors = _rounded(residuals, codes.residual_step, bits, is_dim[None, :])
     in_page = tl.arange(0, page_size)
-    token = ((first_block + in_page // _BLOCK) * pools.kv_heads + head) * _BLOCK + in_page % _BLOCK
-    tl.store(codes.factors + token, tl.minimum(factors, _MAX_FACTOR).to(tl.float16))
-    own_ptr = codes.codes + token[:, None] * (head_dim * bits // 8)
+    own_block = (first_block + in_page // _BLOCK) * pools.kv_heads + head
+    in_block = in_page % _BLOCK
+    factors_ptr = codes.factors + own_block * (block_bytes // 2) + in_block
+    tl.store(factors_ptr, tl.minimum(factors, _MAX_FACTOR).to(tl.float16))
+    own_ptr = codes.codes + (own_block * block_bytes + in_block * (head_dim * bits // 8))[:, None]
     if bits == 4:
         _store_packed(own_ptr + half_dim[None, :], key_codes, 4, 2, (half_dim < head_dim // 2)[None, :])
     else:

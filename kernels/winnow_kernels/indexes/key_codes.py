@@ -9,6 +9,8 @@ section 3.2). Rotated, a residual has no outlying channels, whatever the model, 
 Blocks of 16 are as good as blocks of 64 with a full mean (``benchmarks/NOTES.md``), and 16 tokens are a page: an entry
 depends on nothing but its page, so requests that share a page share its entry.
 
+What a block has lies in one piece: what a GPU reads of it are whole sectors, and one copy brings it.
+
 Queries are rotated, scaled and rounded to 8 bits. So a score is two products of small integers and two factors, the
 same on every device.
 """
@@ -41,6 +43,8 @@ DEFAULT_BITS: Final = DEFAULT.key_bits
 MEAN_BITS: Final = 4
 # So many fill bytes at 3 bits, the lowest of which are packed apart.
 _CHANNELS: Final = 8
+# What a GPU reads at least.
+_SECTOR_BYTES: Final = 32
 QUERY_LEVELS: Final = 127
 _FACTOR_BYTES: Final = torch.float16.itemsize
 # Two bytes of which a GPU could not load ahead.
@@ -78,9 +82,34 @@ def is_hadamard(head_dim: int) -> bool:
     return head_dim & (head_dim - 1) == 0
 
 
+class BlockLayout(NamedTuple):
+    """Where in a block's piece, in bytes, what it has begins; codes are first.
+
+    Attributes:
+        means: the mean's codes.
+        factors: of the tokens.
+        mean_factor: of the mean.
+        size: of the piece.
+    """
+
+    means: int
+    factors: int
+    mean_factor: int
+    size: int
+
+    @classmethod
+    def of(cls, head_dim: int, bits: int) -> Self:
+        """Return that of a head's blocks."""
+        means = BLOCK * head_dim * bits // 8
+        factors = means + head_dim * MEAN_BITS // 8
+        mean_factor = factors + BLOCK * _FACTOR_BYTES
+        end = mean_factor + _MEAN_FACTOR_BYTES
+        return cls(means, factors, mean_factor, -(-end // _SECTOR_BYTES) * _SECTOR_BYTES)
+
+
 def bytes_of_key(head_dim: int, bits: int) -> float:
-    """Return the bytes of one key of one head, with its part of the block's mean."""
-    return head_dim * bits / 8 + _FACTOR_BYTES + (head_dim * MEAN_BITS / 8 + _MEAN_FACTOR_BYTES) / BLOCK
+    """Return the bytes of one key of one head, with its part of what its block has."""
+    return BlockLayout.of(head_dim, bits).size / BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +240,8 @@ class KeyCodes(DevicePageIndex):
 
     Attributes:
         bits: of a channel of a key.
+        layout: of a block's piece.
+        pieces: uint8 [layers, blocks of the pool, KV heads, bytes]; what follows are parts of it.
         codes: uint8 [layers, blocks of the pool, KV heads, 16, head dim × bits ÷ 8].
         factors: float16 [layers, blocks, KV heads, 16].
         means: uint8 [layers, blocks, KV heads, head dim ÷ 2].
@@ -239,10 +270,13 @@ class KeyCodes(DevicePageIndex):
             raise ValueError(f"{misfit.field}: must be a multiple of {misfit.unit}; it is {misfit.size}")
         self.bits = bits
         blocks = (shape.layers, len(generations.counts) * generations.page_size // BLOCK, shape.kv_heads)
-        self.codes = torch.zeros(*blocks, BLOCK, shape.head_dim * bits // 8, dtype=torch.uint8, device=device)
-        self.factors = torch.zeros(*blocks, BLOCK, dtype=torch.float16, device=device)
-        self.means = torch.zeros(*blocks, shape.head_dim * MEAN_BITS // 8, dtype=torch.uint8, device=device)
-        self.mean_factors = torch.zeros(*blocks, dtype=torch.float32, device=device)
+        self.layout = BlockLayout.of(shape.head_dim, bits)
+        means, factors, mean_factor, size = self.layout
+        self.pieces = torch.zeros(*blocks, size, dtype=torch.uint8, device=device)
+        self.codes = self.pieces[..., :means].unflatten(-1, (BLOCK, -1))
+        self.means = self.pieces[..., means : means + shape.head_dim * MEAN_BITS // 8]
+        self.factors = self.pieces[..., factors:mean_factor].view(torch.float16)
+        self.mean_factors = self.pieces[..., mean_factor : mean_factor + _MEAN_FACTOR_BYTES].view(torch.float32)[..., 0]
 
     @classmethod
     def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations, settings: IndexSettings) -> Self:
@@ -333,7 +367,8 @@ class KeyCodes(DevicePageIndex):
             tensor if layer is None else tensor[layer]
             for tensor in (self.codes, self.factors, self.means, self.mean_factors)
         )
-        bits, head_dim, kv_heads = (
-            triton.language.constexpr(size) for size in (self.bits, self.shape.head_dim, self.shape.kv_heads)
+        bits, head_dim, kv_heads, block_bytes = (
+            triton.language.constexpr(size)
+            for size in (self.bits, self.shape.head_dim, self.shape.kv_heads, self.layout.size)
         )
-        return Codes(codes, factors, means, mean_factors, self.codes.shape[1], bits, head_dim, kv_heads)
+        return Codes(codes, factors, means, mean_factors, self.pieces.shape[1], bits, head_dim, kv_heads, block_bytes)

@@ -180,7 +180,7 @@ DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3
             const int half = k / 16, source = k % 16 / 4;
             const uint32 a = lanes[4 * row + source].words[2 * half + each / 2];
             const uint32 b = lanes[4 * column + source].words[4 + half];
-            d[each] += static_cast<int8>(byte_of(a, k % 4)) * static_cast<int8>(byte_of(b, k % 4));
+            d[each] += byte_of(a, k % 4) * static_cast<int8>(byte_of(b, k % 4));
         }
     }
 }

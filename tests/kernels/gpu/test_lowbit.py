@@ -18,6 +18,8 @@ from tests.kernels.gpu.selectors import cache_on, check_untouched
 from tests.kernels.parameters import lowbit_top_k_parameters, lowbit_top_p_parameters
 from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda import arguments as cuda_arguments
+from winnow_kernels.policies.lowbit_top_p.gpu.cuda import kernels as cuda_kernels
 from winnow_kernels.policies.lowbit_top_p.gpu.state import WAS_OPEN, Anchors
 
 # More than what one program scores, lists and puts in order; on a GPU more than any of a loop's rounds, too.
@@ -201,6 +203,14 @@ def test_everything_is_taken_whatever_another_request_took(in_cuda: bool, device
     check(case, first)
     assert first.selection.counts.tolist() == [[290 * FACTOR]]
     assert_equal(selected(case, anchors_at(case, 0, 100, 0)), first)
+
+
+def test_a_warp_takes_more_than_it_has_room_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_arguments, "STEPS_KEPT", 512)
+    monkeypatch.setattr(cuda_kernels, "_TILES_TAKEN", 1 << 20)
+    asked = [top_p(0.9995, max_tokens=290), top_p(0.5)]
+    case = Case.of(device, [2 * LONG, 2 * LONG], asked, sharpness=1.0)
+    check(case, selected(replace(case, in_cuda=True)))
 
 
 @IN_CUDA

@@ -285,8 +285,8 @@ def _norms_of_tile(
     in_block: tl.constexpr = _BLOCK // shape.columns
     line = tl.arange(0, tile // shape.columns)
     line_block = block_at(rows, row, begin, line // in_block, scored) * codes.kv_heads + kv_head
-    means = tl.load(codes.mean_factors + line_block) * lengths.mean
-    line_token = line_block * _BLOCK + line % in_block * shape.columns
+    means = tl.load(codes.mean_factors + line_block * (codes.block_bytes // 4)) * lengths.mean
+    line_factors = line_block * (codes.block_bytes // 2) + line % in_block * shape.columns
     in_row = tl.arange(0, shape.columns)
-    residuals = tl.load(codes.factors + line_token[:, None] + in_row[None, :]).to(tl.float32) * lengths.residual
+    residuals = tl.load(codes.factors + line_factors[:, None] + in_row[None, :]).to(tl.float32) * lengths.residual
     return tl.sqrt_rn(residuals * residuals + (means * means)[:, None])

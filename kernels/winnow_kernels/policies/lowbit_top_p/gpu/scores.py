@@ -279,22 +279,24 @@ def scores_of_tile(
     block = tl.max(tl.reshape(line_block, [blocks, in_block]), 1) * codes.kv_heads + kv_head
     mean_bytes: tl.constexpr = head_dim // 2
     byte = tl.arange(0, padded_bytes(mean_bytes, 1))
+    block_bytes: tl.constexpr = codes.block_bytes
     packed = tl.load(
-        codes.means + block[:, None] * mean_bytes + byte[None, :], mask=(byte < mean_bytes)[None, :], other=0
+        codes.means + block[:, None] * block_bytes + byte[None, :], mask=(byte < mean_bytes)[None, :], other=0
     )
     means = products(packed, for_means, 4, in_words).to(tl.float32) * worths[None, :] - 15 * sums[None, :]
-    means *= tl.load(codes.mean_factors + block)[:, None]
+    means *= tl.load(codes.mean_factors + block * (block_bytes // 4))[:, None]
     token = begin + each * _BLOCK
     means = tl.where(((token >= sinks) & (token < scored))[:, None], means, _NOTHING)
     means = tl.broadcast_to(means[:, None, :], [blocks, in_block, shape.columns])
 
-    line_token = (line_block * codes.kv_heads + kv_head) * _BLOCK + line % in_block * of_row
+    own_block = line_block * codes.kv_heads + kv_head
+    first_in_block = line % in_block * of_row
     own_bytes: tl.constexpr = head_dim * bits // 8
     higher: tl.constexpr = 2 if bits == 3 else bits
     own_higher: tl.constexpr = head_dim * higher // 8
     of_token: tl.constexpr = padded_bytes(own_higher, of_row)
     place = tl.arange(0, of_row * of_token)
-    codes_ptr = codes.codes + line_token[:, None] * own_bytes
+    codes_ptr = codes.codes + (own_block * block_bytes + first_in_block * own_bytes)[:, None]
     packed = tl.load(
         codes_ptr + (place // of_token * own_bytes + place % of_token)[None, :],
         mask=(place % of_token < own_higher)[None, :],
@@ -314,7 +316,8 @@ def scores_of_tile(
         lowest = products(packed, for_lowest, 1, False).to(tl.float32)
         values = 2 * values + lowest * worths[None, :] - sums[None, :]
     in_row = tl.arange(0, of_row)
-    factors = tl.load(codes.factors + line_token[:, None] + in_row[None, :]).to(tl.float32)
+    line_factors = own_block * (block_bytes // 2) + first_in_block
+    factors = tl.load(codes.factors + line_factors[:, None] + in_row[None, :]).to(tl.float32)
     factors = tl.broadcast_to(factors[:, :, None], [tile // of_row, of_row, shape.padded_group])
     factors = tl.reshape(factors, [tile // of_row, shape.columns])
     return values * factors + tl.reshape(means, [tile // of_row, shape.columns])

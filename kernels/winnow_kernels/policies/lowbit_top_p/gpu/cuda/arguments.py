@@ -16,20 +16,28 @@ from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count
 from winnow_kernels.cuda.module import source_of
 from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, WINDOW
 from winnow_kernels.decode.predicted_attention import FLOOR, KEY_STEPS, LOWEST_KEY, ORDER_KEYS, STEPS
-from winnow_kernels.indexes.key_codes import BLOCK
+from winnow_kernels.indexes.key_codes import BLOCK, BlockLayout
 from winnow_kernels.policies.lowbit_top_p.gpu.state import ORDERS
 from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE
 
+BITS: Final = 2
+"""Of a channel of a key."""
 TILE: Final = 128
 """Tokens that a warp scores and lists at a time."""
 BLOCKS_OF_PAIR: Final = 32
 """Blocks, at most, that take the tokens of one pair."""
 PAIRS: Final = 768
 """Rows × KV heads, at most."""
-SPARE: Final = 24
+SPARE: Final = 32
 """Steps below what the last step's cut and a sample let expect from which on tokens are listed."""
-LIST_WARPS: Final = 10
+LIST_WARPS: Final = 8
+LIST_STAGES: Final = 2
+"""Tiles that a warp that lists has room for."""
+LIST_BLOCKS: Final = 2
+"""Blocks that list on a multiprocessor."""
 TAKE_WARPS: Final = 8
+STEPS_KEPT: Final = 2048
+"""Steps of tokens' query heads that a warp that takes has room for."""
 _MAX_TILES: Final = 256
 _FOLDER: Final = Path(__file__).parent
 _HEADERS: Final = {
@@ -65,18 +73,29 @@ class Sizes:
         return 4 if self.group <= 4 else 8
 
     @property
+    def layout(self) -> BlockLayout:
+        """Where in a block's piece is what."""
+        return BlockLayout.of(self.head_dim, BITS)
+
+    @property
     def list_bytes(self) -> int:
         """Shared memory of a block that lists: ``Shared`` of ``shared.cuh``."""
         blocks = TILE // BLOCK
-        stage = TILE * self.head_dim // 4 + blocks * self.head_dim // 2 + 2 * TILE
-        of_warps = LIST_WARPS * (2 * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
+        stage = blocks * -(-(self.layout.mean_factor + 4) // 16) * 16
+        of_warps = LIST_WARPS * (LIST_STAGES * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
         of_columns = self.columns * (256 * 4 + 8 * 4) + 8 * 4
-        of_all = of_warps + of_columns + 32 * self.head_dim // 32 * 2 * 4 + PAIRS * 6 + 24
+        of_all = of_warps + 8 + of_columns + 32 * self.head_dim // 32 * 2 * 4 + PAIRS * 6 + 24
         return -(-of_all // 16) * 16
 
     def take_bytes(self, tiles: int) -> int:
         """Shared memory of a block that takes: ``Shared`` of ``take.cu``, and its part of a pair's ``tiles``."""
-        return self.columns * (3 * 4 + TAKE_WARPS * 8) + 4 * TAKE_WARPS + 8 + 4 * -(-tiles // least_taking(tiles))
+        kept = TAKE_WARPS * self._take_room * (2 * self.columns + 4)
+        of_columns = self.columns * (3 * 4 + TAKE_WARPS * 8)
+        return kept + of_columns + 4 * TAKE_WARPS + 8 + 4 * -(-tiles // least_taking(tiles))
+
+    @property
+    def _take_room(self) -> int:
+        return STEPS_KEPT // self.columns
 
     def source(self, file: str) -> str:
         """Return the source of ``file`` for these sizes."""
@@ -96,7 +115,10 @@ class Sizes:
             "BLOCK": BLOCK,
             "TILE": TILE,
             "LIST_WARPS": LIST_WARPS,
+            "LIST_STAGES": LIST_STAGES,
+            "LIST_BLOCKS": LIST_BLOCKS,
             "TAKE_WARPS": TAKE_WARPS,
+            "TAKE_ROOM": self._take_room,
             "BLOCKS_OF_PAIR": BLOCKS_OF_PAIR,
             "LOWEST_KEY": f"({LOWEST_KEY})",
             "KEY_STEPS": KEY_STEPS,
@@ -105,6 +127,10 @@ class Sizes:
             "WHOLE_TO_THE_END": f"({WHOLE_TO_THE_END})",
             "NO_MASS": f"({NO_MASS}f)",
             "READ_BYTES": int(Count.READ_BYTES),
+            "BLOCK_BYTES": self.layout.size,
+            "MEANS_AT": self.layout.means,
+            "FACTORS_AT": self.layout.factors,
+            "MEAN_FACTOR_AT": self.layout.mean_factor,
         }
         return source_of(*(_FOLDER / name for name in (*_HEADERS[file], file)), macros=macros)
 
@@ -167,7 +193,7 @@ class Lists(NamedTuple):
 
 
 POINTERS: Final = (
-    "page_table lengths acts shares sinks least most by_score codes factors means mean_factors slots anchor_tops "
+    "page_table lengths acts shares sinks least most by_score pieces slots anchor_tops "
     "anchor_cuts levels sums worths kept tops bases floors open totals rests histograms met any_open marks others "
     "listed orders steps places counts masses units starts counted_from cuts pair_open published taken "
     "selected_slots selected_counts read beliefs"
@@ -180,5 +206,5 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in ("table_stride", "tokens", "width", "read_stride")),
-        *((name, ctypes.c_int32) for name in ("tiles", "rows", "key_bytes", "block_bytes", "in_order")),
+        *((name, ctypes.c_int32) for name in ("tiles", "rows", "key_bytes", "in_order")),
     )

@@ -11,8 +11,8 @@ import triton
 
 from winnow_kernels.batch import DeviceSelection
 from winnow_kernels.cuda.module import Launchable, loaded
-from winnow_kernels.indexes.key_codes import BLOCK, bytes_of_key
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import (
+    BITS,
     BLOCKS_OF_PAIR,
     LIST_WARPS,
     PAIRS,
@@ -50,7 +50,7 @@ class Load(Protocol):
 
 def serves(sizes: Sizes, bits: int) -> bool:
     """Return whether there are kernels for these sizes, and codes of ``bits`` bits."""
-    return bits == 2 and sizes.kv_heads <= PAIRS and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
+    return bits == BITS and sizes.kv_heads <= PAIRS and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
 
 
 def fits(device: torch.device, sizes: Sizes) -> bool:
@@ -150,7 +150,7 @@ class CudaKernels:
         batch = layer.batch
         tensors = {
             **layer.policies._asdict(),
-            **layer.index.arguments(layer.number)._asdict(),
+            "pieces": layer.index.pieces[layer.number],
             **scratch._asdict(),
             **self.lists._asdict(),
             "page_table": batch.page_table,
@@ -166,7 +166,6 @@ class CudaKernels:
         strided = ("page_table", "read")
         assert all(tensors[name].is_contiguous() for name in POINTERS if name not in strided)
         assert all(tensors[name].stride(1) == 1 for name in strided)
-        block_bytes = BLOCK * bytes_of_key(self.sizes.head_dim, layer.index.bits)
         return Arguments(
             **{name: tensors[name].data_ptr() for name in POINTERS},
             table_stride=batch.page_table.stride(0),
@@ -176,6 +175,5 @@ class CudaKernels:
             tiles=self.lists.tiles,
             rows=batch.rows,
             key_bytes=layer.cache.vector_bytes,
-            block_bytes=round(block_bytes),
             in_order=in_order,
         )

@@ -13,7 +13,7 @@ DEVICE float sum_of_head(float number) {
     return number;
 }
 
-// Which tokens of eight rows are listed, at their first lanes, by which lanes reach a start.
+// Which tokens of eight lines are listed, at their first lanes, by which lanes reach a start.
 DEVICE uint32 listed_tokens(bool reaches) {
     uint32 any = ballot(reaches);
     any |= any >> 1;
@@ -21,57 +21,86 @@ DEVICE uint32 listed_tokens(bool reaches) {
     return (any | any >> 2) & 0x11111111;
 }
 
-// Count a step that is so much above what is counted from.
-DEVICE void count_step(Shared& shared, int head, int bin, int step) {
-    if (bin >= BINS - 1) {
-        raise_atomically(&shared.tops[head], shared.units[head] + step);
-        bin = BINS - 1;
+// Tokens of a tile, 32 a word: each lane looks after one of a word's.
+struct Own {
+    uint32 bit, before;
+    int place;
+
+    DEVICE Own(int lane) : bit(1u << lane), before(0) {
+        // Rows of eight lines lie next to each other in a tile, and bit by bit interleaved in a word.
+        const uint32 of_row = ROWS_IN_WORD == 2 ? 0x55555555 : 0x11111111;
+        const int row = lane % ROWS_IN_WORD;
+        for (int other = 0; other < row; ++other) before |= of_row << other;
+        before |= of_row << row & (bit - 1);
+        place = row * (32 / ROWS_IN_WORD) + lane / ROWS_IN_WORD;
     }
-    add_atomically(&shared.histograms[head][bin], 1);
+};
+
+// Write down which tokens of a scored tile are listed, in their order, and return how many.
+DEVICE int write_places(Stage& stage, const bool (&reaches)[TILE / (8 * TOKENS_IN_ROW)], const Own& own) {
+    uint32 words[TILE / 32];
+    for (int word = 0; word < TILE / 32; ++word) {
+        words[word] = 0;
+        for (int row = 0; row < ROWS_IN_WORD; ++row)
+            words[word] |= listed_tokens(reaches[word * ROWS_IN_WORD + row]) << row;
+    }
+    // By now all lanes have read their codes.
+    int listed = 0;
+    for (int word = 0; word < TILE / 32; ++word) {
+        if (words[word] & own.bit)
+            stage.scored.places[listed + bits_set(words[word] & own.before)] =
+                static_cast<uint8>(32 * word + own.place);
+        listed += bits_set(words[word]);
+    }
+    return listed;
+}
+
+// Count an entry's steps, by query heads.
+DEVICE void count_entry(Shared& shared, const uint32 (&steps)[PADDED / 2], const int (&first_bins)[PADDED]) {
+    bool exceeds = false;
+    for (int head = 0; head < PADDED; ++head) {
+        const int bin = step_in(steps, head) - first_bins[head];
+        exceeds |= bin >= BINS - 1;
+        if (bin >= 0) add_atomically(&shared.histograms[head][bin < BINS - 1 ? bin : BINS - 1], 1);
+    }
+    if (exceeds)
+        for (int head = 0; head < PADDED; ++head) {
+            const int step = step_in(steps, head);
+            if (step - first_bins[head] >= BINS - 1) raise_atomically(&shared.tops[head], shared.units[head] + step);
+        }
 }
 
 // Score a tile of a pair: its masses, and its list.
 DEVICE void list_tile(const Arguments& all, Shared& shared, Stage& stage, const Query& query, const Marks& marks,
-                      float own_factor, const Bounds& bounds, int pair, int tile, int warp, int lane) {
-    constexpr int LANES_OF_TOKEN = 4 / TOKENS_IN_ROW;
-    const int part = lane % 4;
-    score_means<BLOCKS_IN_TILE>(shared, stage, query, own_factor, tile * TILE, bounds.sinks, bounds.scored, warp, lane);
+                      const Own& own, const Bounds& bounds, int pair, int tile, int warp, int lane) {
+    score_means<BLOCKS_IN_TILE>(shared, stage, query, tile * TILE, bounds.sinks, bounds.scored, warp, lane);
     const Reader reader(stage, shared.means[warp], lane);
     float masses[2] = {0.0f, 0.0f};
-    int listed = 0;
-    const int first_lane = lane / LANES_OF_TOKEN * LANES_OF_TOKEN;
-    const uint32 own = 1u << first_lane;
-    const int own_place = lane / 4 * TOKENS_IN_ROW + 2 * part / PADDED;
+    constexpr int NUMBERS = TILE / TOKENS_AT_ONCE;
+    float scores[NUMBERS][4];
+    bool reaches[2 * NUMBERS];
 #pragma unroll
-    for (int number = 0; number < TILE / TOKENS_AT_ONCE; ++number) {
-        float shifted[4];
-        reader.score(shifted, query, number);
-        uint32 tokens[2];
+    for (int number = 0; number < NUMBERS; ++number) {
+        reader.score(scores[number], query, number);
         for (int half = 0; half < 2; ++half) {
-            bool reaches = false;
+            bool reaches_any = false;
             for (int each = 0; each < 2; ++each) {
-                float& score = shifted[2 * half + each];
+                float& score = scores[number][2 * half + each];
                 score += ROUNDS;
                 masses[each] += marks.mass(score, each);
-                reaches |= score >= marks.starts[each];
+                reaches_any |= score >= marks.starts[each];
             }
-            tokens[half] = listed_tokens(reaches);
-        }
-        // All lanes have read these rows' codes, and entries are no longer than codes.
-        if (tokens[0] | tokens[1]) {
-            for (int half = 0; half < 2; ++half) {
-                if (tokens[half] & own) {
-                    const int entry = listed + bits_set(tokens[half] & (own - 1));
-                    const int first = as_int(shifted[2 * half]) - marks.zeros[0];
-                    const int second = as_int(shifted[2 * half + 1]) - marks.zeros[1];
-                    stage.steps[entry * (PADDED / 2) + part % LANES_OF_TOKEN] = pack_int16(first, second);
-                    if (lane == first_lane)
-                        stage.places[entry] = static_cast<uint8>(own_place + (16 * number + 8 * half) * TOKENS_IN_ROW);
-                }
-                listed += bits_set(tokens[half]);
-            }
+            reaches[2 * number + half] = reaches_any;
         }
     }
+    const int listed = write_places(stage, reaches, own);
+    uint32* const of_lane = &stage.scored.scores[0][0] + 2 * lane;
+#pragma unroll
+    for (int number = 0; number < NUMBERS; ++number)
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<uint2*>(of_lane + (2 * number + half) * 64) =
+                uint2{static_cast<uint32>(as_int(scores[number][2 * half])),
+                      static_cast<uint32>(as_int(scores[number][2 * half + 1]))};
     for (float& mass : masses) mass = sum_of_head(mass);
     const int64 of_tile = static_cast<int64>(pair) * all.tiles + tile;
     if (lane < PADDED / 2)
@@ -79,15 +108,18 @@ DEVICE void list_tile(const Arguments& all, Shared& shared, Stage& stage, const 
     if (lane == 0) all.counts[of_tile] = listed;
     sync_warp();
     const int64 of_tokens = pair * all.tokens + static_cast<int64>(tile) * TILE;
+    int first_bins[PADDED];
+    for (int head = 0; head < PADDED; ++head) first_bins[head] = shared.first_bins[head];
     for (int entry = lane; entry < listed; entry += WARP) {
-        uint32 steps[PADDED / 2];
-        load_words(steps, stage.steps + entry * (PADDED / 2));
+        const uint8 place = stage.scored.places[entry];
+        uint32 shifted[PADDED], steps[PADDED / 2];
+        load_words(shifted, stage.scored.scores[place]);
+        for (int head = 0; head < PADDED; head += 2)
+            steps[head / 2] = pack_int16(static_cast<int>(shifted[head]) - (ROUNDS_BITS + shared.units[head]),
+                                         static_cast<int>(shifted[head + 1]) - (ROUNDS_BITS + shared.units[head + 1]));
         store_words(all.steps + (of_tokens + entry) * (PADDED / 2), steps);
-        all.places[of_tokens + entry] = stage.places[entry];
-        for (int head = 0; head < PADDED; ++head) {
-            const int step = step_in(steps, head), bin = step - shared.first_bins[head];
-            if (bin >= 0) count_step(shared, head, bin, step);
-        }
+        all.places[of_tokens + entry] = place;
+        count_entry(shared, steps, first_bins);
     }
 }
 
@@ -121,10 +153,10 @@ DEVICE void count_tiles(const Arguments& all, Shared& shared, bool again, int th
 }
 
 // The masses of a warp's sampled blocks.
-DEVICE void weigh_sample(Shared& shared, const Stage& stage, const Query& query, const Marks& marks, float own_factor,
-                         int warp, int lane) {
+DEVICE void weigh_sample(Shared& shared, const Stage& stage, const Query& query, const Marks& marks, int warp,
+                         int lane) {
     // Sampled blocks are no sinks, or as good as any.
-    score_means<SAMPLED_BLOCKS>(shared, stage, query, own_factor, 0, 0, TILE, warp, lane);
+    score_means<SAMPLED_BLOCKS>(shared, stage, query, 0, 0, TILE, warp, lane);
     const Reader reader(stage, shared.means[warp], lane);
     float masses[2] = {0.0f, 0.0f};
 #pragma unroll 1
@@ -145,21 +177,23 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     const int row = pair / KV_HEADS;
     const Bounds bounds(all, row);
     const Source source{all, all.page_table + row * all.table_stride, pair % KV_HEADS, bounds.scored};
-    Stage(&stages)[2] = shared.stages[warp];
-    Arrival(&arrivals)[2] = shared.arrivals[warp];
+    Stage(&stages)[STAGES] = shared.stages[warp];
+    Arrival(&arrivals)[STAGES] = shared.arrivals[warp];
     // Whatever is loaded is on its way before anything is waited for.
     const int64 slot = all.slots[row];
     const double share = all.shares[row];
     const int least = all.least[row], own = lane % BLOCKS_IN_TILE;
     const int64 blocks = bounds.scored / BLOCK, each = warp * SAMPLED_BLOCKS + lane % SAMPLED_BLOCKS;
-    int tile = begin + warp, stage = 0;
+    int tile = begin + warp, stage = 0, free = STAGES - 1;
     const uint32 sampled = source.block(static_cast<int>((2 * each + 1) * blocks / (2 * WARPS * SAMPLED_BLOCKS)));
-    const uint32 block = source.block(tile * BLOCKS_IN_TILE + own);
-    uint32 next_block = source.block((tile + WARPS) * BLOCKS_IN_TILE + own);
-    if (!AGAIN) source.load<SAMPLED_BLOCKS>(stages[1], arrivals[1], sampled, lane);
-    if (tile < end) source.load<BLOCKS_IN_TILE>(stages[0], arrivals[0], block, lane);
-    const float sampled_factor = source.mean_factor(sampled);
-    float factor = source.mean_factor(block);
+    uint32 first_blocks[STAGES];
+    for (int each = 0; each < STAGES; ++each)
+        first_blocks[each] = source.block((tile + each * WARPS) * BLOCKS_IN_TILE + own);
+    uint32 next_block = first_blocks[STAGES - 1];
+    if (!AGAIN) source.load<SAMPLED_BLOCKS>(stages[free], arrivals[free], sampled, lane);
+    for (int each = 0; each < STAGES - 1; ++each)
+        if (tile + each * WARPS < end)
+            source.load<BLOCKS_IN_TILE>(stages[each], arrivals[each], first_blocks[each], lane);
     if (!AGAIN) wait_for_last_kernel();
     Recalled recalled;
     if (thread < PADDED) recalled.load<AGAIN>(all, slot, pair, thread);
@@ -175,25 +209,26 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     Marks marks;
     marks.set_units(shared, part);
     if (!AGAIN) {
-        wait_for_bytes(arrivals[1], parities >> 1 & 1);
-        parities ^= 2;
-        weigh_sample(shared, stages[1], query, marks, sampled_factor, warp, lane);
+        wait_for_bytes(arrivals[free], parities >> free & 1);
+        parities ^= 1 << free;
+        weigh_sample(shared, stages[free], query, marks, warp, lane);
         sync_block();
         if (thread < GROUP) expect(shared, bounds, thread);
     }
     if (thread < PADDED) shared.first_bins[thread] = shared.counted_from[thread] - shared.units[thread];
     sync_block();
     marks.set_starts(shared, part);
+    const Own own_token(lane);
 #pragma unroll 1
     for (; tile < end; tile += WARPS) {
-        const float own_factor = factor;
-        if (tile + WARPS < end) source.load<BLOCKS_IN_TILE>(stages[1 - stage], arrivals[1 - stage], next_block, lane);
-        factor = source.mean_factor(next_block);
-        next_block = source.block((tile + 2 * WARPS) * BLOCKS_IN_TILE + own);
+        if (tile + (STAGES - 1) * WARPS < end)
+            source.load<BLOCKS_IN_TILE>(stages[free], arrivals[free], next_block, lane);
+        next_block = source.block((tile + STAGES * WARPS) * BLOCKS_IN_TILE + own);
         wait_for_bytes(arrivals[stage], parities >> stage & 1);
         parities ^= 1 << stage;
-        list_tile(all, shared, stages[stage], query, marks, own_factor, bounds, pair, tile, warp, lane);
-        stage = 1 - stage;
+        list_tile(all, shared, stages[stage], query, marks, own_token, bounds, pair, tile, warp, lane);
+        free = stage;
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
     sync_block();
     const int64 of_heads = static_cast<int64>(pair) * STRIDE;
@@ -255,7 +290,7 @@ DEVICE void list_share(const Arguments& all, Shared& shared) {
 }
 
 // Grid: as many blocks as the device takes at once. What the last kernel prepares is not needed to begin to load codes.
-KERNEL(THREADS, 2) list_kernel(const Arguments all) {
+KERNEL(THREADS, LIST_BLOCKS) list_kernel(const Arguments all) {
     DYNAMIC_SHARED(memory);
     list_share<false>(all, *reinterpret_cast<Shared*>(memory));
     // A block that had nothing to do has not waited yet, and who waits for this kernel relies on the last one, too.
@@ -263,7 +298,7 @@ KERNEL(THREADS, 2) list_kernel(const Arguments all) {
 }
 
 // The pairs that are open. Grid: the same.
-KERNEL(THREADS, 2) list_again_kernel(const Arguments all) {
+KERNEL(THREADS, LIST_BLOCKS) list_again_kernel(const Arguments all) {
     wait_for_last_kernel();
     if (load_shared_by_blocks(all.any_open) == 0) return;
     DYNAMIC_SHARED(memory);

@@ -3,7 +3,7 @@
 // A pair's queries as a lane meets codes with them.
 struct Query {
     uint32 codes[4][WORDS];
-    // Of this lane's two query heads: what a quarter of two levels is worth, and three times the sum of all, in steps.
+    // Of this lane's two query heads: what a 64th of two levels is worth, and three times the sum of all, in steps.
     float worths[2], sums[2];
 
     DEVICE void load(const Arguments& all, Shared& shared, int pair, int warp, int lane) {
@@ -30,7 +30,7 @@ struct Query {
             const bool is_head = own < GROUP;
             const float worth = is_head ? all.worths[of_heads + own] : 0.0f;
             const float sum = is_head ? worth * static_cast<float>(all.sums[of_heads + own]) : 0.0f;
-            worths[each] = 0.5f * worth;
+            worths[each] = worth * (1.0f / 32);
             sums[each] = -3.0f * sum;
             if (warp == 0 && column == 0) shared.sums[2 * part + each] = -15.0f * sum;
         }
@@ -61,32 +61,32 @@ struct Source {
     // Begin to load blocks; lane i holds the number of the i-th.
     template <int BLOCKS>
     DEVICE void load(Stage& stage, Arrival& arrival, uint32 own_block, int lane) const {
-        constexpr int CODES = BLOCK * CODE_BYTES, FACTORS = BLOCK * sizeof(uint16);
         fence_copies();
         sync_warp();
-        if (lane == 0) expect_bytes(arrival, BLOCKS * (CODES + MEAN_BYTES + FACTORS));
-        if (lane < BLOCKS) {
-            const uint64 block = own_block;
-            copy_bytes(stage.codes + lane * CODES, all.codes + block * CODES, CODES, arrival);
-            copy_bytes(stage.means + lane * MEAN_BYTES, all.means + block * MEAN_BYTES, MEAN_BYTES, arrival);
-            copy_bytes(stage.factors + lane * BLOCK, all.factors + block * BLOCK, FACTORS, arrival);
+        if (lane == 0) expect_bytes(arrival, BLOCKS * PIECE_BYTES);
+        // Lanes that copy for themselves take turns, and the next begins when the last is through.
+        uint32 blocks[BLOCKS];
+#pragma unroll
+        for (int each = 0; each < BLOCKS; ++each) blocks[each] = from_lane(own_block, each);
+        if (lane == 0) {
+#pragma unroll
+            for (int each = 0; each < BLOCKS; ++each) {
+                const uint8* const piece = all.pieces + static_cast<uint64>(blocks[each]) * BLOCK_BYTES;
+                copy_bytes(stage.pieces[each], piece, PIECE_BYTES, arrival);
+            }
         }
     }
-
-    DEVICE float mean_factor(uint32 block) const { return all.mean_factors[block]; }
 };
 
-// Predicts blocks' mean scores, in steps, for all columns; blocks outside of [sinks, scored) have none. Lane i holds
-// the factor of the i-th block's mean.
+// Predicts blocks' mean scores, in steps, for all columns; blocks outside of [sinks, scored) have none.
 template <int BLOCKS>
-DEVICE void score_means(Shared& shared, const Stage& stage, const Query& query, float own_factor, int first, int sinks,
-                        int scored, int warp, int lane) {
+DEVICE void score_means(Shared& shared, const Stage& stage, const Query& query, int first, int sinks, int scored,
+                        int warp, int lane) {
     const int row = lane / 4, part = lane % 4;
     uint32 words[MEAN_WORDS], levels[2 * MEAN_WORDS];
     for (uint32& word : words) word = 0;
-    if (row < BLOCKS) load_words(words, stage.means + row * MEAN_BYTES + 4 * MEAN_WORDS * part);
+    if (row < BLOCKS) load_words(words, stage.pieces[row] + MEANS_AT + 4 * MEAN_WORDS * part);
     load_words(levels, shared.mean_levels[lane]);
-    const float factor = from_lane(own_factor, row);
     int products[4] = {0, 0, 0, 0};
     for (int word = 0; word < MEAN_WORDS; word += 2)
         for (int plane = 0; plane < 2; ++plane)
@@ -94,9 +94,10 @@ DEVICE void score_means(Shared& shared, const Stage& stage, const Query& query, 
                          0, levels[2 * word + plane], levels[2 * word + 2 + plane]);
     if (row < BLOCKS) {
         const int token = first + row * BLOCK;
+        const float factor = *reinterpret_cast<const float*>(stage.pieces[row] + MEAN_FACTOR_AT);
         for (int each = 0; each < 2; ++each) {
             const float product = static_cast<float>(products[each]);
-            const float mean = multiply_then_add(product, 4 * query.worths[each], shared.sums[2 * part + each]);
+            const float mean = multiply_then_add(product, 64 * query.worths[each], shared.sums[2 * part + each]);
             shared.means[warp][row][2 * part + each] = token < sinks || token >= scored ? NO_SCORE : mean * factor;
         }
     }
@@ -106,55 +107,59 @@ DEVICE void score_means(Shared& shared, const Stage& stage, const Query& query, 
 // What a lane reads of a stage.
 struct Reader {
     const uint8* codes;
-    const uint16* factors;
+    const uint8* factors;
     const float* means;
 
     DEVICE Reader(const Stage& stage, const float (&of_warp)[BLOCKS_IN_TILE][8], int lane) {
         const int row = lane / 4, part = lane % 4;
-        codes = stage.codes + row * ROW_BYTES + 4 * WORDS * part;
-        factors = stage.factors + row * TOKENS_IN_ROW + 2 * part / PADDED;
+        codes = stage.pieces[0] + row * ROW_BYTES + 4 * WORDS * part;
+        factors = stage.pieces[0] + FACTORS_AT + (row * TOKENS_IN_ROW + 2 * part / PADDED) * sizeof(uint16);
         means = &of_warp[0][2 * part];
     }
 
     // A lane's scores of the `number`-th 16 rows: of its two query heads for a token of the first 8, then of the
     // last 8.
     DEVICE void score(float (&scores)[4], const Query& query, int number) const {
-        uint32 low[WORDS], high[WORDS];
-        load_words(low, codes + 16 * number * ROW_BYTES);
-        load_words(high, codes + (16 * number + 8) * ROW_BYTES);
-        // Codes are masked where they stand, so that every second plane counts four times.
-        int even[4] = {0, 0, 0, 0}, odd[4] = {ROUNDS_BITS, ROUNDS_BITS, ROUNDS_BITS, ROUNDS_BITS};
-        for (int half = 0; half < 2; ++half)
-            for (int word = 0; word < WORDS; word += 2) {
-                const uint32 a0 = low[word] >> 4 * half, a1 = high[word] >> 4 * half;
-                const uint32 a2 = low[word + 1] >> 4 * half, a3 = high[word + 1] >> 4 * half;
-                const uint32 first = 0x03030303, second = 0x0c0c0c0c;
-                const auto &of_even = query.codes[2 * half], &of_odd = query.codes[2 * half + 1];
-                multiply_add(even, a0 & first, a1 & first, a2 & first, a3 & first, of_even[word], of_even[word + 1]);
-                multiply_add(odd, a0 & second, a1 & second, a2 & second, a3 & second, of_odd[word], of_odd[word + 1]);
+        constexpr int ROWS_IN_BLOCK = BLOCK / TOKENS_IN_ROW;
+        uint32 words[2][WORDS];
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * number + 8 * half;
+            load_words(words[half], codes + row / ROWS_IN_BLOCK * PIECE_BYTES + row % ROWS_IN_BLOCK * ROW_BYTES);
+        }
+        // Codes are masked where they stand, so that a plane counts four times what the one below does.
+        int planes[4][4] = {};
+        for (int& sum : planes[3]) sum = ROUNDS_BITS;
+        for (int word = 0; word < WORDS; word += 2)
+            for (int plane = 0; plane < 4; ++plane) {
+                const uint32 mask = 0x03030303u << 2 * plane;
+                const auto& levels = query.codes[plane];
+                multiply_add(planes[plane], words[0][word] & mask, words[1][word] & mask, words[0][word + 1] & mask,
+                             words[1][word + 1] & mask, levels[word], levels[word + 1]);
             }
         for (int half = 0; half < 2; ++half) {
-            const int block = TOKENS_IN_ROW == 2 ? 2 * number + half : number;
-            const float factor = from_half(factors[(16 * number + 8 * half) * TOKENS_IN_ROW]);
+            const int row = 16 * number + 8 * half, block = row / ROWS_IN_BLOCK;
+            const uint8* const of_row =
+                factors + block * PIECE_BYTES + row % ROWS_IN_BLOCK * TOKENS_IN_ROW * sizeof(uint16);
+            const float factor = from_half(*reinterpret_cast<const uint16*>(of_row));
             for (int each = 0; each < 2; ++each) {
                 const int place = 2 * half + each;
-                const float product = as_float(4 * even[place] + odd[place]) - ROUNDS;
+                const int sum = 4 * (4 * (4 * planes[0][place] + planes[1][place]) + planes[2][place]);
+                const float product = as_float(sum + planes[3][place]) - ROUNDS;
                 const float value = multiply_then_add(product, query.worths[each], query.sums[each]);
                 scores[place] = multiply_then_add(value, factor, means[8 * block + each]);
             }
         }
     }
 };
+static_assert(64 * 3 * 127 * HEAD_DIM < 1 << 22, "sums are rounded by addition");
 
 // What a lane needs to weigh and to list the tokens of its two query heads. Steps are rounded by addition.
 struct Marks {
     float to_logarithms[2], starts[2];
-    int zeros[2];
 
     DEVICE void set_units(const Shared& shared, int part) {
         for (int each = 0; each < 2; ++each) {
             const int unit = shared.units[(2 * part + each) % PADDED];
-            zeros[each] = ROUNDS_BITS + unit;
             to_logarithms[each] = -(ROUNDS + static_cast<float>(unit)) * (1.0f / STEPS);
         }
     }

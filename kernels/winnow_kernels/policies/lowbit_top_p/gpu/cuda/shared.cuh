@@ -1,6 +1,8 @@
 // What a block that lists has in shared memory.
 
 constexpr int WARPS = LIST_WARPS;
+// Tiles that a warp has room for: the one that it scores, and those on their way.
+constexpr int STAGES = LIST_STAGES;
 constexpr int THREADS = WARPS * WARP;
 // Rounding by addition: a number below 2^22 leaves the nearest whole number in the lowest bits.
 constexpr float ROUNDS = 12582912.0f;
@@ -8,41 +10,42 @@ constexpr int ROUNDS_BITS = 0x4B400000;
 
 constexpr int CODE_BYTES = HEAD_DIM / 4;
 constexpr int MEAN_BYTES = HEAD_DIM / 2;
+// What of a block's piece is copied.
+constexpr int PIECE_BYTES = (MEAN_FACTOR_AT + 4 + 15) / 16 * 16;
 constexpr int ROW_BYTES = TOKENS_IN_ROW * CODE_BYTES;
 // Words of a row, and of a mean, that a lane holds.
 constexpr int WORDS = ROW_BYTES / 16;
 constexpr int MEAN_WORDS = MEAN_BYTES / 16;
 constexpr int TOKENS_AT_ONCE = 16 * TOKENS_IN_ROW;
+// Rows of eight lines whose tokens fill a word.
+constexpr int ROWS_IN_WORD = 4 / TOKENS_IN_ROW;
 constexpr int SAMPLED_BLOCKS = 4;
 // What a block could score in the time in which it begins and ends a pair.
 constexpr int TILES_TO_BEGIN = 16;
 // Threads that add up the masses of tiles: always as many, so that sums are the same to the last bit.
 constexpr int SUMMING = 256;
+static_assert(THREADS >= SUMMING, "each of them is a thread");
 // In units: from which mass on another unit is needed, and what is expected at most, so that such a mass is listed: of
 // as many tokens as there may be, one holds a 2^-20th.
 constexpr float MAX_MASS = 1e36f;
 constexpr float MAX_EXPECTED = 1e28f;
 
-struct alignas(16) Stage {
-    // When they are scored, the listed tokens' steps lie in the place of their codes, and their places in that of
-    // means.
-    union {
-        uint8 codes[TILE * CODE_BYTES];
-        uint32 steps[TILE * PADDED / 2];
-    };
-    union {
-        uint8 means[BLOCKS_IN_TILE * MEAN_BYTES];
+// A tile: its blocks' pieces, and when they are scored, the bits of all scores and the places of the listed tokens.
+union alignas(16) Stage {
+    uint8 pieces[BLOCKS_IN_TILE][PIECE_BYTES];
+    struct {
+        uint32 scores[TILE][PADDED];
         uint8 places[TILE];
-    };
-    uint16 factors[TILE];
+    } scored;
 };
+static_assert(sizeof(Stage) == BLOCKS_IN_TILE * PIECE_BYTES, "scores have room where their codes were");
 
 struct alignas(16) Shared {
-    Stage stages[WARPS][2];
-    Arrival arrivals[WARPS][2];
+    Stage stages[WARPS][STAGES];
+    Arrival arrivals[WARPS][STAGES];
     // Steps of blocks' means, by columns.
     float means[WARPS][BLOCKS_IN_TILE][8];
-    uint32 mean_levels[WARP][2 * MEAN_WORDS];
+    alignas(16) uint32 mean_levels[WARP][2 * MEAN_WORDS];
     int histograms[PADDED][BINS];
     float sampled[WARPS][PADDED];
     // Of columns, minus 15 times the sum of a query's levels.

@@ -1,15 +1,25 @@
 // Taking: what is listed and reaches its heads' cuts is written as slots, in the context's order, with what is believed
-// of its mass. A pair's blocks add up what those before them take, which they look back at. Grid: blocks of a pair ×
-// pairs.
+// of its mass. A pair's blocks add up what those before them take, which they look back at. Few of the listed tokens are
+// taken: a warp puts them side by side in shared memory first. Grid: blocks of a pair × pairs.
 
 constexpr int WARPS = TAKE_WARPS;
 constexpr int THREADS = WARPS * WARP;
-// Entries that a lane loads at once, each of another run.
+// Entries, or slots, that a lane loads at once, each of another run.
 constexpr int AT_ONCE = 4;
+// Tokens that a warp keeps in shared memory: as a rule, more than it takes.
+constexpr int ROOM = TAKE_ROOM;
+static_assert(ROOM % (AT_ONCE * WARP) == 0, "lanes keep the same number of tokens");
 // Masses are added up in whole numbers of these, so that it makes no difference in which order.
 constexpr float GRAIN = 9.094947e-13f;
 
+// Tokens that a warp takes, in order.
+struct Kept {
+    uint32 steps[ROOM][PADDED / 2];
+    int positions[ROOM];
+};
+
 struct Shared {
+    Kept kept[WARPS];
     int64 masses[WARPS][PADDED];
     int cuts[PADDED], floors[PADDED], to_marks[PADDED];
     int taken[WARPS];
@@ -53,6 +63,52 @@ struct Runs {
     }
 };
 
+// A warp's part of a pair's tiles.
+struct Part {
+    const Arguments& all;
+    const int* listed;
+    // The block's first token in what is listed of all pairs, and its first tile.
+    int64 of_tokens;
+    int first;
+    // Of the block's tiles, the warp's.
+    int begin, end;
+
+    // Count the tokens that reach the cuts, and keep the ROOM tokens from number `from` on.
+    DEVICE int find(Kept& kept, const int (&cuts)[PADDED], int from, int lane) const {
+        const uint32 before = (1u << lane) - 1;
+        int found = 0;
+        for (int tile = begin; tile < end; tile += WARP) {
+            const Runs runs(tile, tile + lane < end ? listed[tile + lane] : 0, lane);
+            for (int run = 0, all_runs = runs.count(); run < all_runs; run += AT_ONCE) {
+                Entry entries[AT_ONCE];
+                int positions[AT_ONCE];
+#pragma unroll
+                for (int each = 0; each < AT_ONCE; ++each) {
+                    const int at = runs.place_of(run + each, lane);
+                    positions[each] = -1;
+                    if (at >= 0) {
+                        entries[each].load(all, of_tokens + at);
+                        positions[each] = (first + at / TILE) * TILE + all.places[of_tokens + at];
+                    }
+                }
+#pragma unroll
+                for (int each = 0; each < AT_ONCE; ++each) {
+                    const bool is_taken = positions[each] >= 0 && entries[each].reaches(cuts);
+                    const uint32 word = ballot(is_taken);
+                    const int number = found + bits_set(word & before) - from;
+                    if (is_taken && number >= 0 && number < ROOM) {
+                        store_words(kept.steps[number], entries[each].words);
+                        kept.positions[number] = positions[each];
+                    }
+                    found += bits_set(word);
+                }
+            }
+        }
+        sync_warp();
+        return found;
+    }
+};
+
 DEVICE int order_of(const float (&weights)[PADDED], const Arguments& all, int64 of_heads) {
     float mean = 0.0f;
     for (int head = 0; head < GROUP; ++head) mean += weights[head] / all.totals[of_heads + head];
@@ -82,7 +138,7 @@ DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair
     if (warp == 0 && lane == 0) {
         if (all.in_order) all.others[pair] = is_whole ? 0 : others;
         all.selected_counts[pair] = is_whole ? WHOLE_TO_THE_END : tokens;
-        const int64 codes = static_cast<int64>(bounds.scored / BLOCK) * all.block_bytes;
+        const int64 codes = static_cast<int64>(bounds.scored / BLOCK) * BLOCK_BYTES;
         add_atomically(all.read + row * all.read_stride + READ_BYTES, static_cast<int64>(kept) * all.key_bytes + codes);
         all.met[pair] = 0;
     }
@@ -140,23 +196,9 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     // Warps have neighbouring tiles each.
     const int of_warp = (count + WARPS - 1) / WARPS, begin = warp * of_warp, end = clamp(begin + of_warp, 0, count);
     const int64 of_tokens = pair * all.tokens + static_cast<int64>(first) * TILE;
-    int taken = 0;
-    for (int tile = begin; tile < end; tile += WARP) {
-        const Runs runs(tile, tile + lane < end ? listed[tile + lane] : 0, lane);
-        for (int run = 0, all_runs = runs.count(); run < all_runs; run += AT_ONCE) {
-            Entry entries[AT_ONCE];
-            bool is_taken[AT_ONCE];
-#pragma unroll
-            for (int each = 0; each < AT_ONCE; ++each) {
-                const int place = runs.place_of(run + each, lane);
-                is_taken[each] = place >= 0;
-                if (is_taken[each]) entries[each].load(all, of_tokens + place);
-            }
-#pragma unroll
-            for (int each = 0; each < AT_ONCE; ++each) taken += is_taken[each] && entries[each].reaches(cuts);
-        }
-    }
-    taken = sum_of_lanes(taken);
+    const Part part{all, listed, of_tokens, first, begin, end};
+    Kept& own = shared.kept[warp];
+    const int taken = part.find(own, cuts, 0, lane);
     if (lane == 0) shared.taken[warp] = taken;
     sync_block();
     if (warp == 0) {
@@ -179,49 +221,40 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     for (int each = 0; each < warp; ++each) place += shared.taken[each];
     int64 masses[PADDED];
     for (int64& mass : masses) mass = 0;
-    for (int tile = begin; tile < end; tile += WARP) {
-        const Runs runs(tile, tile + lane < end ? listed[tile + lane] : 0, lane);
-        for (int run = 0, all_runs = runs.count(); run < all_runs; run += AT_ONCE) {
-            Entry entries[AT_ONCE];
-            int positions[AT_ONCE];
+    for (int from = 0; from < taken; from += ROOM) {
+        if (from > 0) part.find(own, cuts, from, lane);
+        const int here = taken - from < ROOM ? taken - from : ROOM;
+        for (int begin = lane; begin - lane < here; begin += AT_ONCE * WARP) {
+            int positions[AT_ONCE], own_slots[AT_ONCE];
 #pragma unroll
             for (int each = 0; each < AT_ONCE; ++each) {
-                const int at = runs.place_of(run + each, lane);
-                positions[each] = -1;
-                if (at >= 0) {
-                    entries[each].load(all, of_tokens + at);
-                    positions[each] = (first + at / TILE) * TILE + all.places[of_tokens + at];
-                }
-            }
-            // Loaded for what is not taken, too: a load that waits for one before it holds up the warp.
-            int own_slots[AT_ONCE];
-#pragma unroll
-            for (int each = 0; each < AT_ONCE; ++each)
+                const int number = begin + each * WARP;
+                positions[each] = number < here ? own.positions[number] : -1;
                 own_slots[each] = positions[each] < 0 ? 0 : slot_at(all, row, positions[each]);
+            }
 #pragma unroll
             for (int each = 0; each < AT_ONCE; ++each) {
-                const bool is_taken = positions[each] >= 0 && entries[each].reaches(cuts);
-                const uint32 word = ballot(is_taken);
-                if (is_taken) {
-                    const int position = positions[each], other = place + bits_set(word & ((1u << lane) - 1));
-                    if (kept + other < all.width) slots[kept + other] = own_slots[each];
-                    float weights[PADDED];
-                    for (int head = 0; head < PADDED; ++head) {
-                        const int mark = entries[each].step(head) + shared.to_marks[head];
-                        weights[head] = mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
-                        masses[head] += static_cast<int64>(weights[head] * (1.0f / GRAIN));
-                        if (is_in_order && head < STRIDE)
-                            all.marks[(pair * all.tokens + position) * STRIDE + head] =
-                                static_cast<uint8>(clamp(mark, 0, 255));
-                    }
-                    if (is_in_order) {
-                        all.listed[pair * all.tokens + other] = position;
-                        all.orders[pair * all.tokens + other] = static_cast<uint8>(order_of(weights, all, of_heads));
-                    }
+                const int number = begin + each * WARP, position = positions[each], other = place + from + number;
+                if (position < 0) continue;
+                Entry entry;
+                load_words(entry.words, own.steps[number]);
+                if (kept + other < all.width) slots[kept + other] = own_slots[each];
+                float weights[PADDED];
+                for (int head = 0; head < PADDED; ++head) {
+                    const int mark = entry.step(head) + shared.to_marks[head];
+                    weights[head] = mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
+                    masses[head] += static_cast<int64>(weights[head] * (1.0f / GRAIN));
+                    if (is_in_order && head < STRIDE)
+                        all.marks[(pair * all.tokens + position) * STRIDE + head] =
+                            static_cast<uint8>(clamp(mark, 0, 255));
                 }
-                place += bits_set(word);
+                if (is_in_order) {
+                    all.listed[pair * all.tokens + other] = position;
+                    all.orders[pair * all.tokens + other] = static_cast<uint8>(order_of(weights, all, of_heads));
+                }
             }
         }
+        sync_warp();
     }
     for (int head = 0; head < PADDED; ++head) {
         const int64 mass = sum_of_lanes(masses[head]);
