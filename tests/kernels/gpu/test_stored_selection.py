@@ -33,8 +33,8 @@ def _state(prompt_length: int, kept: int, seed: int, state_of: type[SnapKVState]
     return state
 
 
-def _rows(states: list[SnapKVState | None], device: torch.device) -> StoredRows:
-    rows = StoredRows.empty(len(states), LAYERS, KV_HEADS, 10_000, device)
+def _rows(states: list[SnapKVState | None], device: torch.device, capacity: int = 10_000) -> StoredRows:
+    rows = StoredRows.empty(len(states), LAYERS, KV_HEADS, capacity, device)
     used = 7
     for row, state in enumerate(states):
         if state is not None:
@@ -72,3 +72,14 @@ def test_a_selection_that_has_no_room_is_the_whole_context(device: torch.device)
     select(0, batch, _rows([_state(100, 11, 0), _state(100, 11, 0)], device), selection)
     check_whole(selection, 0)
     assert (selection.counts[1] == 100).all()
+
+
+def test_a_long_selection_is_the_references(device: torch.device) -> None:
+    """Products of its positions are beyond 32 bits."""
+    length, kept = 61_000, 50_000
+    context, state = scattered_context([length], 2 * length), _state(60_000, kept, 0)
+    batch, selection = on_device(context, device), untouched(on_device(context, device), KV_HEADS, length)
+    select(0, batch, _rows([state], device, LAYERS * KV_HEADS * kept + 7), selection)
+    step = SnapKVStep(context.rows([0]), 1.0, None, [state])
+    cache, queries = random_cache(16, KV_HEADS, 8), random_queries(1, KV_HEADS, 8)
+    check_equal(selection, 0, step.select(0, queries, cache, Meter(1, torch.device("cpu"))))

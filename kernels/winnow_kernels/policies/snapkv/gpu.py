@@ -17,11 +17,12 @@ from torch import Tensor
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.batch import WHOLE, DecodeBatch, DeviceSelection
 from winnow_kernels.kernel_arguments import Rows, Selected
-from winnow_kernels.selection.gpu_partition import own_share, owner_of, programs_on
+from winnow_kernels.selection.gpu_partition import programs_on
 from winnow_kernels.selection.gpu_slots import slots_at
 
-_BLOCK: Final = 1024
+_BLOCK: Final = 256
 _TILE = tl.constexpr(TILE)
+_LARGEST = tl.constexpr(2**31)
 _WHOLE = tl.constexpr(WHOLE)
 # On each multiprocessor.
 PROGRAMS: Final = 4
@@ -63,60 +64,64 @@ def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSe
 
     A row whose selection is wider than there is room for attends to its whole context.
     """
-    kv_heads = selection.slots.shape[1]
+    _, kv_heads, width = selection.slots.shape
     assert rows.kept.is_contiguous()
     assert rows.offsets.is_contiguous()
     pairs = batch.rows * kv_heads
-    _select_kernel[(programs_on(selection.slots.device, PROGRAMS),)](
+    programs = programs_on(selection.slots.device, PROGRAMS)
+    of_pair = min(triton.cdiv(width, _BLOCK), max(1, programs // pairs))
+    _select_kernel[(pairs, of_pair)](
         rows.at(layer),
         Rows.of(batch),
         Selected.of(selection),
-        pairs,
         rows.kept.stride(0),
         kv_heads=kv_heads,
         block=_BLOCK,
-        pair_block=triton.next_power_of_2(pairs),
     )
 
 
-@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _select_kernel(
     parameters: StoredRows,
     rows: Rows,
     selected: Selected,
-    pairs: tl.tensor,
     kept_stride: tl.tensor,
     kv_heads: tl.constexpr,
     block: tl.constexpr,
-    pair_block: tl.constexpr,
 ) -> None:
-    """Write selections; a pair is a row and a KV head, number row × KV heads + KV head."""
-    all_pairs = tl.arange(0, pair_block)
-    in_batch = all_pairs < pairs
-    all_rows = all_pairs // kv_heads
-    prompt_lengths = tl.load(parameters.prompt_lengths + all_rows, mask=in_batch, other=0)
-    selects = prompt_lengths > 0
-    all_kept = tl.load(parameters.kept + all_rows * kept_stride + all_pairs % kv_heads, mask=selects, other=0)
-    counts = tl.load(rows.lengths + all_rows, mask=selects, other=0) - prompt_lengths + all_kept
-    if tl.program_id(0) == 0:
-        tl.store(selected.counts + all_pairs, tl.where(counts <= selected.width, counts, _WHOLE), mask=selects)
-    blocks = tl.where(selects & (counts <= selected.width), tl.cdiv(counts, block), 0)
-    begin, end = own_share(blocks)
-    for part in range(begin, end):
-        pair, first, _after = owner_of(part, blocks)
-        row = (pair // kv_heads).to(tl.int64)
-        length = tl.load(rows.lengths + row)
-        generated = length - tl.load(parameters.prompt_lengths + row)
-        own = row * kept_stride + pair % kv_heads
-        kept = tl.load(parameters.kept + own)
-        index = (part - first) * block + tl.arange(0, block)
-        is_selected = index < generated + kept
-        front = tl.minimum(generated, _TILE)
-        # How many of the tokens before an index are of the prompt.
-        before = tl.cdiv(tl.maximum(index - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
-        through = tl.cdiv(tl.maximum(index + 1 - front, 0).to(tl.int64) * kept, generated + kept - front).to(tl.int32)
+    """Write selections. Grid: pairs, a row and a KV head each, × programs of a pair."""
+    pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = (pair // kv_heads).to(tl.int64)
+    own = row * kept_stride + pair % kv_heads
+    # All loaded before any is needed: what waits for another load is the positions, and then the page table.
+    prompt_length = tl.load(parameters.prompt_lengths + row)
+    length = tl.load(rows.lengths + row)
+    kept = tl.load(parameters.kept + own)
+    stored_ptr = parameters.positions + tl.load(parameters.offsets + own)
+    if prompt_length == 0:
+        return
+    generated = length - prompt_length
+    count = generated + kept
+    if part == 0:
+        tl.store(selected.counts + pair, tl.where(count <= selected.width, count, _WHOLE))
+    if count > selected.width:
+        return
+    front = tl.minimum(generated, _TILE)
+    is_long = (count.to(tl.int64) + block) * (kept + 1) + count >= _LARGEST
+    for begin in range(part * block, count, parts * block):
+        index = begin + tl.arange(0, block)
+        is_selected = index < count
+        # How many of the tokens before an index are of the prompt. Divisions of 64 bits take several times as long.
+        behind = tl.maximum(index - front, 0)
+        through_behind = tl.maximum(index + 1 - front, 0)
+        if is_long:
+            before = tl.cdiv(behind.to(tl.int64) * kept, count - front).to(tl.int32)
+            through = tl.cdiv(through_behind.to(tl.int64) * kept, count - front).to(tl.int32)
+        else:
+            before = tl.cdiv(behind * kept, count - front)
+            through = tl.cdiv(through_behind * kept, count - front)
         of_prompt = (index >= front) & (through > before) & is_selected
-        stored = tl.load(parameters.positions + tl.load(parameters.offsets + own) + before, mask=of_prompt, other=0)
+        stored = tl.load(stored_ptr + before, mask=of_prompt, other=0)
         newest_first = length - 1 - (index - before)
         position = tl.where(of_prompt, stored, newest_first)
         slot = slots_at(rows.page_table + row * rows.table_stride, position, is_selected, rows.page_size)
