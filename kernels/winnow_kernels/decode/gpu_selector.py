@@ -80,7 +80,7 @@ class Selector:
 
     reports_shares: ClassVar[bool] = False
     selects_in_layers: ClassVar[bool] = True
-    programs_meet: ClassVar[bool] = False
+    programs_meet: bool = False
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         """Prepare a request; ``context`` has its row alone."""

@@ -44,7 +44,6 @@ class CodedSelector(PageIndexSelector, ABC):
     """
 
     reports_shares = True
-    programs_meet = True
     kind: ClassVar[str]
     by_key: ClassVar[bool]
 
@@ -59,6 +58,8 @@ class CodedSelector(PageIndexSelector, ABC):
         device = step.slots.device
         sizes = Sizes(cache.head_dim, self._group, kv_heads, step.batch.page_size)
         in_triton = self.by_key or not (serves(sizes, self._codes.bits) and fits(device, sizes))
+        # In CUDA C++ a block waits only for earlier ones of its launch, which run already or have run.
+        self.programs_meet = in_triton
         kinds = {"with_keys": self.by_key, "in_triton": in_triton}
         of_row = Scratch.empty(1, *shape, _NOWHERE, **kinds)
         bytes_of_row = of_row.bytes + (0 if in_triton else Lists.empty(1, sizes, of_row.tokens, _NOWHERE).bytes)
