@@ -32,3 +32,10 @@ def scattered_context(lengths: Sequence[int], slots: int, page_size: int = 16, s
 
 def random_queries(requests: int, heads: int, head_dim: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(requests, heads, head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def bytes_allocated(owner: object) -> int:
+    """Bytes of an object's tensors; of which some may be parts of others."""
+    tensors = (value for value in vars(owner).values() if isinstance(value, torch.Tensor))
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.kernels.caches import random_cache
+from tests.kernels.caches import bytes_allocated, random_cache
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pool_indexes import Indexes
@@ -23,9 +22,8 @@ def test_codes_have_the_bits_of_the_server_and_take_what_is_predicted(bits: int)
     indexes = Indexes(caches, PAGE, torch.device("cpu"), settings)
     codes = indexes[KeyCodes]
     assert codes.bits == bits
-    tensors = [value for value in vars(codes).values() if isinstance(value, Tensor)]
     predicted = KeyCodes.bytes_per_slot(PoolShape.of(caches), PAGE, settings)
-    assert sum(tensor.nbytes for tensor in tensors) == predicted * SLOTS
+    assert bytes_allocated(codes) == predicted * SLOTS
     assert indexes[KeyCodes] is codes
     assert indexes[PageBounds].shape == codes.shape
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import codes_float64
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import bytes_allocated, random_cache, random_queries, scattered_context
 from winnow_kernels.attend.dense import span_of
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.key_codes import (
@@ -244,12 +244,9 @@ def test_huge_keys_have_finite_scores() -> None:
 def test_what_is_predicted_is_what_is_allocated(bits: int) -> None:
     caches = [random_cache(SLOTS, 2, 128, dtype=torch.float16) for _ in range(3)]
     index = KeyCodes(caches, PageGenerations(SLOTS, 16, CPU), bits=bits)
-    tensors = (value for value in vars(index).values() if isinstance(value, torch.Tensor))
-    # Codes, factors and means are parts of one tensor.
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     shape = PoolShape.of(caches)
     predicted = shape.heads * bytes_of_key(128, bits) + KeyCodes.BYTES_PER_PAGE / 16
-    assert sum(storages.values()) == predicted * SLOTS
+    assert bytes_allocated(index) == predicted * SLOTS
     if bits == 2:
         assert KeyCodes.bytes_per_slot(shape, 16) == predicted
         assert predicted / shape.slot_bytes == pytest.approx(0.0783, abs=5e-4)

@@ -293,8 +293,9 @@ def test_decode_equals_the_plain_version(kv_heads: int, group: int, dtype: torch
             # What is on the edge of two steps may get either.
             taken = [scores[slots.index(slot)] for slot in got[always:]]
             assert taken == pytest.approx([scores[token] for token in ranked], abs=1)
-        # Codes of 2 bits, a factor, and a sixteenth of a mean of 4 bits and its factor.
-        expected_bytes[request] = round(kv_heads * newest * (DIM / 4 + 2 + (DIM / 2 + 4) / 16))
+        # Codes of 2 bits, a factor, and a sixteenth of a mean of 4 bits and its factor; blocks of 16 fill 32 bytes.
+        of_block = math.ceil((16 * (DIM / 4 + 2) + DIM / 2 + 4) / 32) * 32
+        expected_bytes[request] = kv_heads * newest // 16 * of_block
     assert meter.read_bytes.tolist() == expected_bytes
     assert step.index_built_tokens == [(length - 1) // PAGE * PAGE for length in lengths]
 

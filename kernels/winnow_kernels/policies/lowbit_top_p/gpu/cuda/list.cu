@@ -13,7 +13,7 @@ DEVICE float sum_of_head(float number) {
     return number;
 }
 
-// Which tokens of eight lines are listed, at their first lanes, by which lanes reach a start.
+// Which tokens of eight rows are listed, at their first lanes, by which lanes reach a start.
 DEVICE uint32 listed_tokens(bool reaches) {
     uint32 any = ballot(reaches);
     any |= any >> 1;
@@ -27,12 +27,12 @@ struct Own {
     int place;
 
     DEVICE Own(int lane) : bit(1u << lane), before(0) {
-        // Rows of eight lines lie next to each other in a tile, and bit by bit interleaved in a word.
-        const uint32 of_row = ROWS_IN_WORD == 2 ? 0x55555555 : 0x11111111;
-        const int row = lane % ROWS_IN_WORD;
-        for (int other = 0; other < row; ++other) before |= of_row << other;
-        before |= of_row << row & (bit - 1);
-        place = row * (32 / ROWS_IN_WORD) + lane / ROWS_IN_WORD;
+        // Halves of sixteen rows lie one behind the other in a tile, and bit by bit interleaved in a word.
+        const uint32 of_half = HALVES_IN_WORD == 2 ? 0x55555555 : 0x11111111;
+        const int half = lane % HALVES_IN_WORD;
+        for (int other = 0; other < half; ++other) before |= of_half << other;
+        before |= of_half << half & (bit - 1);
+        place = half * (32 / HALVES_IN_WORD) + lane / HALVES_IN_WORD;
     }
 };
 
@@ -41,8 +41,8 @@ DEVICE int write_places(Stage& stage, const bool (&reaches)[TILE / (8 * TOKENS_I
     uint32 words[TILE / 32];
     for (int word = 0; word < TILE / 32; ++word) {
         words[word] = 0;
-        for (int row = 0; row < ROWS_IN_WORD; ++row)
-            words[word] |= listed_tokens(reaches[word * ROWS_IN_WORD + row]) << row;
+        for (int half = 0; half < HALVES_IN_WORD; ++half)
+            words[word] |= listed_tokens(reaches[word * HALVES_IN_WORD + half]) << half;
     }
     // By now all lanes have read their codes.
     int listed = 0;

@@ -17,8 +17,8 @@ constexpr int ROW_BYTES = TOKENS_IN_ROW * CODE_BYTES;
 constexpr int WORDS = ROW_BYTES / 16;
 constexpr int MEAN_WORDS = MEAN_BYTES / 16;
 constexpr int TOKENS_AT_ONCE = 16 * TOKENS_IN_ROW;
-// Rows of eight lines whose tokens fill a word.
-constexpr int ROWS_IN_WORD = 4 / TOKENS_IN_ROW;
+// Halves of sixteen rows whose tokens fill a word.
+constexpr int HALVES_IN_WORD = 4 / TOKENS_IN_ROW;
 constexpr int SAMPLED_BLOCKS = 4;
 // What a block could score in the time in which it begins and ends a pair.
 constexpr int TILES_TO_BEGIN = 16;

@@ -224,17 +224,17 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     for (int from = 0; from < taken; from += ROOM) {
         if (from > 0) part.find(own, cuts, from, lane);
         const int here = taken - from < ROOM ? taken - from : ROOM;
-        for (int begin = lane; begin - lane < here; begin += AT_ONCE * WARP) {
+        for (int own_first = lane; own_first - lane < here; own_first += AT_ONCE * WARP) {
             int positions[AT_ONCE], own_slots[AT_ONCE];
 #pragma unroll
             for (int each = 0; each < AT_ONCE; ++each) {
-                const int number = begin + each * WARP;
+                const int number = own_first + each * WARP;
                 positions[each] = number < here ? own.positions[number] : -1;
                 own_slots[each] = positions[each] < 0 ? 0 : slot_at(all, row, positions[each]);
             }
 #pragma unroll
             for (int each = 0; each < AT_ONCE; ++each) {
-                const int number = begin + each * WARP, position = positions[each], other = place + from + number;
+                const int number = own_first + each * WARP, position = positions[each], other = place + from + number;
                 if (position < 0) continue;
                 Entry entry;
                 load_words(entry.words, own.steps[number]);
