@@ -212,7 +212,7 @@ class _CosinePass(_PassOverCodes):
 
     def _count(self, row: int) -> None:
         cache = self.following.batch.caches[0]
-        of_block = cache.kv_heads * round(BLOCK * bytes_of_key(cache.head_dim, self._codes.bits))
+        of_block = cache.kv_heads * self._codes.layout.size
         blocks = torch.tensor(self._scored[row], device=self.meter.read_bytes.device) // BLOCK
         self.meter.read_bytes[self.rows_of(row)] += blocks * of_block
 

@@ -78,7 +78,8 @@ def test_a_long_selection_is_the_references(device: torch.device) -> None:
     """Products of its positions are beyond 32 bits."""
     length, kept = 61_000, 50_000
     context, state = scattered_context([length], 2 * length), _state(60_000, kept, 0)
-    batch, selection = on_device(context, device), untouched(on_device(context, device), KV_HEADS, length)
+    batch = on_device(context, device)
+    selection = untouched(batch, KV_HEADS, length)
     select(0, batch, _rows([state], device, LAYERS * KV_HEADS * kept + 7), selection)
     step = SnapKVStep(context.rows([0]), 1.0, None, [state])
     cache, queries = random_cache(16, KV_HEADS, 8), random_queries(1, KV_HEADS, 8)

@@ -32,7 +32,7 @@ from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.top_tokens import TopTokensStep
-from winnow_kernels.indexes.key_codes import BLOCK, KeyCodes, RoundedQueries, bytes_of_key
+from winnow_kernels.indexes.key_codes import BLOCK, KeyCodes, RoundedQueries
 from winnow_kernels.indexes.key_norms import KeyNorms, reciprocal_norms
 from winnow_kernels.policies.quoka.parameters import QuokaDecode, QuokaPrefill
 
@@ -215,7 +215,7 @@ class QuokaStep(TopTokensStep):
         self._blocks = [dense.span_of(codes.blocks_of(own)) for own in pages]
 
     def scores(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> list[Tensor]:
-        of_block = cache.kv_heads * round(BLOCK * bytes_of_key(cache.head_dim, self._codes.bits))
+        of_block = cache.kv_heads * self._codes.layout.size
         meter.count_bytes(self.scored // BLOCK * of_block)
         means = F.normalize(group(queries, cache.kv_heads), dim=-1).mean(2, keepdim=True)
         scores = []

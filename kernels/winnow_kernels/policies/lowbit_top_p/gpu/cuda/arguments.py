@@ -31,10 +31,6 @@ PAIRS: Final = 768
 SPARE: Final = 32
 """Steps below what the last step's cut and a sample let expect from which on tokens are listed."""
 LIST_WARPS: Final = 8
-LIST_STAGES: Final = 2
-"""Tiles that a warp that lists has room for."""
-LIST_BLOCKS: Final = 2
-"""Blocks that list on a multiprocessor."""
 TAKE_WARPS: Final = 8
 STEPS_KEPT: Final = 2048
 """Steps of tokens' query heads that a warp that takes has room for."""
@@ -82,7 +78,7 @@ class Sizes:
         """Shared memory of a block that lists: ``Shared`` of ``shared.cuh``."""
         blocks = TILE // BLOCK
         stage = blocks * -(-(self.layout.mean_factor + 4) // 16) * 16
-        of_warps = LIST_WARPS * (LIST_STAGES * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
+        of_warps = LIST_WARPS * (2 * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
         of_columns = self.columns * (256 * 4 + 8 * 4) + 8 * 4
         of_all = of_warps + 8 + of_columns + 32 * self.head_dim // 32 * 2 * 4 + PAIRS * 6 + 24
         return -(-of_all // 16) * 16
@@ -115,8 +111,6 @@ class Sizes:
             "BLOCK": BLOCK,
             "TILE": TILE,
             "LIST_WARPS": LIST_WARPS,
-            "LIST_STAGES": LIST_STAGES,
-            "LIST_BLOCKS": LIST_BLOCKS,
             "TAKE_WARPS": TAKE_WARPS,
             "TAKE_ROOM": self._take_room,
             "BLOCKS_OF_PAIR": BLOCKS_OF_PAIR,

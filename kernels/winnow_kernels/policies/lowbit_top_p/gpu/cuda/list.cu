@@ -290,7 +290,7 @@ DEVICE void list_share(const Arguments& all, Shared& shared) {
 }
 
 // Grid: as many blocks as the device takes at once. What the last kernel prepares is not needed to begin to load codes.
-KERNEL(THREADS, LIST_BLOCKS) list_kernel(const Arguments all) {
+KERNEL(THREADS, 2) list_kernel(const Arguments all) {
     DYNAMIC_SHARED(memory);
     list_share<false>(all, *reinterpret_cast<Shared*>(memory));
     // A block that had nothing to do has not waited yet, and who waits for this kernel relies on the last one, too.
@@ -298,7 +298,7 @@ KERNEL(THREADS, LIST_BLOCKS) list_kernel(const Arguments all) {
 }
 
 // The pairs that are open. Grid: the same.
-KERNEL(THREADS, LIST_BLOCKS) list_again_kernel(const Arguments all) {
+KERNEL(THREADS, 2) list_again_kernel(const Arguments all) {
     wait_for_last_kernel();
     if (load_shared_by_blocks(all.any_open) == 0) return;
     DYNAMIC_SHARED(memory);

@@ -2,7 +2,7 @@
 
 constexpr int WARPS = LIST_WARPS;
 // Tiles that a warp has room for: the one that it scores, and those on their way.
-constexpr int STAGES = LIST_STAGES;
+constexpr int STAGES = 2;
 constexpr int THREADS = WARPS * WARP;
 // Rounding by addition: a number below 2^22 leaves the nearest whole number in the lowest bits.
 constexpr float ROUNDS = 12582912.0f;

@@ -6,20 +6,20 @@ constexpr int WARPS = TAKE_WARPS;
 constexpr int THREADS = WARPS * WARP;
 // Entries, or slots, that a lane loads at once, each of another run.
 constexpr int AT_ONCE = 4;
-// Tokens that a warp keeps in shared memory: as a rule, more than it takes.
+// Tokens that a warp has room for in shared memory: as a rule, more than it takes.
 constexpr int ROOM = TAKE_ROOM;
-static_assert(ROOM % (AT_ONCE * WARP) == 0, "lanes keep the same number of tokens");
+static_assert(ROOM % (AT_ONCE * WARP) == 0, "lanes have room for as many tokens each");
 // Masses are added up in whole numbers of these, so that it makes no difference in which order.
 constexpr float GRAIN = 9.094947e-13f;
 
 // Tokens that a warp takes, in order.
-struct Kept {
+struct Tokens {
     uint32 steps[ROOM][PADDED / 2];
     int positions[ROOM];
 };
 
 struct Shared {
-    Kept kept[WARPS];
+    Tokens tokens[WARPS];
     int64 masses[WARPS][PADDED];
     int cuts[PADDED], floors[PADDED], to_marks[PADDED];
     int taken[WARPS];
@@ -73,8 +73,8 @@ struct Part {
     // Of the block's tiles, the warp's.
     int begin, end;
 
-    // Count the tokens that reach the cuts, and keep the ROOM tokens from number `from` on.
-    DEVICE int find(Kept& kept, const int (&cuts)[PADDED], int from, int lane) const {
+    // Count the tokens that reach the cuts, and hold on to the ROOM tokens from number `from` on.
+    DEVICE int find(Tokens& tokens, const int (&cuts)[PADDED], int from, int lane) const {
         const uint32 before = (1u << lane) - 1;
         int found = 0;
         for (int tile = begin; tile < end; tile += WARP) {
@@ -97,8 +97,8 @@ struct Part {
                     const uint32 word = ballot(is_taken);
                     const int number = found + bits_set(word & before) - from;
                     if (is_taken && number >= 0 && number < ROOM) {
-                        store_words(kept.steps[number], entries[each].words);
-                        kept.positions[number] = positions[each];
+                        store_words(tokens.steps[number], entries[each].words);
+                        tokens.positions[number] = positions[each];
                     }
                     found += bits_set(word);
                 }
@@ -197,7 +197,7 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     const int of_warp = (count + WARPS - 1) / WARPS, begin = warp * of_warp, end = clamp(begin + of_warp, 0, count);
     const int64 of_tokens = pair * all.tokens + static_cast<int64>(first) * TILE;
     const Part part{all, listed, of_tokens, first, begin, end};
-    Kept& own = shared.kept[warp];
+    Tokens& own = shared.tokens[warp];
     const int taken = part.find(own, cuts, 0, lane);
     if (lane == 0) shared.taken[warp] = taken;
     sync_block();
