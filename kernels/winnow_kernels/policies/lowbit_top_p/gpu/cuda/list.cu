@@ -44,7 +44,8 @@ DEVICE int write_places(Stage& stage, const bool (&reaches)[TILE / (8 * TOKENS_I
         for (int half = 0; half < HALVES_IN_WORD; ++half)
             words[word] |= listed_tokens(reaches[word * HALVES_IN_WORD + half]) << half;
     }
-    // By now all lanes have read their codes.
+    // By now all lanes have read their codes, where places and scores are written.
+    sync_warp();
     int listed = 0;
     for (int word = 0; word < TILE / 32; ++word) {
         if (words[word] & own.bit)
