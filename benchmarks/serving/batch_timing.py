@@ -52,6 +52,7 @@ class BatchTiming:
         longest_ttft: of all requests.
         tpot: median over the steps in which all requests decode.
         tpot_spread: of these steps, (third quartile − first quartile) ÷ median.
+        mean_tpot: over the same steps; unlike their median it is fair to answers of which several tokens come at once.
         steps: how many these are.
         throughput: output tokens per second, from the first request sent to the last token.
         cached_tokens: of all prompts.
@@ -65,6 +66,7 @@ class BatchTiming:
     longest_ttft: float
     tpot: float
     tpot_spread: float
+    mean_tpot: float
     steps: int
     throughput: float
     cached_tokens: int
@@ -112,6 +114,7 @@ def timing_of(streams: Sequence[Stream]) -> BatchTiming:
         longest_ttft=max(waits),
         tpot=tpot,
         tpot_spread=(high - low) / tpot,
+        mean_tpot=(inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]),
         steps=inside[-1][1] - inside[0][1],
         throughput=sum(stream.tokens for stream in streams) / (last - first_sent),
         cached_tokens=sum(stream.cached_tokens for stream in streams),
@@ -143,6 +146,7 @@ def median_timing(timings: Sequence[BatchTiming]) -> BatchTiming:
         longest_ttft=median("longest_ttft"),
         tpot=median("tpot"),
         tpot_spread=median("tpot_spread"),
+        mean_tpot=median("mean_tpot"),
         steps=sum(timing.steps for timing in timings),
         throughput=median("throughput"),
         cached_tokens=max(timing.cached_tokens for timing in timings),

@@ -210,6 +210,7 @@ def run(
     backends: Annotated[str, typer.Option(help="SGLang's, and noop, in this order.")] = "fa3,flashinfer,winnow",
     chunked_prefill_size: Annotated[int, typer.Option(min=16, help="Of every server.")] = 8192,
     server_arguments: Annotated[str, typer.Option(help="Passed on to every server.")] = "",
+    winnow_arguments: Annotated[str, typer.Option(help="Passed on to the server with Winnow alone.")] = "",
     winnow_environment: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the server with Winnow; may be repeated.")
     ] = None,
@@ -257,6 +258,7 @@ def run(
     environment.setdefault("WINNOW_POLICIES", ",".join(sorted(kinds_asked(contestants))))
     about = header_from_outside() | {
         "server_arguments": server_arguments,
+        "winnow_arguments": winnow_arguments,
         "winnow_environment": environment,
         "gain": gain,
         "delta_layers": layers,
@@ -265,6 +267,8 @@ def run(
     }
     names = [name for name in backends.split(",") if name]
     arguments = {name: [*arguments_of(plan, name, names), *shlex.split(server_arguments)] for name in names}
+    if WINNOW in arguments:
+        arguments[WINNOW] += shlex.split(winnow_arguments)
     found: list[Measured] = []
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -543,7 +547,8 @@ def progress(measured: Measured) -> str:
     cell, timing = measured.cell, measured.timing
     return (
         f"{measured.backend}, {cell.context:,} × {cell.batch}, {measured.contestant.name}: "
-        f"TTFT {timing.ttft:.3f} s, TPOT {timing.tpot * 1e3:.2f} ms over {timing.steps} steps, "
+        f"TTFT {timing.ttft:.3f} s, TPOT {timing.tpot * 1e3:.2f} ms, {timing.mean_tpot * 1e3:.2f} on average, "
+        f"over {timing.steps} steps, "
         f"{timing.throughput:.0f} tokens/s, {timing.cached_tokens} tokens cached, {timing.batches} batches"
     )
 
@@ -591,7 +596,10 @@ def _rows(measured: Measured, model: str) -> Iterator[Row]:
         "peak_memory_bytes": measured.peak_memory_bytes,
         "cache_bytes": measured.cache_tokens * shape.layers * shape.token_bytes,
     }
-    figures: list[tuple[str, float, str, float | None]] = [("tpot", timing.tpot * 1e3, "ms", timing.tpot_spread)]
+    figures: list[tuple[str, float, str, float | None]] = [
+        ("tpot", timing.tpot * 1e3, "ms", timing.tpot_spread),
+        ("mean tpot", timing.mean_tpot * 1e3, "ms", None),
+    ]
     # Pages that happen to be cached are of no account; a prompt asked before is cached but for its last page.
     if 2 * timing.cached_tokens < measured.cell.context * measured.cell.batch:
         figures = [

@@ -74,7 +74,7 @@ class WinnowAttentionBackend(AttentionBackend):
         rows = range(forward_batch.batch_size)
         if mode.is_target_verify():
             self._plan = VerificationPlan(
-                context, forward_batch.spec_info.lengths, forward_batch.req_pool_indices, self.statistics
+                context, forward_batch.spec_info.num_tokens_per_req, forward_batch.req_pool_indices, self.statistics
             )
         elif mode.is_decode():
             self._plan = self._decode(forward_batch, context, rows)

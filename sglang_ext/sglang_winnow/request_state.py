@@ -65,6 +65,14 @@ class RequestState:
         self.last_prefill = end
         self.stage = -1
 
+    def written_anew(self, begin: int, end: int, page_size: int) -> None:
+        """Note that the keys of the tokens from ``begin`` to ``end`` were written once more, densely.
+
+        Pages that they fill may have been indexed by keys of drafts.
+        """
+        if end // page_size > begin // page_size:
+            self.stage = -1
+
 
 class RequestTable:
     """The states of the requests in a batch, by request slot.

@@ -156,8 +156,8 @@ OPTIONS: Final = (
         "verification of drafts",
         f"--speculative-algorithm {ALGORITHM}",
         verifies_drafts,
-        _CPU if VERIFIES else frozenset(),
-        f"it has run on CPUs with SGLang {OLDEST} only",
+        _CPU | _CUDA if VERIFIES else frozenset(),
+        "" if VERIFIES else f"it has run with SGLang {OLDEST} only",
     ),
     Option(
         "torch.compile",

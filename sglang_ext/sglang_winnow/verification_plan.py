@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,19 +17,17 @@ class VerificationPlan:
     Call ``attend`` for each layer, then ``finish``, and ``accept`` when it is known which drafts stand.
     """
 
-    def __init__(
-        self, context: Context, new_lengths: Sequence[int], table_rows: Tensor, statistics: Statistics
-    ) -> None:
+    def __init__(self, context: Context, new_tokens: int, table_rows: Tensor, statistics: Statistics) -> None:
         """
         Args:
             context: of the requests, with the unchecked tokens.
-            new_lengths: unchecked tokens of each, the last ones of its context.
+            new_tokens: that are checked, of each request: the last ones of its context.
             table_rows: int64 [requests], their rows in the statistics.
             statistics: what the requests' attention costs.
         """
         self._context = context
         self._slots = [slots[:length] for slots, length in zip(context.slots, context.lengths.tolist(), strict=True)]
-        self._new_lengths = list(new_lengths)
+        self._new_tokens = new_tokens
         self._table_rows = table_rows
         self._statistics = statistics
         self._meter = Meter(context.requests, context.device)
@@ -45,7 +41,7 @@ class VerificationPlan:
             self._meter.count_attended(self._context.lengths * cache.kv_heads, cache)
             self._heads += cache.kv_heads
             self._bytes += cache.kv_heads * 2 * cache.vector_bytes
-        parts = zip(queries.split(self._new_lengths), self._slots, strict=True)
+        parts = zip(queries.split(self._new_tokens), self._slots, strict=True)
         return torch.cat([prefill(own, slots, cache, scale, window) for own, slots in parts])
 
     def finish(self) -> None:
@@ -54,16 +50,41 @@ class VerificationPlan:
         self._statistics.add(self._table_rows, Field.VERIFICATIONS, 1.0)
 
     def accept(self, accepted: Tensor) -> None:
-        """Count the steps that dense decoding would have taken, and their contexts.
+        """Count the steps that dense decoding would have taken to what the check has come to.
 
         Args:
-            accepted: int64 [requests], the tokens that the check has come to: the drafts that stand, and one more.
+            accepted: int64 [requests], the drafts that stand, and one more token.
         """
-        first = self._context.lengths - torch.tensor(self._new_lengths, device=accepted.device) + 1
-        contexts = accepted * first + accepted * (accepted - 1) // 2
-        add = self._statistics.add
-        add(self._table_rows, Field.STEPS, accepted)
-        add(self._table_rows, Field.ACCEPTED, accepted - 1)
-        add(self._table_rows, Field.DECODE_CONTEXT, contexts * self._heads)
-        add(self._table_rows, Field.DECODE_CONTEXT_BYTES, contexts * self._bytes)
-        self._statistics.set(self._table_rows, Field.CONTEXT, first + accepted - 1)
+        lengths = self._context.lengths
+        count_accepted(
+            self._statistics, self._table_rows, lengths, self._new_tokens, accepted, self._heads, self._bytes
+        )
+
+
+def count_accepted(
+    statistics: Statistics,
+    table_rows: Tensor,
+    lengths: Tensor,
+    new_tokens: int,
+    accepted: Tensor,
+    heads: int,
+    token_bytes: int,
+) -> None:
+    """Count the steps that dense decoding would have taken to what a check has come to, and their contexts.
+
+    Args:
+        statistics: what is added to.
+        table_rows: int64 [requests], their rows there.
+        lengths: int64 [requests], of their contexts, with all that was checked.
+        new_tokens: that were checked, of each.
+        accepted: int64 [requests], the drafts that stand, and one more token.
+        heads: KV heads of all layers.
+        token_bytes: bytes of a token's keys and values in all layers.
+    """
+    first = lengths - new_tokens + 1
+    contexts = accepted * first + accepted * (accepted - 1) // 2
+    statistics.add(table_rows, Field.STEPS, accepted)
+    statistics.add(table_rows, Field.ACCEPTED, accepted - 1)
+    statistics.add(table_rows, Field.DECODE_CONTEXT, contexts * heads)
+    statistics.add(table_rows, Field.DECODE_CONTEXT_BYTES, contexts * token_bytes)
+    statistics.set(table_rows, Field.CONTEXT, first + accepted - 1)

@@ -24,6 +24,7 @@ class Step:
         counts: int32 [layers, rows, KV heads]; of the selections.
         reported: what selectors believe of a layer and attention reports in a step. Each row's selector alone writes
             its beliefs.
+        drafting: int32 [rows]; 1 where the row's token is a draft, which a pass of its own checks.
     """
 
     request_slots: Tensor
@@ -32,6 +33,7 @@ class Step:
     slots: Tensor
     counts: Tensor
     reported: ReportedShares
+    drafting: Tensor
 
     @property
     def rows(self) -> int:
@@ -55,6 +57,7 @@ class Step:
             self.slots[rows],
             self.counts[:, rows],
             self.reported.of_rows(rows),
+            self.drafting[rows],
         )
 
 
@@ -91,6 +94,7 @@ class StepBuffers:
         self._slots = torch.zeros(rows, kv_heads, width, dtype=torch.int32, device=device)
         self._counts = torch.zeros(layers * rows * kv_heads, dtype=torch.int32, device=device)
         self._reported = ReportedShares.empty(rows, query_heads, device)
+        self._drafting = torch.zeros(rows, dtype=torch.int32, device=device)
         self._layers = layers
         self._steps: dict[int, Step] = {}
 
@@ -104,7 +108,7 @@ class StepBuffers:
         """Bytes of device memory."""
         batch, parameters = self._batch, self._parameters
         tensors = (batch.page_table, batch.lengths, batch.counts, parameters.values, self._slots, self._counts)
-        return sum(tensor.nbytes for tensor in (*tensors, *self._reported))
+        return sum(tensor.nbytes for tensor in (*tensors, *self._reported, self._drafting))
 
     @property
     def largest(self) -> Step:
@@ -127,5 +131,6 @@ class StepBuffers:
                 self._slots[:rows],
                 self._counts[: self._layers * rows * heads].view(self._layers, rows, heads),
                 self._reported.of_rows(slice(rows)),
+                self._drafting[:rows],
             )
         return self._steps[rows]

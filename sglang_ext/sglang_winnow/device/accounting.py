@@ -16,6 +16,7 @@ from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.kernel_arguments import Number, Pointer
 
 _STEPS: Final = tl.constexpr(int(Field.STEPS))
+_DRAFTED: Final = tl.constexpr(int(Field.DRAFTED))
 _DENSE_STEPS: Final = tl.constexpr(int(Field.DENSE_STEPS))
 _CONTEXT_TOKENS: Final = tl.constexpr(int(Field.CONTEXT))
 _FIRST: Final = tl.constexpr(int(Field.DECODE_CONTEXT))
@@ -40,7 +41,7 @@ def count_step(step: Step, table: ParameterTable, statistics: Statistics, everyt
     _count_kernel[(step.rows,)](
         SlotRows.of(statistics.rows),
         SlotRows.of(table.values),
-        Counted(step.request_slots, step.batch.lengths, step.batch.counts, step.parameters.kinds),
+        Counted(step.request_slots, step.batch.lengths, step.batch.counts, step.parameters.kinds, step.drafting),
         heads,
         token_bytes,
         is_dense=everything is not None,
@@ -62,12 +63,13 @@ class SlotRows(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A step's rows: their request slots, lengths, ``DecodeBatch.counts`` and kinds."""
+    """A step's rows: their request slots, lengths, ``DecodeBatch.counts`` and kinds, and whether they draft."""
 
     request_slots: Pointer
     lengths: Pointer
     counts: Pointer
     kinds: Pointer
+    drafting: Pointer
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -92,9 +94,13 @@ def _count_kernel(
         amounts = tl.where(is_tokens, tokens, tl.where(is_bytes, tokens * token_bytes, 0))
     else:
         amounts = tl.load(counted.counts + row * columns + column)
+    # A draft is no step, and its context is the check's to count.
+    is_draft = tl.load(counted.drafting + row)
+    amounts = tl.where((is_draft != 0) & ((column == _CONTEXT) | (column == _CONTEXT_BYTES)), 0, amounts)
     sums_ptr = own_ptr + _FIRST + column
     tl.store(sums_ptr, tl.load(sums_ptr) + amounts.to(tl.float64))
-    tl.store(own_ptr + _STEPS, tl.load(own_ptr + _STEPS) + 1.0)
+    tl.store(own_ptr + _STEPS, tl.load(own_ptr + _STEPS) + (1 - is_draft).to(tl.float64))
+    tl.store(own_ptr + _DRAFTED, tl.load(own_ptr + _DRAFTED) + is_draft.to(tl.float64))
     tl.store(own_ptr + _CONTEXT_TOKENS, length.to(tl.float64))
     ran_dense = (tl.load(table.pointer + slot * table.row_stride + _KIND) > 0) & (tl.load(counted.kinds + row) == 0)
     tl.store(own_ptr + _DENSE_STEPS, tl.load(own_ptr + _DENSE_STEPS) + ran_dense.to(tl.float64))

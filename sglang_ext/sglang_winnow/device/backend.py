@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from sglang_winnow.device.check import CheckBackend
 from sglang_winnow.device.construction import build_decode, dense_backend, enabled_kinds, profiled_layers
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
@@ -23,6 +24,7 @@ from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from sglang_winnow.sglang_versions.backend_defaults import take_from_dense
 from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.cache import LayerCache
@@ -46,6 +48,7 @@ class WinnowDeviceBackend(AttentionBackend):
 
     Attributes:
         variants: what decode steps launch, by label; a CUDA graph each.
+        check: attention of the passes that check drafts; None on a server that does not.
         label: of the batch that SGLang runs or is about to run.
         capturing: label of the variant whose graph is being captured.
     """
@@ -68,6 +71,7 @@ class WinnowDeviceBackend(AttentionBackend):
         self.requests = RequestTable(self.statistics)
         kinds = enabled_kinds()
         self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, kinds, ranks)
+        self.check = self._checks(layers[0]) if verifies_drafts(resolved(runner.server_args)) else None
         sets = graph_sets(served_policies())
         self.variants = variants_of(kinds, sets, len(layers), profiled_layers(runner))
         logger.info(
@@ -235,6 +239,18 @@ class WinnowDeviceBackend(AttentionBackend):
             self._lengths if known else (),
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
+        )
+
+    def _checks(self, layer: RadixAttention) -> CheckBackend:
+        return CheckBackend(
+            self._caches,
+            layer.scaling,
+            self._query_heads,
+            self.token_to_kv_pool,
+            self.req_to_token_pool.req_to_token,
+            self._decode.buffers,
+            self.indexes.generations,
+            self.statistics,
         )
 
     def _plan_prefill(self, forward_batch: ForwardBatch) -> DevicePrefill:

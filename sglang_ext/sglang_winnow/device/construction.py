@@ -12,9 +12,10 @@ from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model
-from sglang_winnow.sglang_versions.arguments import default_attention_backend
+from sglang_winnow.sglang_versions.arguments import default_attention_backend, resolved, verifies_drafts
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.decode.gpu_selector import Server
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.decode.ranks import Ranks
@@ -61,6 +62,9 @@ def build_decode(
     """Return the decode steps of a server, or of one rank of it, with the selectors of ``kinds``."""
     table = runner.req_to_token_pool.req_to_token
     requests, longest = table.shape[0], runner.model_config.context_len
+    if verifies_drafts(resolved(runner.server_args)):
+        # A pass that checks fills up rows that have drafted less than others.
+        longest += MAX_DRAFT_TOKENS
     page_size = runner.page_size
     longest = -(-longest // page_size) * page_size
     scale, query_heads = layer.scaling, layer.tp_q_head_num

@@ -17,7 +17,7 @@ from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.lanes import Lanes, lanes_of
 from sglang_winnow.device.parameters import parameters_of
-from sglang_winnow.request_policy import dense_until, effective_budget
+from sglang_winnow.request_policy import dense_until, drafts, effective_budget
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.gpu import AttendBuffers, attend
 from winnow_kernels.batch import WHOLE
@@ -84,6 +84,7 @@ class DeviceDecode:
 
     Attributes:
         variant: what the step launches.
+        buffers: of steps.
         lanes: on which selectors run side by side.
     """
 
@@ -110,13 +111,16 @@ class DeviceDecode:
         self._caches = caches
         self._scale = scale
         self._table = table
-        self._buffers = buffers
+        self.buffers = buffers
         self._attend_buffers = attend_buffers
         self._selectors = selectors
         self.lanes = Lanes(len(selectors), table.device)
         self._statistics = statistics
         self._parameters = ParameterTable(LAYOUT, len(table), table.device)
         self._owners: dict[int, weakref.ref[RequestState]] = {}
+        self._resting: set[int] = set()
+        self._without_room: set[int] = set()
+        self._is_drafting = False
         self.variant = Variant(frozenset())
         self._of_kinds: dict[frozenset[str], _Selectors] = {}
         self._step = buffers.largest
@@ -156,8 +160,9 @@ class DeviceDecode:
             lengths_on_device: integers [rows].
         """
         self.variant = variant
-        self._step = step = self._buffers[len(request_slots)]
+        self._step = step = self.buffers[len(request_slots)]
         step.request_slots.copy_(request_slots)
+        self._note_drafts(states, lengths)
         for state, slot, length in zip(states, slots, lengths, strict=True):
             self._own(state, slot)
             if state is not None and not variant.is_dense and self._acts(state, length):
@@ -217,7 +222,7 @@ class DeviceDecode:
 
     def compile(self, variants: Collection[Variant], rows: int, query_heads: int) -> None:
         """Compile what steps of ``rows`` rows launch, of which no one is under way."""
-        step = self._buffers[rows]
+        step = self.buffers[rows]
         cache = self._caches[0]
         queries = torch.empty(rows, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=cache.keys.device)
         with compiling_ahead():
@@ -238,23 +243,44 @@ class DeviceDecode:
         return self._of_kinds[kinds]
 
     def _acts(self, state: RequestState, length: int) -> bool:
-        return length > dense_until(state, self._step.batch.page_size)
+        return not state.rests and length > dense_until(state, self._step.batch.page_size)
+
+    def _note_drafts(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> None:
+        """Note whose tokens are drafts, which count as no steps."""
+        step, page_size = self._step, self._step.batch.page_size
+        drafting = [
+            state is not None and drafts(state, length, page_size)
+            for state, length in zip(states, lengths, strict=True)
+        ]
+        if any(drafting) or self._is_drafting:
+            self._is_drafting = any(drafting)
+            step.drafting.zero_()
+            step.drafting[: len(drafting)] = torch.tensor(drafting, device=step.drafting.device)
 
     def _own(self, state: RequestState | None, slot: int) -> None:
         """Write the parameters of the request in ``slot``, unless they are there."""
         owner = self._owners.get(slot)
-        if (owner and owner()) is state and (owner is None) == (state is None):
+        if (owner and owner()) is not state or (owner is None) != (state is None):
+            self._resting.discard(slot)
+            self._without_room.discard(slot)
+            if state is None:
+                del self._owners[slot]
+                self._parameters.write(slot, {})
+                return
+            self._owners[slot] = weakref.ref(state)
+            state.stage = -1
+            page_size = self._step.batch.page_size
+            budget = effective_budget(state, state.prompt_length, page_size) or 0
+            self._statistics.set_one(slot, Field.BUDGET, float(budget))
+        elif state is None or state.rests == (slot in self._resting):
             return
-        if state is None:
-            del self._owners[slot]
-            self._parameters.write(slot, {})
-            return
-        self._owners[slot] = weakref.ref(state)
-        state.stage = -1
-        page_size = self._step.batch.page_size
-        self._parameters.write(slot, parameters_of(state, page_size))
-        budget = effective_budget(state, state.prompt_length, page_size) or 0
-        self._statistics.set_one(slot, Field.BUDGET, float(budget))
+        (self._resting.add if state.rests else self._resting.discard)(slot)
+        self._write(state, slot)
+
+    def _write(self, state: RequestState, slot: int) -> None:
+        parameters = parameters_of(state, self._step.batch.page_size)
+        is_dense = slot in self._resting or slot in self._without_room
+        self._parameters.write(slot, parameters | (_NEVER_SPARSE if is_dense else {}))
 
     def _enter(self, state: RequestState, slot: int, length: int) -> None:
         """Prepare a request for its first sparse step in ``slot``, or for another stage."""
@@ -273,7 +299,8 @@ class DeviceDecode:
             entry = selector.enter(state, slot, context)
         except NoRoomError as error:
             logger.warning("A request runs dense: %s.", error)
-            self._parameters.write(slot, parameters_of(state, self._step.batch.page_size) | _NEVER_SPARSE)
+            self._without_room.add(slot)
+            self._write(state, slot)
             return
         index = torch.full((1,), slot, device=own.device)
         self._statistics.add(index, Field.INDEX_BUILT_TOKENS, float(entry.built_tokens))

@@ -15,10 +15,12 @@ from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.hooks import Hook
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
-from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from sglang_winnow.sglang_versions.parallelism import attention_ranks_of
 from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.attend.gpu_check import CheckPartial
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.contract.verification import MOST_CHECKED_TOKENS
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT
@@ -55,6 +57,13 @@ def fixed_bytes(
     return steps.bytes + attention.bytes + own + prefill.scores.nbytes
 
 
+def check_bytes(shape: PoolShape, query_heads: int) -> int:
+    """Return what the buffers of passes that check drafts take."""
+    nowhere = torch.device("meta")
+    layer = LayerCache(*torch.empty(2, 1, shape.kv_heads, shape.head_dim, device=nowhere))
+    return sum(tensor.nbytes for tensor in CheckPartial.empty(MOST_CHECKED_TOKENS, query_heads, layer))
+
+
 def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, *arguments: Any, **named: Any) -> int:
     available = profile(configurator, *arguments, **named)
     if resolved(configurator.server_args).attention_backend != NAME:
@@ -70,6 +79,8 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     rows = resolved(configurator.server_args).max_running_requests
     query_heads = model.num_attention_heads // tp_size
     fixed = fixed_bytes(kinds, shape, query_heads, rows, model.context_len, configurator.page_size)
+    if verifies_drafts(resolved(configurator.server_args)):
+        fixed += check_bytes(shape, query_heads)
     policies = served_policies()
     reserved = reserved_indexes(policies, shape, configurator.page_size, index_settings())
     share = sum(index.share for index in reserved)

@@ -34,7 +34,7 @@ from benchmarks.serving.server_plugins import NOOP_ATTENTION
 from sglang_winnow.delta_profiles import delta_profile
 
 MODEL = "Llama-3.1-8B"
-TIMING = BatchTiming(1.0, 2.0, 0.010, 0.01, 100, 800.0, 0, None, None)
+TIMING = BatchTiming(1.0, 2.0, 0.010, 0.01, 0.010, 100, 800.0, 0, None, None)
 
 
 def timing(tpot: float, **more: Any) -> BatchTiming:
@@ -84,11 +84,22 @@ def test_only_steps_in_which_all_decode_count() -> None:
     found = timing_of([watched, other])
     assert found.tpot == pytest.approx(0.1)
     assert found.tpot_spread == pytest.approx(0, abs=1e-9)
+    assert found.mean_tpot == pytest.approx(0.1)
     assert found.steps == 8
     assert (found.ttft, found.longest_ttft) == pytest.approx((5.475, 9.95))
     assert found.throughput == pytest.approx((70 + 11) / (11.49 + 1))
     assert (found.kv_read_ratio, found.attended_ratio) == pytest.approx((0.3, 0.2))
     assert found.cached_tokens == 16
+
+
+def test_tokens_that_come_together_after_unequal_times() -> None:
+    """As after checks of drafts: the median of times a token is that of either kind, their mean is what counts."""
+    seconds = [0.4 * step for step in range(9)]
+    tokens = [1 + 4 * step - (step + 1) // 2 * 3 for step in range(9)]
+    stream = Stream(-1.0, list(zip(seconds, tokens, strict=True)), 0, {})
+    found = timing_of([stream])
+    assert found.mean_tpot == pytest.approx((seconds[-1] - seconds[2]) / (tokens[-1] - tokens[2]))
+    assert found.tpot != pytest.approx(found.mean_tpot)
 
 
 def test_too_few_steps_together() -> None:
@@ -341,8 +352,8 @@ def test_rows_are_beside_the_fastest_dense_backend() -> None:
         measured("winnow", 0.004, "delta", kv_read_ratio=0.1, cached_tokens=8 * 32752),
     ]
     rows = rows_of(found, MODEL)
-    assert [row.parameters["figure"] for row in rows if row.policy == "delta"] == ["tpot"]
-    delta = rows[-1]
+    assert [row.parameters["figure"] for row in rows if row.policy == "delta"] == ["tpot", "mean tpot"]
+    [delta] = [row for row in rows if row.policy == "delta" and row.parameters["figure"] == "tpot"]
     assert (delta.dense, delta.measured) == pytest.approx((10, 4))
     assert delta.unit == "ms"
     assert delta.speedup == pytest.approx(2.5)

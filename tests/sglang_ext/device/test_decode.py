@@ -48,6 +48,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "tactic, no sinks": {"decode": {"policy": "tactic", "p": 0.5, "full_layers": 0, "sinks": 0}},
     "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
+    "quest, verified": {"decode": {"policy": "quest", "budget": 64, "full_layers": 0}, "verify": {}},
+    "streaming_llm, verified": {"decode": {"policy": "streaming_llm", "window": 40}, "verify": {"draft_tokens": 1}},
 }
 
 
@@ -252,6 +254,39 @@ def test_a_request_retracted_after_one_step_reads_its_new_pages(name: str, devic
             torch.testing.assert_close(output, expected[layer], rtol=1e-4, atol=1e-4)
         torch_server.swap()
         device_server.swap()
+
+
+def test_a_verified_request_is_dense_while_it_rests(device: torch.device) -> None:
+    names = ["quest, verified", "streaming_llm, verified", "quest"]
+    torch_server, device_server = (Server(names, [143, 90, 120], device) for _ in range(2))
+    decode = device_decode(device_server)
+    for step, resting in enumerate([(0, 0), (1, 0), (1, 1), (0, 1), (0, 0)]):
+        for server in (torch_server, device_server):
+            for state, rests in zip(server.states, resting, strict=False):
+                state.rests = bool(rests)
+        expected = by_torch(torch_server, step)
+        for layer, output in enumerate(on_device(device_server, decode, step, padding=1)):
+            torch.testing.assert_close(output, expected[layer], rtol=1e-4, atol=1e-4)
+        torch_server.grow()
+        device_server.grow()
+    wanted, got = (server.statistics.rows[1:4].cpu() for server in (torch_server, device_server))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert got[:, Field.DRAFTED].tolist() == [3, 3, 0]
+    assert got[:, Field.DENSE_STEPS].tolist() == [2, 2, 0]
+
+
+def test_a_verified_request_drafts_in_nobodys_name(device: torch.device) -> None:
+    """Its slot's next owner takes steps, and is sparse, whether the last one rested or not."""
+    server = Server(["quest, verified", "quest"], [143, 143], device)
+    decode = device_decode(server)
+    server.states[0].rests = True
+    on_device(server, decode, 0, padding=0)
+    server.states[0] = server.states[1]
+    server.states[0].stage = -1
+    server.statistics.rows.zero_()
+    on_device(server, decode, 1, padding=0)
+    assert server.statistics.rows[1:3, Field.STEPS].tolist() == [1, 1]
+    assert server.statistics.rows[1:3, Field.DENSE_STEPS].tolist() == [0, 0]
 
 
 def test_a_cap_that_cuts_nothing_asks_for_no_order(device: torch.device) -> None:

@@ -70,7 +70,7 @@ class Launches:
 @pytest.fixture
 def launches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Launches:
     decode = device_decode(Server(["dense"] * 4, [64] * 4, device))
-    return Launches(decode, decode._buffers[4], monkeypatch)
+    return Launches(decode, decode.buffers[4], monkeypatch)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -1,0 +1,255 @@
+"""Dense attention from several new tokens of each row: the pass in which drafts are checked.
+
+All new tokens of a row share one read of its context, on tensor cores: the query heads of a KV head's group, times the
+new tokens, are the rows of a tile. What must be read is as much as for one dense decode step of the row. A context is
+read in splits of 4 to 64 tiles of 64 tokens, and what these yield is merged. Two launches. How many splits there are
+follows from the context's length, and from how many rows there are: as many as programs run at once, or a few times as
+many, since a device that is filled two and a half times waits as long as one that is filled three times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from winnow_kernels.attend.early_termination import TILE
+from winnow_kernels.attend.gpu import multiprocessors_of
+from winnow_kernels.batch import NO_MASS, DecodeBatch
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Pointer, Rows, Vectors
+
+SPLITS: Final = 64
+"""Of a context, at most; a power of two."""
+BLOCK_BYTES: Final = 32 << 10
+"""Of the queries that share a read of keys and values, at most: what fits the registers of a program."""
+
+_SPLITS = tl.constexpr(SPLITS)
+_TILE = tl.constexpr(TILE)
+_FEWEST_TILES = tl.constexpr(4)
+_MOST_TILES = tl.constexpr(64)
+_MOST_ROUNDS: Final = 3
+_SHARED_BYTES: Final = 227 << 10
+_OTHER_BYTES: Final = 8 << 10
+_NO_MASS = tl.constexpr(NO_MASS)
+_LOG2_E: Final = 1.4426950408889634
+
+
+class CheckPartial(NamedTuple):
+    """What splits yield.
+
+    Attributes:
+        outputs: float32 [tokens, query heads, ``SPLITS``, head dim].
+        masses: float32 [tokens, query heads, ``SPLITS``]; log-sum-exp to base 2, ``NO_MASS`` of what sees nothing.
+    """
+
+    outputs: Pointer
+    masses: Pointer
+
+    @classmethod
+    def empty(cls, tokens: int, query_heads: int, cache: LayerCache) -> CheckPartial:
+        """Return room for ``tokens`` new tokens: 256 × tokens × query heads × (head dim + 1) bytes."""
+        device = cache.keys.device
+        return cls(
+            torch.empty(tokens, query_heads, SPLITS, cache.head_dim, dtype=torch.float32, device=device),
+            torch.empty(tokens, query_heads, SPLITS, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class CheckLaunch:
+    """How the kernel runs.
+
+    Attributes:
+        block: queries of a program.
+        blocks: of the queries of a row and KV head.
+        splits: of a context of a few thousand tokens or more.
+        warps: of a program.
+        stages: of its loop over tiles.
+    """
+
+    block: int
+    blocks: int
+    splits: int
+    warps: int = 4
+    stages: int = 2
+
+    @classmethod
+    def of(cls, rows: int, queries: int, cache: LayerCache, multiprocessors: int) -> CheckLaunch:
+        """Return what suits ``rows`` of ``queries`` each for a KV head, on a device with so many multiprocessors."""
+        vector_bytes = triton.next_power_of_2(cache.head_dim) * cache.keys.element_size()
+        block = max(16, min(BLOCK_BYTES // vector_bytes, triton.next_power_of_2(queries)))
+        blocks = triton.cdiv(queries, block)
+        stages = 2 if vector_bytes <= 512 else 1
+        tiles_bytes = stages * 2 * TILE * vector_bytes
+        at_once = multiprocessors * max(1, _SHARED_BYTES // (tiles_bytes + _OTHER_BYTES))
+        programs = rows * cache.kv_heads * blocks
+        rounds = [at_once * rounds // programs for rounds in range(1, _MOST_ROUNDS + 1)]
+        fitting = [splits for splits in rounds if 1 <= splits <= SPLITS]
+        splits = fitting[-1] if fitting else min(SPLITS, max(1, rounds[0]))
+        return cls(block, blocks, splits, stages=stages)
+
+
+def attend_new(
+    queries: Tensor,
+    cache: LayerCache,
+    batch: DecodeBatch,
+    scale: float,
+    partial: CheckPartial,
+    output: Tensor,
+    launch: CheckLaunch | None = None,
+) -> None:
+    """Attend from each row's newest tokens, whose keys and values are in the cache, causally to its whole context.
+
+    Args:
+        queries: [rows × new tokens, query heads, head dim], in the cache's dtype, a row's tokens in order; strided by
+            token and head. A token before a context's first one sees nothing, and gets zeros: a row of padding.
+        cache: the layer's KV cache.
+        batch: where the rows' contexts lie, the new tokens among them, in pages of at most 64 tokens.
+        scale: what scores are multiplied by before the softmax.
+        partial: for at least as many tokens.
+        output: of the queries' shape; strided by token and head.
+        launch: how the kernel runs.
+    """
+    tokens, query_heads, _ = queries.shape
+    new_tokens, rest = divmod(tokens, batch.rows)
+    assert rest == 0
+    assert tokens <= len(partial.masses)
+    assert batch.page_size <= TILE
+    heads = Heads.of(query_heads, cache)
+    of_pair = new_tokens * (query_heads // cache.kv_heads)
+    launch = launch or CheckLaunch.of(batch.rows, of_pair, cache, multiprocessors_of(queries.device))
+    splits = min(SPLITS, triton.cdiv(triton.cdiv(batch.longest, TILE), _FEWEST_TILES.value))
+    _attend_kernel[(splits, cache.kv_heads * launch.blocks, batch.rows)](
+        Vectors.of(queries),
+        KeysAndValues.of(cache),
+        Rows.of(batch),
+        partial,
+        heads,
+        scale * _LOG2_E,
+        new_tokens=new_tokens,
+        block=launch.block,
+        aimed_splits=launch.splits,
+        stages=launch.stages,
+        num_warps=launch.warps,
+    )
+    _merge_kernel[(tokens, query_heads)](
+        partial,
+        Rows.of(batch),
+        Vectors.of(output),
+        heads,
+        new_tokens=new_tokens,
+        aimed_splits=launch.splits,
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles_of_split(tiles: tl.tensor, aimed_splits: tl.constexpr) -> tl.tensor:
+    """Return how many tiles each split of a context of ``tiles`` has; the last may have fewer."""
+    aimed = tl.minimum(tl.maximum(tl.cdiv(tiles, aimed_splits), _FEWEST_TILES), _MOST_TILES)
+    return tl.maximum(aimed, tl.cdiv(tiles, _SPLITS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_kernel(
+    queries: Vectors,
+    cache: KeysAndValues,
+    rows: Rows,
+    partial: CheckPartial,
+    heads: Heads,
+    scale_log2: tl.tensor,
+    new_tokens: tl.constexpr,
+    block: tl.constexpr,
+    aimed_splits: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """Grid: splits × (KV heads × blocks of queries) × rows."""
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1) % heads.kv_heads
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.load(rows.lengths + row)
+    tiles = tl.cdiv(length, _TILE)
+    of_split = _tiles_of_split(tiles, aimed_splits)
+    begin = split * of_split
+    if begin >= tiles:
+        return
+    member = tl.program_id(1) // heads.kv_heads * block + tl.arange(0, block)
+    new_token = member // heads.group
+    head = kv_head * heads.group + member % heads.group
+    is_query = new_token < new_tokens
+    dim = tl.arange(0, heads.dim_block)
+    is_dim = dim < heads.head_dim
+    token = row * new_tokens + new_token
+    of_token = token * queries.row_stride + head * queries.head_stride
+    query = tl.load(
+        queries.pointer + of_token[:, None] + dim[None, :], mask=is_query[:, None] & is_dim[None, :], other=0.0
+    )
+    position = tl.where(is_query, length - new_tokens + new_token, -1)
+    table_ptr = rows.page_table + row * rows.table_stride
+    in_tile = tl.arange(0, _TILE)
+    highest = tl.full([block], _NO_MASS, tl.float32)
+    mass = tl.zeros([block], tl.float32)
+    weighted = tl.zeros([block, heads.dim_block], tl.float32)
+    for tile in tl.range(begin, tl.minimum(begin + of_split, tiles), num_stages=stages):
+        seen = tile * _TILE + in_tile
+        page = tl.load(table_ptr + seen // rows.page_size, mask=seen < length, other=0)
+        # Tiles consist of whole pages, so what is added is the same in all.
+        slot = page * rows.page_size + in_tile % rows.page_size
+        offset = slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride
+        is_vector = (seen < length)[:, None] & is_dim[None, :]
+        key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        # Of finite numbers alone: a query that sees nothing in a tile must not turn into NaN.
+        scores = tl.where(seen[None, :] <= position[:, None], scores, 2 * _NO_MASS)
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        fade = tl.exp2(highest - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        mass = mass * fade + tl.sum(weights, axis=1)
+        weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
+        highest = higher
+    saw = mass > 0.0
+    # Of padding, and of queries before all that a split has, nothing is seen: neither logarithms nor quotients of 0.
+    mass = tl.where(saw, mass, 1.0)
+    of_split_ptr = (token * (heads.kv_heads * heads.group) + head) * _SPLITS + split
+    tl.store(partial.masses + of_split_ptr, tl.where(saw, highest + tl.log2(mass), _NO_MASS), mask=is_query)
+    tl.store(
+        partial.outputs + of_split_ptr[:, None] * heads.head_dim + dim[None, :],
+        weighted / mass[:, None],
+        mask=is_query[:, None] & is_dim[None, :],
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_kernel(
+    partial: CheckPartial,
+    rows: Rows,
+    output: Vectors,
+    heads: Heads,
+    new_tokens: tl.constexpr,
+    aimed_splits: tl.constexpr,
+) -> None:
+    """Grid: tokens × query heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    tiles = tl.cdiv(tl.load(rows.lengths + token // new_tokens), _TILE)
+    split = tl.arange(0, _SPLITS)
+    present = split < tl.cdiv(tiles, _tiles_of_split(tiles, aimed_splits))
+    place = (token * (heads.kv_heads * heads.group) + head) * _SPLITS + split
+    masses = tl.load(partial.masses + place, mask=present, other=_NO_MASS)
+    dim = tl.arange(0, heads.dim_block)
+    is_dim = dim < heads.head_dim
+    outputs = tl.load(
+        partial.outputs + place[:, None] * heads.head_dim + dim[None, :],
+        mask=present[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    weights = tl.exp2(masses - tl.max(masses, axis=0))
+    merged = tl.sum(outputs * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    target = output.pointer + token * output.row_stride + head * output.head_stride + dim
+    tl.store(target, merged.to(output.pointer.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,127 @@
+"""Attention of the passes that check drafts on CUDA: dense, from several tokens of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from torch import Tensor
+
+from sglang_winnow.forward_pass import write_keys_and_values
+from sglang_winnow.verification_plan import count_accepted
+from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
+from winnow_kernels.cache import LayerCache
+from winnow_kernels.contract.verification import MOST_CHECKED_TOKENS
+from winnow_kernels.decode.gpu_page_table import copy_page_table
+from winnow_kernels.decode.gpu_step import Step, StepBuffers
+from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.indexes.pages import PageGenerations
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class CheckBackend(AttentionBackend):
+    """Dense attention from the newest accepted token of each row and the drafts behind it, as many in every row."""
+
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        scale: float,
+        query_heads: int,
+        pool: Any,
+        table: Tensor,
+        buffers: StepBuffers,
+        generations: PageGenerations,
+        statistics: Statistics,
+    ) -> None:
+        """
+        Args:
+            caches: every layer's KV cache.
+            scale: what scores are multiplied by before the softmax.
+            query_heads: of a layer.
+            pool: SGLang's KV cache, which is written to.
+            table: int32 [request slots, positions]; the KV slot of each token of a request.
+            buffers: of decode steps, whose page tables are free while a pass checks.
+            generations: of the pool's pages.
+            statistics: what requests cost.
+        """
+        self._caches = caches
+        self._scale = scale
+        self._pool = pool
+        self._table = table
+        self._buffers = buffers
+        self._generations = generations
+        self.statistics = statistics
+        self._partial = CheckPartial.empty(MOST_CHECKED_TOKENS, query_heads, caches[0])
+        self._step: Step = buffers.largest
+        self._width = 1
+
+    def note(self, _requests: Sequence[Req], _batch: ForwardBatch, _decoding: int) -> None:
+        """Do nothing: the decode pass before has noted the requests."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan a pass that no CUDA graph serves."""
+        self.init_forward_metadata_out_graph(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make nothing: buffers are those of decode steps."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a row of padding, which sees nothing before its last token."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Prepare a pass, outside of its CUDA graph."""
+        del in_capture
+        slots = forward_batch.req_pool_indices
+        self._step = step = self._buffers[len(slots)]
+        self._width = len(forward_batch.input_ids) // len(slots)
+        step.request_slots.copy_(slots)
+        copy_page_table(self._table, step.request_slots, forward_batch.seq_lens, step.batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Begin a pass, captured: pages that drafts had filled may have been indexed."""
+        self._generations.rewritten(forward_batch.out_cache_loc)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
+        if save_kv_cache:
+            write_keys_and_values(self._pool, layer, forward_batch, k, v)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = torch.empty_like(queries)
+        attend_new(queries, self._caches[layer.layer_id], self._step.batch, self._scale, self._partial, output)
+        return output.flatten(1)
+
+    def forward_decode(self, *_: Any, **__: Any) -> Tensor:
+        """Refuse: a step of one token a row is the other backend's."""
+        raise NotImplementedError
+
+    def accept(self, accepted: Tensor) -> None:
+        """Count the last pass, and the steps that dense decoding would have taken to what it has come to.
+
+        Args:
+            accepted: int64 [requests], the drafts that stand, and one more token.
+        """
+        step, statistics = self._step, self.statistics
+        slots, lengths = step.request_slots[: len(accepted)], step.batch.lengths[: len(accepted)].long()
+        heads = sum(cache.kv_heads for cache in self._caches)
+        token_bytes = heads * 2 * self._caches[0].vector_bytes
+        statistics.add(slots, Field.VERIFICATIONS, 1.0)
+        statistics.add(slots, Field.DECODE_ATTENDED, lengths * heads)
+        statistics.add(slots, Field.DECODE_READ_BYTES, lengths * token_bytes)
+        count_accepted(statistics, slots, lengths, self._width, accepted, heads, token_bytes)

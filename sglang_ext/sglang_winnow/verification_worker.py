@@ -1,0 +1,243 @@
+"""The worker of SGLang's speculative algorithm ``WINNOW``: decode passes that draft, and passes that check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from copy import copy
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from torch import Tensor
+
+from sglang_winnow.next_tokens import CheckedTokens, NextTokens
+from sglang_winnow.reporting import note_rows
+from sglang_winnow.request_policy import drafts
+from sglang_winnow.simulated_acceptance import simulated_acceptance
+from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    from sglang_winnow.device.check_graphs import CheckGraphs
+
+WIDTH: Final = MAX_DRAFT_TOKENS + 1
+"""Tokens that a round yields for a row, at most: all drafts, and the one that follows them."""
+
+
+class VerificationWorker(BaseSpecWorker):
+    """Drafts and checks with the one model that there is."""
+
+    def __init__(self, *, target_worker: TpModelWorker, **_: Any) -> None:
+        self._target_worker = target_worker
+        self._graphs: CheckGraphs | None = None
+
+    @property
+    def draft_worker(self) -> None:
+        return None
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the passes that check, after decode steps."""
+        runner = self.target_worker.model_runner
+        if getattr(runner.attn_backend, "check", None) is not None:
+            from sglang_winnow.device.check_graphs import CheckGraphs  # noqa: PLC0415  # It needs Triton.
+
+            self._graphs = CheckGraphs(runner)
+
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None
+    ) -> GenerationBatchResult:
+        if batch.forward_mode.is_decode():
+            result = self._round(batch, on_publish)
+        else:
+            result = self.target_worker.forward_batch_generation(batch)
+            result.new_seq_lens = batch.seq_lens.clone()
+            result.accept_lens = torch.ones_like(batch.seq_lens, dtype=torch.int32)
+            result.next_draft_input = NextTokens(result.next_token_ids.to(torch.int64))
+            if on_publish is not None:
+                on_publish(result.new_seq_lens)
+        result.speculative_num_draft_tokens = WIDTH
+        return result
+
+    def _round(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
+        bonus, lengths = batch.spec_info.bonus_tokens, batch.seq_lens
+        on_host = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else lengths.cpu()
+        limits = self._limits(batch, on_host.tolist())
+        verified = [row for row, limit in enumerate(limits) if limit]
+        accepted = torch.ones_like(lengths)
+        if on_publish is not None and not verified:
+            # Known before the pass: the next one can be prepared while it runs.
+            on_publish(lengths + 1)
+        tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
+        result = self._decode(_part(batch, None), bonus, lengths, on_host)
+        tokens[:, 0] = result.next_token_ids
+        if verified:
+            drafted = self._draft(batch, verified, limits, result, lengths, on_host)
+            for rows in self._parts(verified, limits):
+                self._verify(batch, rows, limits, bonus, drafted, tokens, accepted, on_host)
+        # SGLang looks for as many of these as tokens were accepted; who is verified does not ask for them.
+        if (logprobs := result.logits_output.next_token_logprobs) is not None:
+            result.logits_output.next_token_logprobs = logprobs[:, None]
+        if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
+            result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
+        result.next_token_ids = tokens.flatten()
+        result.accept_lens = accepted.to(torch.int32)
+        result.new_seq_lens = lengths + accepted
+        if on_publish is not None and verified:
+            on_publish(result.new_seq_lens)
+        result.next_draft_input = NextTokens(tokens.gather(1, (accepted - 1)[:, None])[:, 0])
+        note_rows(result, self.target_worker, batch)
+        return result
+
+    def _limits(self, batch: ScheduleBatch, lengths: Sequence[int]) -> list[int]:
+        """Return how many tokens each row drafts in this round; note who rests."""
+        page_size = self.target_worker.model_runner.page_size
+        limits = []
+        for req, length in zip(batch.reqs, lengths, strict=True):
+            state, limit = req.winnow_state, 0
+            state.rests = False
+            if drafts(state, length + 1, page_size):
+                limit = max(0, state.draft_length.next(req.sampling_params.max_new_tokens - len(req.output_ids)))
+                state.rests = limit == 0
+            limits.append(limit)
+        return limits
+
+    def _decode(
+        self, part: ScheduleBatch, tokens: Tensor, cached: Tensor, on_host: Tensor, *, sample: bool = True
+    ) -> GenerationBatchResult:
+        table = part.req_to_token_pool.req_to_token
+        part.forward_mode = ForwardMode.DECODE
+        part.input_ids = tokens
+        part.out_cache_loc = table[part.req_pool_indices, cached].to(torch.int64)
+        part.seq_lens = cached + 1
+        part.seq_lens_cpu = on_host + 1
+        part.seq_lens_sum = None
+        part.spec_info = None
+        return self.target_worker.forward_batch_generation(part, is_verify=not sample)
+
+    def _draft(
+        self,
+        batch: ScheduleBatch,
+        rows: list[int],
+        limits: list[int],
+        first: GenerationBatchResult,
+        lengths: Tensor,
+        on_host: Tensor,
+    ) -> Tensor:
+        """Return what ``rows`` draft, int64 [rows of the batch, ``WIDTH``]: the most probable token after each."""
+        drafted = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
+        drafted[:, 0] = first.logits_output.next_token_logits.argmax(-1)
+        for step in range(1, max(limits)):
+            own = [row for row in rows if limits[row] > step]
+            index = torch.tensor(own, device=lengths.device)
+            part = _part(batch, own)
+            cached, known = lengths[index] + step, on_host[own] + step
+            logits = self._decode(part, drafted[index, step - 1], cached, known, sample=False).logits_output
+            drafted[index, step] = logits.next_token_logits.argmax(-1)
+        return drafted
+
+    def _parts(self, rows: list[int], limits: list[int]) -> Iterator[list[int]]:
+        """Yield ``rows`` in parts that one pass can check."""
+        longest = max(limits[row] for row in rows) + 1
+        at_once = len(rows) if self._graphs is None else self._graphs.rows(longest)
+        for first in range(0, len(rows), at_once):
+            yield rows[first : first + at_once]
+
+    def _verify(
+        self,
+        batch: ScheduleBatch,
+        rows: list[int],
+        limits: list[int],
+        bonus: Tensor,
+        drafted: Tensor,
+        tokens: Tensor,
+        accepted: Tensor,
+        on_host: Tensor,
+    ) -> None:
+        """Check what ``rows`` have drafted; fill in their ``tokens`` and how many of these are ``accepted``.
+
+        A pass checks as many tokens of every row. Where a row has drafted fewer, nothing is asked of those behind.
+        """
+        width = max(limits[row] for row in rows) + 1
+        if self._graphs is not None:
+            width = self._graphs.width(width)
+        runner, part = self.target_worker.model_runner, _part(batch, rows)
+        index = torch.tensor(rows, device=bonus.device)
+        cached = batch.seq_lens[index]
+        positions = cached[:, None] + torch.arange(width, device=cached.device)
+        slots = part.req_to_token_pool.req_to_token[part.req_pool_indices[:, None], positions]
+        part.forward_mode = ForwardMode.TARGET_VERIFY
+        part.input_ids = torch.cat((bonus[index, None], drafted[index, : width - 1]), 1).flatten()
+        part.out_cache_loc = slots.flatten().to(torch.int64)
+        part.prefix_lens, part.extend_lens = on_host[rows].tolist(), [width] * len(rows)
+        part.seq_lens, part.seq_lens_cpu, part.seq_lens_sum = cached + width, on_host[rows] + width, None
+        # What lies beyond the longest context is of rows that have drafted less: it is not looked at.
+        last = runner.model_config.context_len - 1
+        part.spec_info = CheckedTokens(positions.clamp_max(last).flatten(), width)
+        with nullcontext() if self._graphs is None else self._graphs.checking(width):
+            checked = self.target_worker.forward_batch_generation(part, is_verify=True).logits_output
+        of_tokens = _of_tokens(batch.sampling_info, rows, width)
+        of_tokens.apply_logits_bias(checked.next_token_logits)
+        own = runner.sampler(checked, of_tokens, False, [], [], part.spec_info.positions).to(torch.int64)
+        own = own.view(len(rows), width)
+        limit = torch.tensor([limits[row] for row in rows], device=bonus.device)
+        standing = simulated_acceptance(limit)
+        if standing is None:
+            standing = standing_drafts(drafted[index, : width - 1], own, limit)
+        accepted[index] = 1 + standing
+        tokens[index, :width] = own
+        (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
+        for row, stood in zip(rows, standing.tolist(), strict=True):
+            state, start = batch.reqs[row].winnow_state, int(on_host[row])
+            state.draft_length.note(limits[row], stood)
+            state.written_anew(start, start + 1 + stood, runner.page_size)
+
+
+def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
+    """Return how many of each row's drafts are the tokens that were drawn, int64 [rows].
+
+    From the first on that is not, others were drawn behind other tokens than the answer has.
+
+    Args:
+        drafted: int64 [rows, n].
+        drawn: int64 [rows, n + 1], behind the newest accepted token and each draft.
+        limits: int64 [rows]; how many each row has drafted.
+    """
+    is_draft = torch.arange(drafted.shape[1], device=drafted.device) < limits[:, None]
+    return ((drafted == drawn[:, :-1]) & is_draft).long().cumprod(1).sum(1)
+
+
+def _of_tokens(info: SamplingBatchInfo, rows: list[int], count: int) -> SamplingBatchInfo:
+    """Return the sampling parameters of ``rows`` of a batch, each once for all ``count`` of its tokens."""
+    part = copy(info)
+    index = torch.tensor(rows, device=info.temperatures.device).repeat_interleave(count)
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias"):
+        if (values := getattr(info, name)) is not None:
+            setattr(part, name, values[index])
+    # Those who ask for any of these are not verified.
+    part.penalizer_orchestrator = part.acc_additive_penalties = part.acc_scaling_penalties = None
+    part.grammars = part.vocab_mask = part.return_sampling_masks = None
+    part.has_custom_logit_processor = False
+    return part
+
+
+def _part(batch: ScheduleBatch, rows: list[int] | None) -> ScheduleBatch:
+    """Return some rows of a batch, all if None, to be planned and run by themselves; if not all, for their logits."""
+    part = copy(batch)
+    if rows is None or len(rows) == len(batch.reqs):
+        return part
+    part.return_logprob = False
+    index = torch.tensor(rows, device=batch.seq_lens.device)
+    part.reqs = [batch.reqs[row] for row in rows]
+    for name in ("req_pool_indices", "seq_lens", "orig_seq_lens"):
+        setattr(part, name, getattr(batch, name)[index])
+    for name in ("req_pool_indices_cpu", "seq_lens_cpu"):
+        if (values := getattr(batch, name)) is not None:
+            setattr(part, name, values[torch.tensor(rows)])
+    part.sampling_info = copy(batch.sampling_info)
+    return part
