@@ -18,6 +18,8 @@ WHOLE_TO_THE_END: Final = -2
 """As a selection's count: like ``WHOLE``, and early termination leaves this layer of the row alone."""
 ELSEWHERE: Final = 0
 """As a selection's count: another kernel attends for the row in this layer, and counts what it reads."""
+NOTHING_ANEW: Final = 2**31 - 1
+"""As ``DecodeBatch.anew_from``: behind every position."""
 NO_MASS: Final = -1e30
 """Logarithm of no mass; finite, so that differences stay numbers."""
 
@@ -47,12 +49,15 @@ class DecodeBatch:
         page_table: int32 [rows, pages]; the page, slot // ``page_size``, of each page of a context. Beyond it any page.
         lengths: int32 [rows], at least 1; tokens in the context, with the one that is being decoded.
         counts: int64 [rows, COUNTS]; what the rows read in this step, summed over layers and KV heads. Kernels add.
+        anew_from: int32 [rows]; the first position whose key was written anew since the row's last step, as by a check
+            of drafts, of which it writes no more than ``MAX_DRAFT_TOKENS`` + 1; ``NOTHING_ANEW`` for none.
     """
 
     page_size: int
     page_table: Tensor
     lengths: Tensor
     counts: Tensor
+    anew_from: Tensor
 
     @classmethod
     def empty(cls, rows: int, longest: int, page_size: int, device: torch.device) -> DecodeBatch:
@@ -62,11 +67,14 @@ class DecodeBatch:
             torch.zeros(rows, -(-longest // page_size), dtype=torch.int32, device=device),
             torch.ones(rows, dtype=torch.int32, device=device),
             torch.zeros(rows, COUNTS, dtype=torch.int64, device=device),
+            torch.full((rows,), NOTHING_ANEW, dtype=torch.int32, device=device),
         )
 
     def __getitem__(self, rows: slice) -> DecodeBatch:
         """Return some of the rows."""
-        return DecodeBatch(self.page_size, self.page_table[rows], self.lengths[rows], self.counts[rows])
+        return DecodeBatch(
+            self.page_size, self.page_table[rows], self.lengths[rows], self.counts[rows], self.anew_from[rows]
+        )
 
     @property
     def rows(self) -> int:

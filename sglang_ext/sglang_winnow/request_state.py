@@ -37,6 +37,7 @@ class RequestState:
             since the last prefill.
         draft_length: how many tokens it drafts; of those that are verified.
         rests: whether its step is dense, whatever its policy: it is verified, and a draft would not pay.
+        anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
     """
 
     policy: AttentionPolicy
@@ -50,6 +51,7 @@ class RequestState:
     stage: int = -1
     draft_length: DraftLength | None = None
     rests: bool = False
+    anew_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy.verify is not None:
@@ -64,14 +66,11 @@ class RequestState:
         """Note a prefill of the tokens before ``end``: they may lie in other pages than a selector has looked at."""
         self.last_prefill = end
         self.stage = -1
+        self.anew_from = None
 
-    def written_anew(self, begin: int, end: int, page_size: int) -> None:
-        """Note that the keys of the tokens from ``begin`` to ``end`` were written once more, densely.
-
-        Pages that they fill may have been indexed by keys of drafts.
-        """
-        if end // page_size > begin // page_size:
-            self.stage = -1
+    def written_anew(self, begin: int) -> None:
+        """Note that keys were written anew from position ``begin`` on; drafts' may have been indexed."""
+        self.anew_from = begin if self.anew_from is None else min(begin, self.anew_from)
 
 
 class RequestTable:

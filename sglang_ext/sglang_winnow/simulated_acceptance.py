@@ -8,6 +8,8 @@ import torch
 from sglang.srt.environ import envs
 from torch import Tensor
 
+from winnow_kernels.host_tensors import to_device
+
 # The same on all ranks.
 _DRAW: Final = torch.Generator().manual_seed(0)
 
@@ -23,4 +25,4 @@ def simulated_acceptance(limits: Tensor) -> Tensor | None:
     if (mean := envs.SGLANG_SIMULATE_ACC_LEN.get()) <= 0:
         return None
     standing = torch.floor(torch.rand(len(limits), generator=_DRAW) + (mean - 1))
-    return standing.long().to(limits.device).clamp_(min=0).minimum(limits)
+    return to_device(standing.long().clamp_(min=0), limits.device).minimum(limits)

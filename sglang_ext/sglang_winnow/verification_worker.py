@@ -18,6 +18,7 @@ from sglang_winnow.reporting import note_rows
 from sglang_winnow.request_policy import drafts
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
+from winnow_kernels.host_tensors import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -134,7 +135,7 @@ class VerificationWorker(BaseSpecWorker):
         drafted[:, 0] = first.logits_output.next_token_logits.argmax(-1)
         for step in range(1, max(limits)):
             own = [row for row in rows if limits[row] > step]
-            index = torch.tensor(own, device=lengths.device)
+            index = to_device(torch.tensor(own), lengths.device)
             part = _part(batch, own)
             cached, known = lengths[index] + step, on_host[own] + step
             logits = self._decode(part, drafted[index, step - 1], cached, known, sample=False).logits_output
@@ -167,7 +168,7 @@ class VerificationWorker(BaseSpecWorker):
         if self._graphs is not None:
             width = self._graphs.width(width)
         runner, part = self.target_worker.model_runner, _part(batch, rows)
-        index = torch.tensor(rows, device=bonus.device)
+        index = to_device(torch.tensor(rows), bonus.device)
         cached = batch.seq_lens[index]
         positions = cached[:, None] + torch.arange(width, device=cached.device)
         slots = part.req_to_token_pool.req_to_token[part.req_pool_indices[:, None], positions]
@@ -185,7 +186,7 @@ class VerificationWorker(BaseSpecWorker):
         of_tokens.apply_logits_bias(checked.next_token_logits)
         own = runner.sampler(checked, of_tokens, False, [], [], part.spec_info.positions).to(torch.int64)
         own = own.view(len(rows), width)
-        limit = torch.tensor([limits[row] for row in rows], device=bonus.device)
+        limit = to_device(torch.tensor([limits[row] for row in rows]), bonus.device)
         standing = simulated_acceptance(limit)
         if standing is None:
             standing = standing_drafts(drafted[index, : width - 1], own, limit)
@@ -193,9 +194,9 @@ class VerificationWorker(BaseSpecWorker):
         tokens[index, :width] = own
         (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
         for row, stood in zip(rows, standing.tolist(), strict=True):
-            state, start = batch.reqs[row].winnow_state, int(on_host[row])
+            state = batch.reqs[row].winnow_state
             state.draft_length.note(limits[row], stood)
-            state.written_anew(start, start + 1 + stood, runner.page_size)
+            state.written_anew(int(on_host[row]))
 
 
 def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
 def _of_tokens(info: SamplingBatchInfo, rows: list[int], count: int) -> SamplingBatchInfo:
     """Return the sampling parameters of ``rows`` of a batch, each once for all ``count`` of its tokens."""
     part = copy(info)
-    index = torch.tensor(rows, device=info.temperatures.device).repeat_interleave(count)
+    index = to_device(torch.tensor(rows).repeat_interleave(count), info.temperatures.device)
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias"):
         if (values := getattr(info, name)) is not None:
             setattr(part, name, values[index])
@@ -232,7 +233,7 @@ def _part(batch: ScheduleBatch, rows: list[int] | None) -> ScheduleBatch:
     if rows is None or len(rows) == len(batch.reqs):
         return part
     part.return_logprob = False
-    index = torch.tensor(rows, device=batch.seq_lens.device)
+    index = to_device(torch.tensor(rows), batch.seq_lens.device)
     part.reqs = [batch.reqs[row] for row in rows]
     for name in ("req_pool_indices", "seq_lens", "orig_seq_lens"):
         setattr(part, name, getattr(batch, name)[index])

@@ -6,7 +6,8 @@ has 64 KiB of keys a token: 2.1 GB at 32K tokens, 8.6 GB at 128K, 0.6 and 2.6 ms
 
 At decode a page is complete before its entry is needed: as long as it is the newest page, selectors keep it unscored.
 So its entry is built at the start of the step in which the next page begins. That is one launch a step for all layers,
-whose programs end at once for rows whose newest token begins no page.
+whose programs end at once for rows whose newest token begins no page. After a check of drafts, pages that may have been
+built from the drafts' keys are built once more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch
+from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.indexes.gpu_key_pools import KeyPools, Pools, layer_keys
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer, Rows
 
@@ -41,12 +43,14 @@ class Bounds(NamedTuple):
 class Completed(NamedTuple):
     """Which rows are ``active``, and where it is noted what was built of the pages that they have completed.
 
-    ``active`` is int32 [rows]; ``built`` and ``generations`` are those of a ``DevicePageIndex``.
+    ``active`` is int32 [rows]; ``built`` and ``generations`` are those of a ``DevicePageIndex``, and ``anew_from`` is the
+    batch's.
     """
 
     active: Pointer
     built: Pointer
     generations: Pointer
+    anew_from: Pointer
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +90,7 @@ class Entries:
         _build_kernel[grid](self.pools.arguments, pages, self.target, self.write)
 
     def extend(self, batch: DecodeBatch, active: Tensor, built: Tensor, generations: Tensor) -> None:
-        """Write the entries of the pages behind which the newest tokens of ``active`` rows begin a page.
+        """Write the entries of the pages that ``active`` rows have just completed, or of which keys are written anew.
 
         Args:
             batch: the step's rows.
@@ -96,7 +100,12 @@ class Entries:
         """
         grid = (batch.rows, self.pools.layers, self.programs)
         _extend_kernel[grid](
-            self.pools.arguments, Rows.of(batch), Completed(active, built, generations), self.target, self.write
+            self.pools.arguments,
+            Rows.of(batch),
+            Completed(active, built, generations, batch.anew_from),
+            self.target,
+            self.write,
+            most_pages=triton.cdiv(MAX_DRAFT_TOKENS + 1, batch.page_size),
         )
 
 
@@ -107,23 +116,28 @@ def _build_kernel(pools: Pools, pages_ptr: tl.tensor, entries: tl.tuple, write: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _extend_kernel(pools: Pools, rows: Rows, completed: Completed, entries: tl.tuple, write: tl.constexpr) -> None:
-    """Write entries of the pages that rows have completed."""
-    page = _completed_page(rows, completed.active, tl.program_id(0))
-    if page >= 0:
-        write(pools, entries, page)
-        # The launch's first program of a page says that its entry holds: later launches see all of its programs.
-        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-            tl.store(completed.built + page, tl.load(completed.generations + page))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _completed_page(rows: Rows, active_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Return the page before the one that the row's newest token begins; -1 if it begins none, or the first."""
-    earlier = tl.load(rows.lengths + row) - 1
-    begins = (tl.load(active_ptr + row) != 0) & (earlier > 0) & (earlier % rows.page_size == 0)
-    place = row.to(tl.int64) * rows.table_stride + earlier // rows.page_size - 1
-    return tl.load(rows.page_table + place, mask=begins, other=-1)
+def _extend_kernel(
+    pools: Pools,
+    rows: Rows,
+    completed: Completed,
+    entries: tl.tuple,
+    write: tl.constexpr,
+    most_pages: tl.constexpr,
+) -> None:
+    """Write entries of the pages that rows have completed: of the last ``most_pages`` of each."""
+    row = tl.program_id(0)
+    newest = tl.load(rows.lengths + row) - 1
+    anew_from = tl.load(completed.anew_from + row)
+    acts = tl.load(completed.active + row) != 0
+    for behind in tl.static_range(most_pages):
+        end = (newest // rows.page_size - behind) * rows.page_size
+        if acts & (end > 0) & ((end == newest) | (end > anew_from)):
+            place = row.to(tl.int64) * rows.table_stride + end // rows.page_size - 1
+            page = tl.load(rows.page_table + place)
+            write(pools, entries, page)
+            # The launch's first program of a page says that its entry holds: later launches see all of its programs.
+            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+                tl.store(completed.built + page, tl.load(completed.generations + page))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -150,8 +150,8 @@ class DevicePageIndex(PageIndex):
         """Build the entries of the pages that the tokens before the newest ones have completed; one launch.
 
         Call once a decode step, before its first layer, from a request's first step after ``ensure`` on. It does
-        nothing for a row unless its newest token begins a page. It waits for nothing and can be captured in a CUDA
-        graph, after ``warm_up`` and a first call.
+        nothing for a row unless its newest token begins a page, or keys were written anew (``DecodeBatch.anew_from``).
+        It waits for nothing and can be captured in a CUDA graph, after ``warm_up`` and a first call.
 
         Args:
             batch: the step's rows.

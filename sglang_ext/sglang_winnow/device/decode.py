@@ -20,13 +20,14 @@ from sglang_winnow.device.parameters import parameters_of
 from sglang_winnow.request_policy import dense_until, drafts, effective_budget
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.gpu import AttendBuffers, attend
-from winnow_kernels.batch import WHOLE
+from winnow_kernels.batch import NOTHING_ANEW, WHOLE
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
 from winnow_kernels.decode.gpu_selector import NoRoomError, Selector
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.host_tensors import to_device
 from winnow_kernels.policies.declarations import DENSE_KIND, LAYOUT, declaration_of, in_order
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class DeviceDecode:
         self._owners: dict[int, weakref.ref[RequestState]] = {}
         self._resting: set[int] = set()
         self._without_room: set[int] = set()
-        self._is_drafting = False
+        self._has_noted = False
         self.variant = Variant(frozenset())
         self._of_kinds: dict[frozenset[str], _Selectors] = {}
         self._step = buffers.largest
@@ -246,16 +247,26 @@ class DeviceDecode:
         return not state.rests and length > dense_until(state, self._step.batch.page_size)
 
     def _note_drafts(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> None:
-        """Note whose tokens are drafts, which count as no steps."""
+        """Note whose tokens are drafts, which count as no steps, and which keys a check has written anew."""
         step, page_size = self._step, self._step.batch.page_size
-        drafting = [
-            state is not None and drafts(state, length, page_size)
-            for state, length in zip(states, lengths, strict=True)
-        ]
-        if any(drafting) or self._is_drafting:
-            self._is_drafting = any(drafting)
-            step.drafting.zero_()
-            step.drafting[: len(drafting)] = torch.tensor(drafting, device=step.drafting.device)
+        rows = list(zip(states, lengths, strict=True))
+        drafting = [state is not None and drafts(state, length, page_size) for state, length in rows]
+        anew_from = [self._anew_from(state, length) for state, length in rows]
+        noted = any(drafting) or any(first != NOTHING_ANEW for first in anew_from)
+        if noted or self._has_noted:
+            self._has_noted = noted
+            device = step.drafting.device
+            step.drafting[: len(rows)] = to_device(torch.tensor(drafting, dtype=torch.int32), device)
+            step.batch.anew_from[: len(rows)] = to_device(torch.tensor(anew_from, dtype=torch.int32), device)
+            step.drafting[len(rows) :] = 0
+            step.batch.anew_from[len(rows) :] = NOTHING_ANEW
+
+    def _anew_from(self, state: RequestState | None, length: int) -> int:
+        """Return from where on the step builds anew what the request's selector has of pages; once."""
+        if state is None or state.anew_from is None or self.variant.is_dense or not self._acts(state, length):
+            return NOTHING_ANEW
+        first, state.anew_from = state.anew_from, None
+        return first
 
     def _own(self, state: RequestState | None, slot: int) -> None:
         """Write the parameters of the request in ``slot``, unless they are there."""
@@ -274,6 +285,9 @@ class DeviceDecode:
             self._statistics.set_one(slot, Field.BUDGET, float(budget))
         elif state is None or state.rests == (slot in self._resting):
             return
+        if slot in self._resting and not state.rests:
+            # Dense steps have built nothing.
+            state.stage = -1
         (self._resting.add if state.rests else self._resting.discard)(slot)
         self._write(state, slot)
 

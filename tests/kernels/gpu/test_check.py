@@ -112,7 +112,7 @@ def test_the_same_batch_gets_the_same_bits(device: torch.device) -> None:
 def _launch() -> None:
     """Attend at each of ``SHAPES``, of bfloat16, with 8 KV heads, on a device like a H100."""
     batch = DecodeBatch.empty(2, 32_768, 64, torch.device("cpu"))
-    for _, group, new_tokens in SHAPES:
+    for head_dim, group, new_tokens in SHAPES:
         cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16))
         queries = torch.empty(2 * new_tokens, 8 * group, head_dim, dtype=torch.bfloat16)
         partial = CheckPartial.empty(len(queries), 8 * group, cache)
