@@ -43,8 +43,8 @@ class Bounds(NamedTuple):
 class Completed(NamedTuple):
     """Which rows are ``active``, and where it is noted what was built of the pages that they have completed.
 
-    ``active`` is int32 [rows]; ``built`` and ``generations`` are those of a ``DevicePageIndex``, and ``anew_from`` is the
-    batch's.
+    ``active`` is int32 [rows]; ``built`` and ``generations`` are those of a ``DevicePageIndex``, and ``anew_from`` is
+    the batch's.
     """
 
     active: Pointer
@@ -98,14 +98,16 @@ class Entries:
             built: int64 [pages of the pool]; gets the generations of the pages.
             generations: int64 [pages of the pool].
         """
-        grid = (batch.rows, self.pools.layers, self.programs)
+        # A check may have written the keys of as many pages.
+        most_pages = triton.cdiv(MAX_DRAFT_TOKENS + 1, batch.page_size)
+        grid = (batch.rows * most_pages, self.pools.layers, self.programs)
         _extend_kernel[grid](
             self.pools.arguments,
             Rows.of(batch),
             Completed(active, built, generations, batch.anew_from),
             self.target,
             self.write,
-            most_pages=triton.cdiv(MAX_DRAFT_TOKENS + 1, batch.page_size),
+            most_pages=most_pages,
         )
 
 
@@ -124,20 +126,18 @@ def _extend_kernel(
     write: tl.constexpr,
     most_pages: tl.constexpr,
 ) -> None:
-    """Write entries of the pages that rows have completed: of the last ``most_pages`` of each."""
-    row = tl.program_id(0)
+    """Write entries of pages that rows have completed. Grid: rows × ``most_pages``, the last of each; layers; parts."""
+    row = tl.program_id(0) // most_pages
     newest = tl.load(rows.lengths + row) - 1
     anew_from = tl.load(completed.anew_from + row)
     acts = tl.load(completed.active + row) != 0
-    for behind in tl.static_range(most_pages):
-        end = (newest // rows.page_size - behind) * rows.page_size
-        if acts & (end > 0) & ((end == newest) | (end > anew_from)):
-            place = row.to(tl.int64) * rows.table_stride + end // rows.page_size - 1
-            page = tl.load(rows.page_table + place)
-            write(pools, entries, page)
-            # The launch's first program of a page says that its entry holds: later launches see all of its programs.
-            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-                tl.store(completed.built + page, tl.load(completed.generations + page))
+    end = (newest // rows.page_size - tl.program_id(0) % most_pages) * rows.page_size
+    if acts & (end > 0) & ((end == newest) | (end > anew_from)):
+        page = tl.load(rows.page_table + row.to(tl.int64) * rows.table_stride + end // rows.page_size - 1)
+        write(pools, entries, page)
+        # The launch's first program of a page says that its entry holds: later launches see all of its programs.
+        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+            tl.store(completed.built + page, tl.load(completed.generations + page))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

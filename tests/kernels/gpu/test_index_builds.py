@@ -148,7 +148,10 @@ def test_pages_with_keys_written_anew_are_built_once_more(
     others = everything[~torch.isin(everything, wanted)]
     anew.ensure(everything)
     assert (index.built[pages[3, : 32 // page_size]] != generations.counts[pages[3, : 32 // page_size]]).all()
-    part, whole = ((own.bounds if isinstance(own, PageBounds) else own.codes) for own in (index, anew))
+    part, whole = (
+        (own.bounds if isinstance(own, PageBounds) else own.codes).reshape(LAYERS, len(everything), -1)
+        for own in (index, anew)
+    )
     slips = 0 if isinstance(index, PageBounds) else SLIPS
     assert (part[:, wanted] != whole[:, wanted]).sum() <= slips
     assert (part[:, others] != whole[:, others]).sum() > slips
