@@ -44,7 +44,15 @@ from benchmarks.options_table import options_table
 from benchmarks.policy_table import policies_table
 from benchmarks.serving.overhead.beside_table import service_table
 from benchmarks.serving.overhead.table import overhead_table
-from benchmarks.serving.tables import growth_table, mixed_table, ranks_table, serve_table, served_table, ttft_table
+from benchmarks.serving.tables import (
+    growth_table,
+    mixed_table,
+    ranks_table,
+    serve_table,
+    served_table,
+    ttft_table,
+    verified_table,
+)
 
 _DOCS: Final = REPOSITORY / "docs"
 DOCUMENTS: Final = (
@@ -148,6 +156,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "serve-lowbit": ("serve-lowbit.json", serve_table),
     "serve-termination": ("serve-termination.json", serve_table),
     "batches": ("serve-batches.json", serve_table),
+    "serve-verified": ("serve-verified.json", verified_table),
     "mixed": ("mixed.json", mixed_table),
     "mixed-two-gpus": ("mixed-two-gpus.json", mixed_table),
     "ranks": ("tp.json", ranks_table),

@@ -37,6 +37,28 @@ def served_table(path: Path) -> str:
     return markdown_table(("time per token, times as fast as dense", *cases), rows) + devices_of(record)
 
 
+def verified_table(path: Path) -> str:
+    """Return what a token of a verified answer takes, where a check comes to so many tokens as was simulated."""
+    record = Record.read(path)
+    rows = []
+    for row in record.rows:
+        parameters = row.parameters
+        if parameters["figure"] == "mean tpot":
+            verify = (parameters["attention"] or {}).get("verify")
+            rows.append(
+                (
+                    case_of(row),
+                    f"{row.policy}, {parameters['backend']}" if row.policy == "dense" else row.policy,
+                    "" if verify is None else str(verify["draft_tokens"]),
+                    f"{row.measured:.2f}",
+                    "" if row.speedup is None else f"{row.speedup:.2f}",
+                    percent(parameters["kv_read_ratio"]),
+                )
+            )
+    headings = ("context", "answers", "drafted for a check", "ms a token", "times as fast as dense", "KV read %")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
 def mixed_table(path: Path) -> str:
     """Return what tokens of a batch of several policies take beside those of batches of one policy each."""
     record = Record.read(path)
