@@ -14,10 +14,11 @@ import httpx
 import pytest
 
 from sglang_winnow import crossover
+from sglang_winnow.sglang_versions.releases import VERIFIES
 from tests.models import ModelShape, write_model, write_weights
 from tests.policy_rows import small_policies
 from tests.runtime import runtime_server
-from tests.sglang_ext.answers import LOGPROBS, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
+from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, equal_tokens, prompt_of
 
 # Each token of each request is a second or so of interpreted kernels.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -53,11 +54,11 @@ def interpreted(*plugins: Path) -> dict[str, str]:
 
 
 @contextmanager
-def serve(model: Path, log: Path, **environment: str) -> Iterator[httpx.Client]:
+def serve(model: Path, log: Path, *more: str, **environment: str) -> Iterator[httpx.Client]:
     arguments = ("--chunked-prefill-size", "512", "--max-total-tokens", "16384", "--max-running-requests", "4")
     environment[crossover.ENVIRONMENT] = "0"
     with (
-        runtime_server(model, *arguments, log=log, **environment) as runtime,
+        runtime_server(model, *arguments, *more, log=log, **environment) as runtime,
         httpx.Client(base_url=runtime.url, timeout=900) as http,
     ):
         yield http
@@ -136,3 +137,40 @@ def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
         cost, wanted_cost = (answer["meta_info"]["attention"] for answer in (own, wanted))
         del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
         assert_equal_costs(cost, wanted_cost)
+
+
+@pytest.mark.skipif(not VERIFIES, reason="verification is served on the oldest release only")
+def test_verified_answers_are_those_of_dense_attention(tmp_path: Path) -> None:
+    """Of drafts that stand and of drafts that fall, across ends of pages, alone and beside who is not verified."""
+    model = write_model(tmp_path / "model", SHAPE)
+    write_weights(model)
+    tokens = 20
+    decodes: list[Mapping[str, Any]] = [
+        {"policy": "quest", "budget": 64, "full_layers": 0},
+        {"policy": "lowbit_top_k", "budget": 64},
+        {"policy": "streaming_llm", "window": 48},
+    ]
+    asked = [{"decode": decode, "verify": {"draft_tokens": drafts}} for decode in decodes for drafts in (2, 5)]
+
+    def answer(http: httpx.Client, number: int, policy: Mapping[str, Any] | None) -> Any:
+        parameters: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        more = LOGPROBS
+        if policy is not None:
+            parameters["custom_params"] = {"attention": json.dumps(policy)}
+            more = {}
+        prompt = prompt_of(300 + 9 * number, number, SHAPE.vocab_size)
+        return (
+            http.post("/generate", json={"input_ids": prompt, "sampling_params": parameters} | more)
+            .raise_for_status()
+            .json()
+        )
+
+    verifying = ("--speculative-algorithm", "WINNOW")
+    with serve(model, tmp_path / "log", *verifying, **interpreted()) as http, ThreadPoolExecutor(4) as pool:
+        dense = [answer(http, number, None) for number in range(2)]
+        jobs = [(number, policy) for policy in [*asked, None] for number in range(2)]
+        found = list(pool.map(lambda job: answer(http, *job), jobs))
+    for (number, policy), own in zip(jobs, found, strict=True):
+        assert equal_tokens(own, dense[number], TOLERANCE) == tokens, policy
+    told = [own["meta_info"]["attention"]["verify"] for (_, policy), own in zip(jobs, found, strict=True) if policy]
+    assert 0 < sum(each["accepted"] for each in told) < sum(each["drafted"] for each in told)

@@ -1,0 +1,60 @@
+"""Which drafts of a check stand, and graphs of how many tokens it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.environ import envs
+
+from sglang_winnow.sglang_versions.releases import VERIFIES
+
+if not VERIFIES:
+    pytest.skip("verification is served on the oldest release only", allow_module_level=True)
+
+from sglang_winnow.device.check_graphs import WIDTHS, CheckGraphs
+from sglang_winnow.simulated_acceptance import simulated_acceptance
+from sglang_winnow.verification_worker import WIDTH, standing_drafts
+from winnow_kernels.contract.verification import MOST_CHECKED_TOKENS
+
+TOKENS = st.integers(0, 2)
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 5))
+def test_drafts_stand_up_to_the_first_that_was_not_drawn(data: st.DataObject, longest: int, rows: int) -> None:
+    drafted = [data.draw(st.lists(TOKENS, min_size=longest, max_size=longest)) for _ in range(rows)]
+    drawn = [data.draw(st.lists(TOKENS, min_size=longest + 1, max_size=longest + 1)) for _ in range(rows)]
+    limits = data.draw(st.lists(st.integers(1, longest), min_size=rows, max_size=rows))
+    expected = []
+    for own, correct, limit in zip(drafted, drawn, limits, strict=True):
+        standing = 0
+        while standing < limit and own[standing] == correct[standing]:
+            standing += 1
+        expected.append(standing)
+    found = standing_drafts(torch.tensor(drafted), torch.tensor(drawn), torch.tensor(limits))
+    assert found.tolist() == expected
+
+
+def test_acceptance_is_simulated_if_asked_for() -> None:
+    limits = torch.tensor([4, 2] * 500)
+    assert simulated_acceptance(limits) is None
+    with envs.SGLANG_SIMULATE_ACC_LEN.override(4.25):
+        standing = simulated_acceptance(limits)
+    assert standing is not None
+    assert set(standing[::2].tolist()) == {3, 4}
+    assert standing[::2].double().mean() == pytest.approx(3.25, abs=0.1)
+    # No more than were drafted.
+    assert set(standing[1::2].tolist()) == {2}
+
+
+def test_rows_are_filled_up_to_the_next_graph() -> None:
+    graphs: Any = object.__new__(CheckGraphs)
+    graphs._graphs = {}
+    assert [graphs.width(tokens) for tokens in (2, 4, 17)] == [2, 4, 17]
+    assert graphs.rows(4) == MOST_CHECKED_TOKENS // 4
+    graphs._graphs = {width: object() for width in WIDTHS}
+    assert [graphs.width(tokens) for tokens in (2, 3, 4, 5, 6, 10, 17)] == [2, 3, 5, 5, 9, 17, 17]
+    assert WIDTHS[-1] == WIDTH
