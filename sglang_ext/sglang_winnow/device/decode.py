@@ -255,11 +255,12 @@ class DeviceDecode:
         noted = any(drafting) or any(first != NOTHING_ANEW for first in anew_from)
         if noted or self._has_noted:
             self._has_noted = noted
-            device = step.drafting.device
+            # Of all rows: a step of fewer shares the first ones with larger steps.
+            every, device = self.buffers.largest, step.drafting.device
+            every.drafting.zero_()
+            every.batch.anew_from.fill_(NOTHING_ANEW)
             step.drafting[: len(rows)] = to_device(torch.tensor(drafting, dtype=torch.int32), device)
             step.batch.anew_from[: len(rows)] = to_device(torch.tensor(anew_from, dtype=torch.int32), device)
-            step.drafting[len(rows) :] = 0
-            step.batch.anew_from[len(rows) :] = NOTHING_ANEW
 
     def _anew_from(self, state: RequestState | None, length: int) -> int:
         """Return from where on the step builds anew what the request's selector has of pages; once."""

@@ -289,6 +289,23 @@ def test_a_verified_request_drafts_in_nobodys_name(device: torch.device) -> None
     assert server.statistics.rows[1:3, Field.DENSE_STEPS].tolist() == [0, 0]
 
 
+def test_no_row_drafts_after_a_smaller_batch_that_drafts_nothing(device: torch.device) -> None:
+    server = Server(["quest, verified", "quest, verified", "quest"], [143, 143, 143], device)
+    decode = device_decode(server)
+    on_device(server, decode, 0, padding=0)
+    verified, server.states = server.states[:2], server.states[2:]
+    server.request_slots, server.lengths = server.request_slots[2:], server.lengths[2:]
+    on_device(server, decode, 1, padding=0)
+    server.states = [*verified, *server.states]
+    server.request_slots, server.lengths = torch.arange(1, 4, device=device), [143, 143, 143]
+    for state in verified:
+        state.rests = True
+    server.statistics.rows.zero_()
+    on_device(server, decode, 2, padding=0)
+    assert server.statistics.rows[1:4, Field.STEPS].tolist() == [1, 1, 1]
+    assert server.statistics.rows[1:4, Field.DRAFTED].tolist() == [0, 0, 0]
+
+
 def test_a_cap_that_cuts_nothing_asks_for_no_order(device: torch.device) -> None:
     server = Server(["tactic, capped"], [80], device)
     decode = device_decode(server)
