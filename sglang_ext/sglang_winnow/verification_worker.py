@@ -143,9 +143,13 @@ class VerificationWorker(BaseSpecWorker):
         return drafted
 
     def _parts(self, rows: list[int], limits: list[int]) -> Iterator[list[int]]:
-        """Yield ``rows`` in parts that one pass can check."""
-        longest = max(limits[row] for row in rows) + 1
-        at_once = len(rows) if self._graphs is None else self._graphs.rows(longest)
+        """Yield ``rows`` in parts, each for a pass that checks as many tokens of every row."""
+        if self._graphs is None:
+            # A CPU's time goes by tokens: none are filled up.
+            for limit in sorted({limits[row] for row in rows}):
+                yield [row for row in rows if limits[row] == limit]
+            return
+        at_once = self._graphs.rows(max(limits[row] for row in rows) + 1)
         for first in range(0, len(rows), at_once):
             yield rows[first : first + at_once]
 
@@ -162,7 +166,7 @@ class VerificationWorker(BaseSpecWorker):
     ) -> None:
         """Check what ``rows`` have drafted; fill in their ``tokens`` and how many of these are ``accepted``.
 
-        A pass checks as many tokens of every row. Where a row has drafted fewer, nothing is asked of those behind.
+        Where a row has drafted fewer than others, nothing is asked of the tokens that fill it up.
         """
         width = max(limits[row] for row in rows) + 1
         if self._graphs is not None:
