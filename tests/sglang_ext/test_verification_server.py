@@ -104,6 +104,8 @@ def ask(
     return server.http.post("/generate", json=body).raise_for_status().json()
 
 
+# Two minutes on two free cores, and more than twice as long beside another server.
+@pytest.mark.timeout(900)
 def test_every_policy_answers_as_dense_attention_does(server: Server) -> None:
     texts = [prompt(seed) for seed in range(2)]
     dense = [ask(server, text)["output_ids"] for text in texts]
