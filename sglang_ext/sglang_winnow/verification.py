@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sglang_winnow.hooks import around
 from sglang_winnow.verification_worker import WIDTH, VerificationWorker
-from winnow_kernels.contract.verification import ALGORITHM, MOST_CHECKED_TOKENS
+from winnow_kernels.contract.verification import ALGORITHM, MAX_CHECKED_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -122,7 +122,7 @@ def _sizes_of_graphs(
     captured, compiled = sizes_of(runner, width)
     if getattr(runner.spec_algorithm, "checked_width", None) is None:
         return captured, compiled
-    return [size for size in captured if size * width <= MOST_CHECKED_TOKENS], compiled
+    return [size for size in captured if size * width <= MAX_CHECKED_TOKENS], compiled
 
 
 _ALLOCATION: Final = "sglang.srt.mem_cache.allocation"

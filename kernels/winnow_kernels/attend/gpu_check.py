@@ -31,8 +31,8 @@ BLOCK_BYTES: Final = 32 << 10
 _SPLITS = tl.constexpr(SPLITS)
 _TILE = tl.constexpr(TILE)
 _FEWEST_TILES = tl.constexpr(4)
-_MOST_TILES = tl.constexpr(64)
-_MOST_ROUNDS: Final = 3
+_MAX_TILES = tl.constexpr(64)
+_MAX_ROUNDS: Final = 3
 _SHARED_BYTES: Final = 227 << 10
 _OTHER_BYTES: Final = 8 << 10
 _NO_MASS = tl.constexpr(NO_MASS)
@@ -88,7 +88,7 @@ class CheckLaunch:
         tiles_bytes = stages * 2 * TILE * vector_bytes
         at_once = multiprocessors * max(1, _SHARED_BYTES // (tiles_bytes + _OTHER_BYTES))
         programs = rows * cache.kv_heads * blocks
-        rounds = [at_once * rounds // programs for rounds in range(1, _MOST_ROUNDS + 1)]
+        rounds = [at_once * rounds // programs for rounds in range(1, _MAX_ROUNDS + 1)]
         fitting = [splits for splits in rounds if 1 <= splits <= SPLITS]
         splits = fitting[-1] if fitting else min(SPLITS, max(1, rounds[0]))
         return cls(block, blocks, splits, stages=stages)
@@ -151,7 +151,7 @@ def attend_new(
 @triton.jit  # type: ignore[untyped-decorator]
 def _tiles_of_split(tiles: tl.tensor, aimed_splits: tl.constexpr) -> tl.tensor:
     """Return how many tiles each split of a context of ``tiles`` has; the last may have fewer."""
-    aimed = tl.minimum(tl.maximum(tl.cdiv(tiles, aimed_splits), _FEWEST_TILES), _MOST_TILES)
+    aimed = tl.minimum(tl.maximum(tl.cdiv(tiles, aimed_splits), _FEWEST_TILES), _MAX_TILES)
     return tl.maximum(aimed, tl.cdiv(tiles, _SPLITS))
 
 

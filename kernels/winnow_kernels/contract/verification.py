@@ -13,7 +13,7 @@ ALGORITHM: Final = "WINNOW"
 AUTO: Final = "auto"
 MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_DRAFT_TOKENS: Final = 4
-MOST_CHECKED_TOKENS: Final = 256
+MAX_CHECKED_TOKENS: Final = 256
 """Of one pass on CUDA: buffers are made for as many. More are checked in several passes."""
 
 

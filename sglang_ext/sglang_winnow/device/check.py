@@ -13,7 +13,7 @@ from sglang_winnow.forward_pass import write_keys_and_values
 from sglang_winnow.verification_plan import count_accepted
 from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.contract.verification import MOST_CHECKED_TOKENS
+from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_step import Step, StepBuffers
 from winnow_kernels.decode.statistics import Field, Statistics
@@ -57,7 +57,7 @@ class CheckBackend(AttentionBackend):
         self._buffers = buffers
         self._generations = generations
         self.statistics = statistics
-        self._partial = CheckPartial.empty(MOST_CHECKED_TOKENS, query_heads, caches[0])
+        self._partial = CheckPartial.empty(MAX_CHECKED_TOKENS, query_heads, caches[0])
         self._step: Step = buffers.largest
         self._width = 1
 

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from torch import Tensor
 
-from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS, MOST_CHECKED_TOKENS
+from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS, MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -24,7 +24,7 @@ WIDTHS: Final = (2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
 class CheckGraphs:
     """Runs checks with ``CheckBackend``: by a CUDA graph where one was captured, else without.
 
-    Graphs are captured of the sizes that decode steps have, up to ``MOST_CHECKED_TOKENS``; of none on a server that
+    Graphs are captured of the sizes that decode steps have, up to ``MAX_CHECKED_TOKENS``; of none on a server that
     captures none.
     """
 
@@ -33,10 +33,10 @@ class CheckGraphs:
         self._runner = runner
         self._backend = runner.attn_backend.check
         self._graphs: dict[int, DecodeCudaGraphRunner] = {}
-        self._logits = GraphSharedOutput(device=torch.device(runner.device), max_rows=MOST_CHECKED_TOKENS)
+        self._logits = GraphSharedOutput(device=torch.device(runner.device), max_rows=MAX_CHECKED_TOKENS)
         decode = runner.decode_cuda_graph_runner
         if isinstance(decode, DecodeCudaGraphRunner):
-            widths = [width for width in WIDTHS if min(decode.capture_bs) * width <= MOST_CHECKED_TOKENS]
+            widths = [width for width in WIDTHS if min(decode.capture_bs) * width <= MAX_CHECKED_TOKENS]
             self._graphs = {width: self._captured(width) for width in widths}
 
     def width(self, tokens: int) -> int:
@@ -47,7 +47,7 @@ class CheckGraphs:
         """Return how many rows a pass can have that checks so many tokens of each."""
         width = self.width(tokens)
         graph = self._graphs.get(width)
-        return MOST_CHECKED_TOKENS // width if graph is None else graph.max_bs
+        return MAX_CHECKED_TOKENS // width if graph is None else graph.max_bs
 
     @contextmanager
     def checking(self, width: int) -> Iterator[None]:

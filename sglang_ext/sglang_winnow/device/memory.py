@@ -20,7 +20,7 @@ from sglang_winnow.sglang_versions.parallelism import attention_ranks_of
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.attend.gpu_check import CheckPartial
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.contract.verification import MOST_CHECKED_TOKENS
+from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT
@@ -61,7 +61,7 @@ def check_bytes(shape: PoolShape, query_heads: int) -> int:
     """Return what the buffers of passes that check drafts take."""
     nowhere = torch.device("meta")
     layer = LayerCache(*torch.empty(2, 1, shape.kv_heads, shape.head_dim, device=nowhere))
-    return sum(tensor.nbytes for tensor in CheckPartial.empty(MOST_CHECKED_TOKENS, query_heads, layer))
+    return sum(tensor.nbytes for tensor in CheckPartial.empty(MAX_CHECKED_TOKENS, query_heads, layer))
 
 
 def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, *arguments: Any, **named: Any) -> int:
