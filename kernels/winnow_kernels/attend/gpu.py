@@ -124,7 +124,7 @@ class AttendBuffers:
                 torch.empty(rows, query_heads, PARTIAL_SLOTS, dtype=torch.float32, device=device),
                 torch.empty(rows, cache.kv_heads, PARTIAL_SLOTS, dtype=torch.int32, device=device),
             ),
-            multiprocessors_of(device),
+            _multiprocessors(device),
             launch or Launch.of(cache.head_dim, cache.keys.element_size(), query_heads // cache.kv_heads),
         )
 
@@ -206,8 +206,7 @@ def attend(
     )
 
 
-def multiprocessors_of(device: torch.device) -> int:
-    """Return how many multiprocessors ``device`` has."""
+def _multiprocessors(device: torch.device) -> int:
     # In the interpreter, which runs programs one after another, few enough for each to have several splits.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 

@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
-from winnow_kernels.attend.gpu import multiprocessors_of
 from winnow_kernels.batch import NO_MASS, DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Pointer, Rows, Vectors
+from winnow_kernels.selection.gpu_partition import programs_on
 
 SPLITS: Final = 64
 """Of a context, at most; a power of two."""
@@ -79,14 +79,14 @@ class CheckLaunch:
     stages: int = 2
 
     @classmethod
-    def of(cls, rows: int, queries: int, cache: LayerCache, multiprocessors: int) -> CheckLaunch:
-        """Return what suits ``rows`` of ``queries`` each for a KV head, on a device with so many multiprocessors."""
+    def of(cls, rows: int, queries: int, cache: LayerCache) -> CheckLaunch:
+        """Return what suits ``rows`` of ``queries`` each for a KV head, on the cache's device."""
         vector_bytes = triton.next_power_of_2(cache.head_dim) * cache.keys.element_size()
         block = max(16, min(BLOCK_BYTES // vector_bytes, triton.next_power_of_2(queries)))
         blocks = triton.cdiv(queries, block)
         stages = 2 if vector_bytes <= 512 else 1
         tiles_bytes = stages * 2 * TILE * vector_bytes
-        at_once = multiprocessors * max(1, _SHARED_BYTES // (tiles_bytes + _OTHER_BYTES))
+        at_once = programs_on(cache.keys.device, max(1, _SHARED_BYTES // (tiles_bytes + _OTHER_BYTES)))
         programs = rows * cache.kv_heads * blocks
         rounds = [at_once * rounds // programs for rounds in range(1, _MAX_ROUNDS + 1)]
         fitting = [splits for splits in rounds if 1 <= splits <= SPLITS]
@@ -122,7 +122,7 @@ def attend_new(
     assert batch.page_size <= TILE
     heads = Heads.of(query_heads, cache)
     of_pair = new_tokens * (query_heads // cache.kv_heads)
-    launch = launch or CheckLaunch.of(batch.rows, of_pair, cache, multiprocessors_of(queries.device))
+    launch = launch or CheckLaunch.of(batch.rows, of_pair, cache)
     splits = min(SPLITS, triton.cdiv(triton.cdiv(batch.longest, TILE), _FEWEST_TILES.value))
     _attend_kernel[(splits, cache.kv_heads * launch.blocks, batch.rows)](
         Vectors.of(queries),

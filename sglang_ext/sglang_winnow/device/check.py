@@ -107,10 +107,6 @@ class CheckBackend(AttentionBackend):
         attend_new(queries, self._caches[layer.layer_id], self._step.batch, self._scale, self._partial, output)
         return output.flatten(1)
 
-    def forward_decode(self, *_: Any, **__: Any) -> Tensor:
-        """Refuse: a step of one token a row is the other backend's."""
-        raise NotImplementedError
-
     def accept(self, accepted: Tensor) -> None:
         """Count the last pass, and the steps that dense decoding would have taken to what it has come to.
 
