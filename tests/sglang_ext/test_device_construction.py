@@ -18,7 +18,7 @@ from sglang_winnow.device import memory
 from sglang_winnow.device.backend import WinnowDeviceBackend
 from sglang_winnow.device.construction import enabled_kinds
 from sglang_winnow.device.decode import Variant
-from sglang_winnow.device.memory import fixed_bytes
+from sglang_winnow.device.memory import check_bytes, fixed_bytes
 from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
 from sglang_winnow.graph_sets import GraphSet
@@ -178,8 +178,9 @@ def test_codes_of_more_bits_take_more() -> None:
     assert four.share - three.share == pytest.approx(1 / 32)
 
 
+@pytest.mark.parametrize("algorithm", [None, "WINNOW"])
 def test_a_server_leaves_room_for_indexes_and_says_for_which(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    algorithm: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(POLICIES_SETTING, "lowbit_top_p,lowbit_top_k,quest")
     monkeypatch.setenv(key_bits.ENVIRONMENT, "3")
@@ -188,7 +189,9 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
         num_hidden_layers=32, get_num_kv_heads=lambda _: 8, head_dim=128, num_attention_heads=32, context_len=4096
     )
     configurator = SimpleNamespace(
-        server_args=SimpleNamespace(attention_backend="winnow", max_running_requests=4),
+        server_args=SimpleNamespace(
+            attention_backend="winnow", max_running_requests=4, speculative_algorithm=algorithm
+        ),
         model_config=model,
         kv_cache_dtype=torch.bfloat16,
         page_size=16,
@@ -198,6 +201,8 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
     with caplog.at_level(logging.INFO, logger=memory.__name__):
         left = hook.function(lambda _: available, configurator)
     buffers = fixed_bytes(enabled_kinds(), SHAPE, query_heads=32, rows=4, longest=4096, page_size=16)
+    if algorithm:
+        buffers += check_bytes(SHAPE, query_heads=32)
     assert left == pytest.approx((available - buffers) / (1 + 0.1094 + 0.0625), rel=1e-3)
     total, *indexes, others = caplog.messages
     assert total.startswith("Winnow serves dense, quest, lowbit_top_p, lowbit_top_k. Of 16.00 GB its buffers take ")
