@@ -49,13 +49,20 @@ ROWS: Final[dict[str, Row]] = {
     "sparq": Row({"sinks": 16, "budget": 1024, "channels": 32}, {"budget": 48, "channels": 8}),
     "lowbit_top_p": Row({"sinks": 16, "p": 0.9, "min_tokens": 0}, {"p": 0.3, "max_tokens": 100}),
     "lowbit_top_k": Row({"sinks": 16, "budget": 1024}, {"budget": 100}),
+    "verified_pages": Row({"sinks": 16, "budget": 1024, "recency": 64}, {"budget": 64, "recency": 16}),
 }
 assert tuple(ROWS) == DECODE_POLICIES, "each policy of the registry has a row here, in its order"
 
 VOTED: Final = tuple(name for name, parameters in PARAMETERS["decode"].items() if issubclass(parameters, Voted))
 """Policies in which an observation window votes."""
+DRAFTS_ONLY: Final = tuple(name for name, parameters in PARAMETERS["decode"].items() if parameters.drafts_only)
+"""Policies of verified requests alone."""
 
 
 def small_policies() -> dict[str, Json]:
-    """What a request says that asks for each policy with its small parameters."""
-    return {name: {"decode": {"policy": name, **row.small}} if row.small else {} for name, row in ROWS.items()}
+    """What a request says that asks for each policy with its small parameters; of those that need no verification."""
+    return {
+        name: {"decode": {"policy": name, **row.small}} if row.small else {}
+        for name, row in ROWS.items()
+        if name not in DRAFTS_ONLY
+    }

@@ -7,12 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.policy_rows import VOTED
+from tests.policy_rows import DRAFTS_ONLY, VOTED
 from winnow_kernels.contract.early_termination import MAX_PATIENCE
 from winnow_kernels.contract.fields import DEFAULT_SINKS, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW, PAGE_TOKENS
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.snapkv.parameters import MAX_KERNEL_SIZE
+from winnow_kernels.policies.verified_pages.parameters import MAX_BUDGET
 
 Json = dict[str, Any]
 
@@ -106,6 +107,13 @@ def _lowbit_top_p(draw: st.DrawFn) -> Json:
     return {"policy": "lowbit_top_p", **field, **own, **draw(_fields({"p": _ratio, "max_tokens": cap}))}
 
 
+@st.composite
+def _verified_pages(draw: st.DrawFn) -> Json:
+    sinks, recency = draw(st.integers(0, MAX_WINDOW)), draw(st.integers(PAGE_TOKENS, 4096))
+    budget = draw(st.integers(sinks + recency, MAX_BUDGET))
+    return {"policy": "verified_pages", "sinks": sinks, "budget": budget, "recency": recency}
+
+
 decode_policies = st.one_of(
     st.just({"policy": "dense"}),
     _fields({"sinks": st.integers(0, MAX_WINDOW), "window": _tokens}, policy=st.just("streaming_llm")),
@@ -117,6 +125,7 @@ decode_policies = st.one_of(
     _budgeted("sparq", PAGE_TOKENS, channels=st.integers(1, 256)),
     _lowbit_top_p(),
     _budgeted("lowbit_top_k", PAGE_TOKENS),
+    _verified_pages(),
 )
 prefill_policies = st.just({"policy": "dense"}) | _quoka_prefill()
 terminations = _fields(
@@ -141,6 +150,8 @@ def _valid_policies(draw: st.DrawFn) -> Json:
             }
         )
     )
+    if policy.get("decode", {}).get("policy") in DRAFTS_ONLY:
+        return {**policy, "prefill": {"policy": "dense"}, "keep": False, "verify": draw(verifications)}
     drafts = policy.get("decode", {}).get("policy", "dense") != "dense"
     is_dense_before = policy.get("prefill", {}).get("policy", "dense") == "dense"
     if drafts and is_dense_before and not policy.get("keep") and draw(st.booleans()):

@@ -48,7 +48,7 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy, check_agai
 from winnow_kernels.policies.declarations import declaration_of
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 from winnow_kernels.policies.quoka.reference import quoka_prefill
-from winnow_kernels.policies.registry import DECODE_POLICIES
+from winnow_kernels.policies.registry import PARAMETERS
 
 # The shapes of the needle model.
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 8, 64
@@ -60,7 +60,7 @@ NATIVE: Any = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
 
 CPU: Final = torch.device("cpu")
 CAPTURED: Final = Path(tempfile.gettempdir()) / "winnow-captured-prompts"
-POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")
+POLICIES: Final = tuple(name for name, kind in PARAMETERS["decode"].items() if name != "dense" and not kind.drafts_only)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ from benchmarks.serving.server_plugins import NOOP, NOOP_ATTENTION, python_path
 from tests.runtime import runtime_server
 from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import write_json
-from winnow_kernels.policies.registry import DECODE_POLICIES
+from winnow_kernels.policies.registry import PARAMETERS
 
 QUOKA_PREFILL: Final = {"prefill": {"policy": "quoka", "budget": 1024}}
-POLICIES: Final = tuple(name for name in DECODE_POLICIES if name != "dense")
+POLICIES: Final = tuple(name for name, kind in PARAMETERS["decode"].items() if name != "dense" and not kind.drafts_only)
 _MAX_TOKENS: Final = 65_536
 _ONE_CHUNK: Final = 32_768
 _WARM_UP_TOKENS: Final = 600

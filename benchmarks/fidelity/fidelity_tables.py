@@ -185,7 +185,7 @@ def _complete_lengths(ruler: AccuracyRecord) -> set[int]:
 
 
 def _sparse_presets() -> dict[str, AttentionPolicy]:
-    return {name: preset.attention for name, preset in PRESETS.items() if not preset.attention.is_dense}
+    return {name: preset.attention for name, preset in PRESETS.items() if not preset.attention.answers_densely}
 
 
 def _policy(asked: Mapping[str, Any] | str) -> AttentionPolicy:

@@ -73,9 +73,10 @@ class WinnowAttentionBackend(AttentionBackend):
         context = context_of(forward_batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
         rows = range(forward_batch.batch_size)
         if mode.is_target_verify():
-            self._plan = VerificationPlan(
-                context, forward_batch.spec_info.num_tokens_per_req, forward_batch.req_pool_indices, self.statistics
-            )
+            slots = forward_batch.req_pool_indices
+            states = [self.requests[slot] for slot in slots.tolist()]
+            width = forward_batch.spec_info.num_tokens_per_req
+            self._plan = VerificationPlan(context, width, slots, states, self.statistics)
         elif mode.is_decode():
             self._plan = self._decode(forward_batch, context, rows)
         elif self._decoding:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sglang_winnow.draft_length import DraftLength
 from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.contract.fields import Parameters
-from winnow_kernels.decode.request import PromptSelection
+from winnow_kernels.decode.request import CheckObserver, PromptSelection
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
@@ -32,6 +32,7 @@ class RequestState:
         prefilled: prompt tokens whose prefill has been counted; after a retraction they are computed once more.
         last_prefill: where the last prefill ended; after a retraction, behind the prompt.
         kept: what its policy keeps of the prompt, from the first prefill on; None for all.
+        checked: what its policy keeps of the checks of its drafts, on a CPU; None for nothing.
         kept_answer: generated tokens whose KV was kept for later turns when the request ended.
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
             since the last prefill.
@@ -47,6 +48,7 @@ class RequestState:
     prefilled: int = 0
     last_prefill: int = 0
     kept: PromptSelection | None = None
+    checked: CheckObserver | None = None
     kept_answer: int = 0
     stage: int = -1
     draft_length: DraftLength | None = None

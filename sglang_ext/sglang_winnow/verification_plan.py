@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.dense import prefill
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
@@ -17,31 +20,42 @@ class VerificationPlan:
     Call ``attend`` for each layer, then ``finish``, and ``accept`` when it is known which drafts stand.
     """
 
-    def __init__(self, context: Context, new_tokens: int, table_rows: Tensor, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        context: Context,
+        new_tokens: int,
+        table_rows: Tensor,
+        states: Sequence[RequestState | None],
+        statistics: Statistics,
+    ) -> None:
         """
         Args:
             context: of the requests, with the unchecked tokens.
             new_tokens: that are checked, of each request: the last ones of its context.
             table_rows: int64 [requests], their rows in the statistics.
+            states: of the requests.
             statistics: what the requests' attention costs.
         """
         self._context = context
         self._slots = [slots[:length] for slots, length in zip(context.slots, context.lengths.tolist(), strict=True)]
         self._new_tokens = new_tokens
         self._table_rows = table_rows
+        self._observers = [None if state is None else state.checked for state in states]
         self._statistics = statistics
         self._meter = Meter(context.requests, context.device)
         self._heads = self._bytes = 0
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         """Return the attention output of a layer: [tokens, query heads, head dim], as ``queries``."""
-        del layer
+        parts = list(zip(queries.split(self._new_tokens), self._slots, strict=True))
         if window is None:
+            for observer, (own, slots) in zip(self._observers, parts, strict=True):
+                if observer is not None:
+                    observer.observe(layer, own, slots, cache, scale)
             # A token's K and V are read once for all that is checked.
             self._meter.count_attended(self._context.lengths * cache.kv_heads, cache)
             self._heads += cache.kv_heads
             self._bytes += cache.kv_heads * 2 * cache.vector_bytes
-        parts = zip(queries.split(self._new_tokens), self._slots, strict=True)
         return torch.cat([prefill(own, slots, cache, scale, window) for own, slots in parts])
 
     def finish(self) -> None:

@@ -14,10 +14,13 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
+from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.reporting import note_rows
-from sglang_winnow.request_policy import drafts
+from sglang_winnow.request_policy import drafts, reads_everything
+from sglang_winnow.round_times import ASSUMED, BatchSize, Clock, RoundTimes
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
+from winnow_kernels.decode.ranks import ALONE
 from winnow_kernels.host_tensors import to_device
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ class VerificationWorker(BaseSpecWorker):
     def __init__(self, *, target_worker: TpModelWorker, **_: Any) -> None:
         self._target_worker = target_worker
         self._graphs: CheckGraphs | None = None
+        self._times = RoundTimes(Clock(torch.device(target_worker.model_runner.device)))
+        # Several ranks must draft alike, and would measure different times.
+        self._measures = attention_ranks() is ALONE
 
     @property
     def draft_worker(self) -> None:
@@ -68,7 +74,9 @@ class VerificationWorker(BaseSpecWorker):
     def _round(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
         bonus, lengths = batch.spec_info.bonus_tokens, batch.seq_lens
         on_host = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else lengths.cpu()
-        limits = self._limits(batch, on_host.tolist())
+        size = BatchSize.of(on_host.tolist())
+        limits = self._limits(batch, on_host.tolist(), size)
+        begin = self._times.clock.mark()
         verified = [row for row, limit in enumerate(limits) if limit]
         accepted = torch.ones_like(lengths)
         if on_publish is not None and not verified:
@@ -79,8 +87,13 @@ class VerificationWorker(BaseSpecWorker):
         tokens[:, 0] = result.next_token_ids
         if verified:
             drafted = self._draft(batch, verified, limits, result, lengths, on_host)
+            was_drafted = self._times.clock.mark()
             for rows in self._parts(verified, limits):
                 self._verify(batch, rows, limits, bonus, drafted, tokens, accepted, on_host)
+            self._times.note_round(size, begin, was_drafted, max(limits))
+            self._learn(batch, verified, limits, accepted, size)
+        elif self._is_dense(batch, on_host.tolist()):
+            self._times.note_dense(size, begin)
         # SGLang looks for as many of these as tokens were accepted; who is verified does not ask for them.
         if (logprobs := result.logits_output.next_token_logprobs) is not None:
             result.logits_output.next_token_logprobs = logprobs[:, None]
@@ -95,18 +108,41 @@ class VerificationWorker(BaseSpecWorker):
         note_rows(result, self.target_worker, batch)
         return result
 
-    def _limits(self, batch: ScheduleBatch, lengths: Sequence[int]) -> list[int]:
+    def _limits(self, batch: ScheduleBatch, lengths: Sequence[int], size: BatchSize) -> list[int]:
         """Return how many tokens each row drafts in this round; note who rests."""
         page_size = self.target_worker.model_runner.page_size
+        drafting = [
+            req.winnow_state.draft_length
+            for req, length in zip(batch.reqs, lengths, strict=True)
+            if drafts(req.winnow_state, length + 1, page_size)
+        ]
+        # Before anybody drafts as many as pay, a dense pass tells what that is to be measured by.
+        measures = self._measures and self._times.costs(size) is None and all(each.follows for each in drafting)
         limits = []
         for req, length in zip(batch.reqs, lengths, strict=True):
             state, limit = req.winnow_state, 0
             state.rests = False
             if drafts(state, length + 1, page_size):
-                limit = max(0, state.draft_length.next(req.sampling_params.max_new_tokens - len(req.output_ids)))
+                wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
+                limit = 0 if measures else max(0, state.draft_length.next(wanted))
                 state.rests = limit == 0
             limits.append(limit)
         return limits
+
+    def _learn(
+        self, batch: ScheduleBatch, rows: Sequence[int], limits: Sequence[int], accepted: Tensor, size: BatchSize
+    ) -> None:
+        """Let those who draft as many as pay learn from a round."""
+        costs = (self._times.costs(size) if self._measures else None) or ASSUMED
+        come_to = accepted.tolist()
+        for row in rows:
+            batch.reqs[row].winnow_state.draft_length.note(limits[row], come_to[row] - 1, costs)
+
+    def _is_dense(self, batch: ScheduleBatch, lengths: Sequence[int]) -> bool:
+        """Return whether a pass in which nobody drafts was dense for everybody."""
+        page_size = self.target_worker.model_runner.page_size
+        rows = zip(batch.reqs, lengths, strict=True)
+        return all(reads_everything(req.winnow_state, length + 1, page_size) for req, length in rows)
 
     def _decode(
         self, part: ScheduleBatch, tokens: Tensor, cached: Tensor, on_host: Tensor, *, sample: bool = True
@@ -197,10 +233,8 @@ class VerificationWorker(BaseSpecWorker):
         accepted[index] = 1 + standing
         tokens[index, :width] = own
         (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
-        for row, stood in zip(rows, standing.tolist(), strict=True):
-            state = batch.reqs[row].winnow_state
-            state.draft_length.note(limits[row], stood)
-            state.written_anew(int(on_host[row]))
+        for row in rows:
+            batch.reqs[row].winnow_state.written_anew(int(on_host[row]))
 
 
 def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:

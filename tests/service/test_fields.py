@@ -166,17 +166,23 @@ async def policies_check(served: dict[str, Any]) -> doctor.Check:
 
 async def test_the_doctor_says_which_policies_are_served() -> None:
     served = {*DECODE_POLICIES} - {"sparq"}
-    check = await policies_check({"winnow": SERVED | {"policies": sorted(served)}})
+    check = await policies_check({"winnow": SERVED | {"policies": sorted(served), "verifies": True}})
     assert check.status is doctor.Status.OK
     assert check.found == ", ".join(sorted(served))
 
 
 async def test_the_doctor_says_which_presets_are_refused() -> None:
-    check = await policies_check({"winnow": SERVED | {"policies": ["dense", "sparq"]}})
+    check = await policies_check({"winnow": SERVED | {"policies": ["dense", "sparq"], "verifies": True}})
     assert check.status is doctor.Status.OPTIONAL
     asked = {preset.attention.decode.policy for preset in PRESETS.values()} | {"sparq"}
     setting = f"WINNOW_POLICIES={','.join(name for name in DECODE_POLICIES if name in asked - {'dense'})}"
-    assert check.remedy == f"refused: balanced, fast, long-prompt, reasoning; set {setting}"
+    assert check.remedy == f"refused: balanced, fast, lossless, long-prompt, reasoning; set {setting}"
+
+
+async def test_the_doctor_says_which_presets_need_a_server_that_verifies() -> None:
+    check = await policies_check({"winnow": SERVED | {"policies": list(DECODE_POLICIES), "verifies": False}})
+    assert check.status is doctor.Status.OPTIONAL
+    assert check.remedy == "refused: lossless; start the runtime with --speculative-algorithm WINNOW"
 
 
 @pytest.mark.parametrize("served", [{}, {"winnow": SERVED | {"policies": ["dense"], "prefill_policies": ["dense"]}}])

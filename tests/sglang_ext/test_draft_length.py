@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.draft_length import RESTS, DraftLength
+from sglang_winnow.draft_length import MAX_RESTS, RESTS, DraftLength
+from sglang_winnow.round_times import RoundCosts
 from winnow_kernels.contract.verification import AUTO, DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 
 FAR = 1000
@@ -42,10 +43,17 @@ def test_where_none_stands_steps_are_dense_but_for_a_trial_now_and_then() -> Non
     length = DraftLength(AUTO)
     while drafted := length.next(FAR):
         length.note(drafted, 0)
-    steps = [length.next(FAR) for _ in range(RESTS)]
-    assert steps == [0] * (RESTS - 1) + [1]
+    rests = RESTS
+    # The first of them has been looked at.
+    steps = [0, *(length.next(FAR) for _ in range(RESTS))]
+    while rests < MAX_RESTS:
+        assert steps == [0] * rests + [1]
+        length.note(1, 0)
+        rests *= 2
+        steps = [length.next(FAR) for _ in range(rests + 1)]
+    assert steps == [0] * MAX_RESTS + [1]
     length.note(1, 0)
-    assert length.next(FAR) == 0
+    assert [length.next(FAR) for _ in range(MAX_RESTS + 1)] == [0] * MAX_RESTS + [1]
 
 
 def test_where_one_stands_few_are_drafted() -> None:
@@ -53,3 +61,30 @@ def test_where_one_stands_few_are_drafted() -> None:
     for _ in range(60):
         length.note(length.next(FAR), 1)
     assert 1 <= length.next(FAR) <= 3
+
+
+def test_what_rounds_were_measured_to_cost_decides() -> None:
+    """Where a draft takes as long as a dense step nothing pays; where it takes little, many do."""
+    for costs, expected in [
+        (RoundCosts(draft=1.0, check=1.2), range(1)),
+        (RoundCosts(draft=0.01, check=1.0), range(12, MAX_DRAFT_TOKENS + 1)),
+        (RoundCosts(draft=0.3, check=1.3), range(3, 9)),
+    ]:
+        length = DraftLength(AUTO)
+        for _ in range(60):
+            if drafted := length.next(FAR):
+                length.note(drafted, min(drafted, 7), costs)
+        assert length.next(FAR) in expected, costs
+
+
+def test_trials_cost_less_than_three_percent() -> None:
+    """A trial with one draft takes at most a draft and a check more than the dense step in its place."""
+    costs = RoundCosts(draft=1.0, check=1.2)
+    length, seconds, steps = DraftLength(AUTO), 0.0, 0
+    for _ in range(4000):
+        drafted = length.next(FAR)
+        seconds += costs.draft * drafted + costs.check if drafted else 1
+        steps += 1
+        if drafted:
+            length.note(drafted, 0, costs)
+    assert seconds / steps < 1.03

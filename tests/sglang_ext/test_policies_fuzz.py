@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sglang_winnow import crossover
 from sglang_winnow.server_information import PARAMETER, ServedModel
 from tests.models import ModelShape, write_model, write_weights
-from tests.policy_rows import ROWS, VOTED
+from tests.policy_rows import DRAFTS_ONLY, ROWS, VOTED
 from tests.policy_strategies import Json, json_values, mutated_policies, valid_policies
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
@@ -47,7 +47,7 @@ def _acting_decode(draw: st.DrawFn) -> Json:
     sinks = draw(st.integers(0, 40))
     tokens = st.integers(sinks + PAGE_TOKENS, 400)
     budget = st.fixed_dictionaries({"budget": tokens}) | st.fixed_dictionaries({"budget_ratio": _ratio})
-    name = draw(st.sampled_from(DECODE_POLICIES))
+    name = draw(st.sampled_from([name for name in DECODE_POLICIES if name not in DRAFTS_ONLY]))
     fields: Json = {}
     match name:
         case "streaming_llm":

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.policy_rows import ROWS
+from tests.policy_rows import DRAFTS_ONLY, ROWS
 from tests.policy_strategies import json_values, mutated_policies, valid_policies
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import MAX_MESSAGE_CHARACTERS, MAX_TOKENS, PolicyError
@@ -68,8 +68,10 @@ def prefill(**fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", DECODE_POLICIES)
 def test_defaults_of_decode_policies(name: str) -> None:
-    policy = parse_policy(decode(policy=name))
+    verify: dict[str, Any] = {"verify": {}} if name in DRAFTS_ONLY else {}
+    policy = parse_policy({**decode(policy=name), **verify})
     expected = {"decode": {"policy": name, **ROWS[name].defaults}, "prefill": {"policy": "dense"}}
+    expected |= {"verify": {"draft_tokens": 4}} if verify else {}
     assert json.loads(policy.canonical()) == expected
 
 
@@ -435,6 +437,12 @@ def test_every_sparse_decode_policy_can_draft(name: str) -> None:
     assert policy.verify.draft_tokens == 4
     # What it writes is dense attention's, for everybody.
     assert policy.namespace() is None
+
+
+@pytest.mark.parametrize("name", DRAFTS_ONLY)
+def test_a_policy_that_drafts_from_checks_needs_verification(name: str) -> None:
+    with pytest.raises(PolicyError, match=rf"attention.verify: must be given: decode.policy is {name}"):
+        parse_policy(decode(policy=name))
 
 
 def test_a_policy_that_is_not_verified_says_nothing_of_it() -> None:

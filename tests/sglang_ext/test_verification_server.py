@@ -32,6 +32,7 @@ TOKENS = 24
 FIELDS: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window": 32},
     "quest": {"budget": 48},
+    "verified_pages": {"budget": 64, "recency": 16},
     "pyramidkv": {"budget": 160},
     "delta": {"budget": 160, "recency": 16},
     "tactic": {"p": 0.5},

@@ -27,7 +27,9 @@ SHARES: Final = (0.5, 0.75, 0.9, 0.95, 0.99)
 _SINKS_OF_STREAMING: Final = 4
 _CODED: Final = ("lowbit_top_k", "quoka")
 _BUDGETED: Final = tuple(
-    name for name, kind in PARAMETERS["decode"].items() if "budget" in kind.model_fields and name not in _CODED
+    name
+    for name, kind in PARAMETERS["decode"].items()
+    if "budget" in kind.model_fields and name not in _CODED and not kind.drafts_only
 )
 
 
@@ -132,9 +134,9 @@ def _coded(context: int) -> Iterator[AttentionPolicy]:
 
 
 def presets() -> Iterator[Measured]:
-    """Yield the presets that are not dense."""
+    """Yield the presets that do not answer as dense attention does."""
     for name, preset in PRESETS.items():
-        if not preset.attention.is_dense:
+        if not preset.attention.answers_densely:
             yield Measured(preset.attention, name)
 
 

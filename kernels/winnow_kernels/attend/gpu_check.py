@@ -20,7 +20,7 @@ from torch import Tensor
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.batch import NO_MASS, DecodeBatch
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Pointer, Rows, Vectors
+from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Number, Pointer, Rows, Vectors
 from winnow_kernels.selection.gpu_partition import programs_on
 
 SPLITS: Final = 64
@@ -45,10 +45,12 @@ class CheckPartial(NamedTuple):
     Attributes:
         outputs: float32 [tokens, query heads, ``SPLITS``, head dim].
         masses: float32 [tokens, query heads, ``SPLITS``]; log-sum-exp to base 2, ``NO_MASS`` of what sees nothing.
+        totals: float32 [tokens, query heads]; the same of all splits.
     """
 
     outputs: Pointer
     masses: Pointer
+    totals: Pointer
 
     @classmethod
     def empty(cls, tokens: int, query_heads: int, cache: LayerCache) -> CheckPartial:
@@ -57,7 +59,24 @@ class CheckPartial(NamedTuple):
         return cls(
             torch.empty(tokens, query_heads, SPLITS, cache.head_dim, dtype=torch.float32, device=device),
             torch.empty(tokens, query_heads, SPLITS, dtype=torch.float32, device=device),
+            torch.empty(tokens, query_heads, dtype=torch.float32, device=device),
         )
+
+
+class PageLogs(NamedTuple):
+    """How much attention each page gets from each query, of rows that ask for it.
+
+    Attributes:
+        pointer: float32 [tokens, query heads, ``width``]; logarithms to base 2 of what exponentials of a page's scaled
+            scores add up to. Of rows that do not ask, and of pages that a query sees nothing of, they mean nothing or
+            are at most ``NO_MASS``, -inf too.
+        asking: int32 [rows]; not 0 of those that ask.
+        width: pages of a query.
+    """
+
+    pointer: Pointer
+    asking: Pointer
+    width: Number
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,7 @@ def attend_new(
     partial: CheckPartial,
     output: Tensor,
     launch: CheckLaunch | None = None,
+    page_logs: PageLogs | None = None,
 ) -> None:
     """Attend from each row's newest tokens, whose keys and values are in the cache, causally to its whole context.
 
@@ -114,6 +134,7 @@ def attend_new(
         partial: for at least as many tokens.
         output: of the queries' shape; strided by token and head.
         launch: how the kernel runs.
+        page_logs: for at least as many tokens; gets what pages get, where it is wanted.
     """
     tokens, query_heads, _ = queries.shape
     new_tokens, rest = divmod(tokens, batch.rows)
@@ -131,6 +152,9 @@ def attend_new(
         partial,
         heads,
         scale * _LOG2_E,
+        # Where nobody asks nothing is looked at.
+        page_logs or PageLogs(partial.masses, batch.lengths, 0),
+        leaves_logs=page_logs is not None,
         new_tokens=new_tokens,
         block=launch.block,
         aimed_splits=launch.splits,
@@ -163,6 +187,8 @@ def _attend_kernel(
     partial: CheckPartial,
     heads: Heads,
     scale_log2: tl.tensor,
+    page_logs: PageLogs,
+    leaves_logs: tl.constexpr,
     new_tokens: tl.constexpr,
     block: tl.constexpr,
     aimed_splits: tl.constexpr,
@@ -192,6 +218,9 @@ def _attend_kernel(
     position = tl.where(is_query, length - new_tokens + new_token, -1)
     table_ptr = rows.page_table + row * rows.table_stride
     in_tile = tl.arange(0, _TILE)
+    if leaves_logs:
+        of_logs = (token * (heads.kv_heads * heads.group) + head) * page_logs.width
+        is_asked = is_query & (tl.load(page_logs.asking + row) != 0)
     highest = tl.full([block], _NO_MASS, tl.float32)
     mass = tl.zeros([block], tl.float32)
     weighted = tl.zeros([block, heads.dim_block], tl.float32)
@@ -213,6 +242,8 @@ def _attend_kernel(
         mass = mass * fade + tl.sum(weights, axis=1)
         weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
         highest = higher
+        if leaves_logs:
+            _leave_logs(page_logs, rows, of_logs, is_asked, weights, higher, tile, length)
     saw = mass > 0.0
     # Of padding, and of queries before all that a split has, nothing is seen: neither logarithms nor quotients of 0.
     mass = tl.where(saw, mass, 1.0)
@@ -222,6 +253,29 @@ def _attend_kernel(
         partial.outputs + of_split_ptr[:, None] * heads.head_dim + dim[None, :],
         weighted / mass[:, None],
         mask=is_query[:, None] & is_dim[None, :],
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _leave_logs(
+    page_logs: PageLogs,
+    rows: Rows,
+    of_queries: tl.tensor,
+    is_asked: tl.tensor,
+    weights: tl.tensor,
+    highest: tl.tensor,
+    tile: tl.tensor,
+    length: tl.tensor,
+) -> None:
+    """Store the logarithms of a tile's pages: of ``weights``, [queries, tokens], relative to ``highest``, [queries]."""
+    pages: tl.constexpr = _TILE // rows.page_size
+    of_pages = tl.sum(tl.reshape(weights, [weights.shape[0], pages, rows.page_size]), axis=2)
+    page = tile * pages + tl.arange(0, pages)
+    # The logarithm of nothing is -inf, of which an exponential is 0 again.
+    tl.store(
+        page_logs.pointer + of_queries[:, None] + page[None, :],
+        tl.log2(of_pages) + highest[:, None],
+        mask=is_asked[:, None] & (page * rows.page_size < length)[None, :],
     )
 
 
@@ -249,7 +303,10 @@ def _merge_kernel(
         mask=present[:, None] & is_dim[None, :],
         other=0.0,
     )
-    weights = tl.exp2(masses - tl.max(masses, axis=0))
-    merged = tl.sum(outputs * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    highest = tl.max(masses, axis=0)
+    weights = tl.exp2(masses - highest)
+    total = tl.sum(weights, axis=0)
+    merged = tl.sum(outputs * weights[:, None], axis=0) / total
+    tl.store(partial.totals + token * (heads.kv_heads * heads.group) + head, highest + tl.log2(total))
     target = output.pointer + token * output.row_stride + head * output.head_stride + dim
     tl.store(target, merged.to(output.pointer.dtype.element_ty), mask=is_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Final, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -73,7 +73,13 @@ class Contract(BaseModel):
 
 
 class Parameters(Contract):
-    """The parameters of a policy: what a request says of it, and what references and kernels are given."""
+    """The parameters of a policy: what a request says of it, and what references and kernels are given.
+
+    Attributes:
+        drafts_only: whether it serves verified requests alone.
+    """
+
+    drafts_only: ClassVar[bool] = False
 
     @property
     def reserved(self) -> int:

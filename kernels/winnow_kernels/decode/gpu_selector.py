@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gpu import AttendBuffers
+from winnow_kernels.attend.gpu_check import CheckPartial, PageLogs
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.ranks import Ranks
@@ -75,11 +76,13 @@ class Selector:
         reports_shares: whether ``select`` writes beliefs of its rows to ``Step.reported``, and attention reports the
             share that they have attended to.
         selects_in_layers: whether there is anything to ``select`` in a layer.
+        observes_checks: whether there is anything to ``observe`` in passes that check drafts.
         programs_meet: whether programs of a launch in ``select`` wait for each other (``selection.gpu_meeting``).
     """
 
     reports_shares: ClassVar[bool] = False
     selects_in_layers: ClassVar[bool] = True
+    observes_checks: ClassVar[bool] = False
     programs_meet: bool = False
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
@@ -103,6 +106,19 @@ class Selector:
 
     def finish(self, step: Step, statistics: Statistics) -> None:
         """Add what only this kind of policy knows to the requests' statistics."""
+
+    def rows_observed(self, new_tokens: int, step: Step) -> int:
+        """Return of how many rows at once a check of so many tokens can be observed."""
+        del new_tokens
+        return step.rows
+
+    def page_logs(self, step: Step) -> PageLogs | None:
+        """Return what the attention of a check leaves of the rows' pages; None for nothing."""
+        del step
+        return None
+
+    def observe(self, layer: int, new_tokens: int, step: Step, partial: CheckPartial) -> None:
+        """See a layer of a check, after its attention; ``partial`` has the log-sum-exps of the rows' tokens."""
 
 
 class PageIndexSelector(Selector):

@@ -51,6 +51,22 @@ class PromptSelection(ABC):
         """
 
 
+class CheckObserver(ABC):
+    """What a verified request keeps of the dense passes that check its drafts."""
+
+    @abstractmethod
+    def observe(self, layer: int, queries: Tensor, slots: Tensor, cache: LayerCache, scale: float) -> None:
+        """See a layer of a check, whose keys and values are in the cache.
+
+        Args:
+            layer: its number.
+            queries: [new tokens, query heads, head dim], rotated: those of the tokens that are checked.
+            slots: int64 [tokens]; the KV slot of each token of the context, the new ones last.
+            cache: the layer's KV cache.
+            scale: what scores are multiplied by before the softmax.
+        """
+
+
 class Request(Protocol):
     """A request, as long as it lives.
 
@@ -58,11 +74,13 @@ class Request(Protocol):
         prompt_length: tokens.
         last_prefill: where the last prefill ended; after a retraction, behind the prompt.
         kept: what the request keeps of its prompt, if its policy keeps a part.
+        checked: what it keeps of the checks of its drafts, if its policy drafts from that.
     """
 
     prompt_length: int
     last_prefill: int
     kept: PromptSelection | None
+    checked: CheckObserver | None
 
     @property
     def decode(self) -> Parameters:

@@ -69,6 +69,8 @@ class AttentionPolicy(Contract):
             refuse("needs a sparse decode policy to draft with; decode.policy is dense")
         if verify is not None and not isinstance(info.data.get("prefill", DensePrefill()), DensePrefill):
             refuse("needs a dense prefill: after a sparse one the answer would not be dense attention's")
+        if verify is None and (decode := info.data.get("decode")) is not None and decode.drafts_only:
+            refuse(f"must be given: decode.policy is {decode.policy}, which drafts from what checks have read")
         return verify
 
     @field_validator("keep")

@@ -23,6 +23,7 @@ from winnow_kernels.policies.snapkv.parameters import SnapKV
 from winnow_kernels.policies.sparq.parameters import SparQ
 from winnow_kernels.policies.streaming_llm.parameters import StreamingLLM
 from winnow_kernels.policies.tactic.parameters import Tactic
+from winnow_kernels.policies.verified_pages.parameters import VerifiedPages
 
 DecodePolicy = Annotated[
     Dense
@@ -36,7 +37,8 @@ DecodePolicy = Annotated[
     | QuokaDecode
     | SparQ
     | LowBitTopP
-    | LowBitTopK,
+    | LowBitTopK
+    | VerifiedPages,
     Field(discriminator="policy"),
 ]
 PrefillPolicy = Annotated[DensePrefill | QuokaPrefill, Field(discriminator="policy")]

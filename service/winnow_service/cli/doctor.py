@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from winnow_kernels.contract.verification import ALGORITHM
 from winnow_kernels.policies.attention_policy import setting_for
 from winnow_service.cli.terminal import module_command
 from winnow_service.errors import ServiceError
@@ -248,10 +249,15 @@ def policies_check(runtime_url: str) -> Check:
         return check([], error.message)
     if model is None or set(model.policies) <= {"dense"}:
         return check(["dense"], "start the runtime with --attention-backend winnow")
+    served = {"dense", *model.policies}
     asked = {name: preset.attention.decode.policy for name, preset in PRESETS.items()}
-    refused = [name for name, policy in asked.items() if policy not in {"dense", *model.policies}]
-    setting = setting_for([*model.policies, *asked.values()])
-    return check(model.policies, f"refused: {', '.join(refused)}; set {setting}" if refused else "")
+    remedies = []
+    if refused := [name for name, policy in asked.items() if policy not in served]:
+        remedies.append(f"refused: {', '.join(refused)}; set {setting_for([*model.policies, *asked.values()])}")
+    verified = [name for name, preset in PRESETS.items() if preset.attention.verify is not None]
+    if verified and not model.verifies:
+        remedies.append(f"refused: {', '.join(verified)}; start the runtime with --speculative-algorithm {ALGORITHM}")
+    return check(model.policies, ". ".join(remedies))
 
 
 async def _ask_what_is_served(settings: Settings) -> ServedModel | None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.contract.verification import AUTO, Verification
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
@@ -40,6 +41,10 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
         "fast": Preset(
             AttentionPolicy(decode=LowBitTopK(budget=512)),
             "The 512 tokens that hold most of the attention at every decode step, found by low-bit keys.",
+        ),
+        "lossless": Preset(
+            AttentionPolicy(decode=LowBitTopK(budget=512), verify=Verification(draft_tokens=AUTO)),
+            "Dense attention's answer: drafts with `fast`, as many as pay, and checks them. For servers that verify.",
         ),
         "long-prompt": Preset(
             AttentionPolicy(decode=LowBitTopP(min_tokens=MIN_TOKENS), prefill=QuokaPrefill(budget_ratio=0.25)),

@@ -248,7 +248,7 @@ class WinnowDeviceBackend(AttentionBackend):
             self._query_heads,
             self.token_to_kv_pool,
             self.req_to_token_pool.req_to_token,
-            self._decode.buffers,
+            self._decode,
             self.indexes.generations,
             self.statistics,
         )

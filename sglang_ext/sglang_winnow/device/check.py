@@ -9,13 +9,14 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.forward_pass import write_keys_and_values
 from sglang_winnow.verification_plan import count_accepted
 from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS
 from winnow_kernels.decode.gpu_page_table import copy_page_table
-from winnow_kernels.decode.gpu_step import Step, StepBuffers
+from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.indexes.pages import PageGenerations
 
@@ -35,7 +36,7 @@ class CheckBackend(AttentionBackend):
         query_heads: int,
         pool: Any,
         table: Tensor,
-        buffers: StepBuffers,
+        decode: DeviceDecode,
         generations: PageGenerations,
         statistics: Statistics,
     ) -> None:
@@ -46,7 +47,7 @@ class CheckBackend(AttentionBackend):
             query_heads: of a layer.
             pool: SGLang's KV cache, which is written to.
             table: int32 [request slots, positions]; the KV slot of each token of a request.
-            buffers: of decode steps, whose page tables are free while a pass checks.
+            decode: the server's decode steps, whose buffers are free while a pass checks.
             generations: of the pool's pages.
             statistics: what requests cost.
         """
@@ -54,11 +55,11 @@ class CheckBackend(AttentionBackend):
         self._scale = scale
         self._pool = pool
         self._table = table
-        self._buffers = buffers
+        self._decode = decode
         self._generations = generations
         self.statistics = statistics
         self._partial = CheckPartial.empty(MAX_CHECKED_TOKENS, query_heads, caches[0])
-        self._step: Step = buffers.largest
+        self._step: Step = decode.buffers.largest
         self._width = 1
 
     def note(self, _requests: Sequence[Req], _batch: ForwardBatch, _decoding: int) -> None:
@@ -80,7 +81,7 @@ class CheckBackend(AttentionBackend):
         """Prepare a pass, outside of its CUDA graph."""
         del in_capture
         slots = forward_batch.req_pool_indices
-        self._step = step = self._buffers[len(slots)]
+        self._step = step = self._decode.buffers[len(slots)]
         self._width = len(forward_batch.input_ids) // len(slots)
         step.request_slots.copy_(slots)
         copy_page_table(self._table, step.request_slots, forward_batch.seq_lens, step.batch)
@@ -88,6 +89,8 @@ class CheckBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin a pass, captured: pages that drafts had filled may have been indexed."""
         self._generations.rewritten(forward_batch.out_cache_loc)
+        if self._decode.observers:
+            self._decode.gather_parameters(self._step)
 
     def forward_extend(
         self,
@@ -104,8 +107,28 @@ class CheckBackend(AttentionBackend):
             write_keys_and_values(self._pool, layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         output = torch.empty_like(queries)
-        attend_new(queries, self._caches[layer.layer_id], self._step.batch, self._scale, self._partial, output)
+        self._attend(layer.layer_id, queries, output)
         return output.flatten(1)
+
+    def _attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
+        cache, step = self._caches[layer], self._step
+        observers = self._decode.observers
+        at_once = min([step.rows, *(observer.rows_observed(self._width, step) for observer in observers)])
+        for rows, part in step.parts(at_once):
+            tokens = slice(rows.start * self._width, rows.stop * self._width)
+            logs = [own for observer in observers if (own := observer.page_logs(part)) is not None]
+            assert len(logs) <= 1
+            attend_new(
+                queries[tokens],
+                cache,
+                part.batch,
+                self._scale,
+                self._partial,
+                output[tokens],
+                page_logs=logs[0] if logs else None,
+            )
+            for observer in observers:
+                observer.observe(layer, self._width, part, self._partial)
 
     def accept(self, accepted: Tensor) -> None:
         """Count the last pass, and the steps that dense decoding would have taken to what it has come to.

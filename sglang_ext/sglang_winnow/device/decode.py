@@ -25,7 +25,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
 from winnow_kernels.decode.gpu_selector import NoRoomError, Selector
-from winnow_kernels.decode.gpu_step import StepBuffers
+from winnow_kernels.decode.gpu_step import Step, StepBuffers
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.host_tensors import to_device
 from winnow_kernels.policies.declarations import DENSE_KIND, LAYOUT, declaration_of, in_order
@@ -87,6 +87,7 @@ class DeviceDecode:
         variant: what the step launches.
         buffers: of steps.
         lanes: on which selectors run side by side.
+        observers: the selectors that observe passes which check drafts.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class DeviceDecode:
         self.buffers = buffers
         self._attend_buffers = attend_buffers
         self._selectors = selectors
+        self.observers = [selector for selector in selectors.values() if selector.observes_checks]
         self.lanes = Lanes(len(selectors), table.device)
         self._statistics = statistics
         self._parameters = ParameterTable(LAYOUT, len(table), table.device)
@@ -176,7 +178,7 @@ class DeviceDecode:
     def begin(self) -> None:
         """Do what is done once a step."""
         step, variant = self._step, self.variant
-        self._parameters.gather(step.request_slots, step.batch, step.parameters)
+        self.gather_parameters(step)
         if variant.is_dense:
             return
         step.counts.fill_(WHOLE)
@@ -187,6 +189,10 @@ class DeviceDecode:
         # First what writes the counts of one layer, and copies them to the others.
         for selector in own.in_order:
             selector.begin(step, ordered=variant.ordered)
+
+    def gather_parameters(self, step: Step) -> None:
+        """Write the parameters of a step's rows."""
+        self._parameters.gather(step.request_slots, step.batch, step.parameters)
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         """Attend in a layer; ``queries`` and ``output`` are [rows, query heads, head dim]."""

@@ -18,7 +18,7 @@ ON_TEXT: Final = {("smollm2", 7680), *(("smollm2-32k", context) for context in (
 ON_TASKS: Final = {("needle", 8192)}
 MOST_KL: Final = {"balanced": 0.03, "fast": 0.1}
 """In nats, of the presets that are for any prompt. The others are measured on text, and promise nothing."""
-SPARSE: Final = [name for name, preset in PRESETS.items() if not preset.attention.is_dense]
+SPARSE: Final = [name for name, preset in PRESETS.items() if not preset.attention.answers_densely]
 
 
 @pytest.fixture(scope="module")

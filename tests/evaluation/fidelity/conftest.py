@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models import ModelShape, write_model, write_weights
-from tests.policy_rows import ROWS
+from tests.policy_rows import DRAFTS_ONLY, ROWS
 from winnow_evaluation.fidelity.forcing import Forcing
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
 from winnow_evaluation.offline_model import OfflineModel
@@ -20,7 +20,9 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_poli
 PROMPTS, TOKENS = (203, 150), 24
 SPAN, WINDOW, MEMORY = 64, 16, 2**20
 
-SPARSE: dict[str, dict[str, Any]] = {name: row.small for name, row in ROWS.items() if row.small} | {
+SPARSE: dict[str, dict[str, Any]] = {
+    name: row.small for name, row in ROWS.items() if row.small and name not in DRAFTS_ONLY
+} | {
     "streaming_llm": {"sinks": 2, "window": 48},
     "quest": {"budget": 48, "full_layers": 0},
     "snapkv": {"budget": 48, "observation_window": WINDOW},

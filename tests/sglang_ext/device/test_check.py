@@ -9,10 +9,22 @@ import pytest
 import torch
 
 from sglang_winnow.device.check import CheckBackend
+from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.verification_plan import VerificationPlan
-from tests.sglang_ext.device.test_decode import GROUP, HEAD_DIM, KV_HEADS, SCALE, Server, device_decode
+from tests.sglang_ext.device.test_decode import (
+    GROUP,
+    HEAD_DIM,
+    KV_HEADS,
+    SCALE,
+    Server,
+    by_torch,
+    device_decode,
+    on_device,
+    policies_act_at_every_length,
+)
 from winnow_kernels.cache import Context
 from winnow_kernels.decode.statistics import Field
+from winnow_kernels.policies.verified_pages.reference import CheckedPages
 
 
 def batch_of(server: Server, new_tokens: int, padding: int) -> Any:
@@ -31,28 +43,32 @@ def batch_of(server: Server, new_tokens: int, padding: int) -> Any:
     )
 
 
-@pytest.mark.parametrize(("new_tokens", "padding"), [(2, 0), (5, 2), (17, 1)])
-def test_outputs_and_counts_are_those_of_the_torch_path(new_tokens: int, padding: int, device: torch.device) -> None:
-    names = ["quest, verified", "streaming_llm, verified", "quest, verified"]
-    torch_server, server = (Server(names, [143, 30, 16], device) for _ in range(2))
-    decode = device_decode(server)
-    check = CheckBackend(
+def check_backend(server: Server, decode: DeviceDecode) -> CheckBackend:
+    return CheckBackend(
         server.caches,
         SCALE,
         KV_HEADS * GROUP,
         None,
         server.table,
-        decode.buffers,
+        decode,
         server.indexes.generations,
         server.statistics,
     )
+
+
+@pytest.mark.parametrize(("new_tokens", "padding"), [(2, 0), (5, 2), (17, 1)])
+def test_outputs_and_counts_are_those_of_the_torch_path(new_tokens: int, padding: int, device: torch.device) -> None:
+    names = ["quest, verified", "streaming_llm, verified", "quest, verified"]
+    torch_server, server = (Server(names, [143, 30, 16], device) for _ in range(2))
+    check = check_backend(server, device_decode(server))
     batch = batch_of(server, new_tokens, padding)
     before = server.indexes.generations.counts.clone()
     check.init_forward_metadata(batch)
     lengths = torch.tensor(server.lengths, device=device) + new_tokens
     slots = torch_server.table[torch_server.request_slots, : int(lengths.max())].long()
     context = Context.of(slots, lengths, torch_server.caches[0].slots)
-    plan = VerificationPlan(context, new_tokens, torch_server.request_slots, torch_server.statistics)
+    slots_of_rows, states = torch_server.request_slots, torch_server.states
+    plan = VerificationPlan(context, new_tokens, slots_of_rows, states, torch_server.statistics)
     real = len(names) * new_tokens
     for number, cache in enumerate(torch_server.caches):
         generator = torch.Generator().manual_seed(number)
@@ -73,3 +89,50 @@ def test_outputs_and_counts_are_those_of_the_torch_path(new_tokens: int, padding
     begun = (server.indexes.generations.counts != before).nonzero().flatten()
     pages = (batch.out_cache_loc // server.indexes.page_size).unique()
     assert begun.tolist() == pages.tolist()
+
+
+@pytest.mark.usefixtures(policies_act_at_every_length.__name__)
+def test_drafts_read_the_pages_that_held_most_in_the_check_before(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rounds of two drafts and a check; the rows of other policies are left alone."""
+    names = ["verified_pages", "quest, verified", "verified_pages"]
+    torch_server, server = (Server(names, [143, 90, 181], device) for _ in range(2))
+    decode = device_decode(server)
+    check = check_backend(server, decode)
+    # One row at a time, as where there is little scratch.
+    for observer in decode.observers:
+        monkeypatch.setattr(observer, "rows_observed", lambda _new_tokens, _step: 1)
+    new_tokens = 3
+    for number in range(3):
+        for draft in range(2):
+            step = 10 * number + draft
+            expected = by_torch(torch_server, step)
+            for layer, output in enumerate(on_device(server, decode, step, padding=1)):
+                torch.testing.assert_close(output, expected[layer], rtol=1e-4, atol=1e-4)
+            torch_server.grow()
+            server.grow()
+        # The check begins with the token before the first draft.
+        for each in (torch_server, server):
+            each.lengths = [length - new_tokens for length in each.lengths]
+        batch = batch_of(server, new_tokens, padding=1)
+        check.init_forward_metadata(batch)
+        lengths = torch.tensor(server.lengths, device=device) + new_tokens
+        context = Context.of(
+            torch_server.table[torch_server.request_slots, : int(lengths.max())].long(),
+            lengths,
+            torch_server.caches[0].slots,
+        )
+        plan = VerificationPlan(
+            context, new_tokens, torch_server.request_slots, torch_server.states, torch_server.statistics
+        )
+        for of_layer, cache in enumerate(torch_server.caches):
+            generator = torch.Generator().manual_seed(1000 * number + of_layer)
+            queries = torch.randn(len(batch.input_ids), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(device)
+            served = SimpleNamespace(layer_id=of_layer, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=HEAD_DIM)
+            check.forward_extend(queries.flatten(1), queries, queries, served, batch, save_kv_cache=False)
+            plan.attend(of_layer, queries[: len(names) * new_tokens], cache, SCALE, None)
+        for each in (torch_server, server):
+            each.lengths = [length + 2 for length in each.lengths]
+    kept = [state.checked for state in torch_server.states]
+    assert [isinstance(state, CheckedPages) for state in kept] == [True, False, True]

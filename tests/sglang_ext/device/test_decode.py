@@ -49,6 +49,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "tactic, more sinks than a span": {"decode": {"policy": "tactic", "p": 0.4, "full_layers": 1, "sinks": 70}},
     "quoka by ratio": {"decode": {"policy": "quoka", "budget_ratio": 0.3}},
     "quest, verified": {"decode": {"policy": "quest", "budget": 64, "full_layers": 0}, "verify": {}},
+    "verified_pages": {"decode": {"policy": "verified_pages", "budget": 64, "recency": 16}, "verify": {}},
     "streaming_llm, verified": {"decode": {"policy": "streaming_llm", "window": 40}, "verify": {"draft_tokens": 1}},
 }
 

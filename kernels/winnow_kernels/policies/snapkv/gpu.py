@@ -33,10 +33,11 @@ class StoredRows(NamedTuple):
 
     Attributes:
         positions: int32 [capacity], the pool of all requests; for each KV head the positions in the order in which they
-            are read (``SnapKVState.kept``).
+            are read (``SnapKVState.kept``), or the pages.
         offsets: int64 [rows, layers, KV heads]; where in the pool a KV head's positions in a layer begin.
-        kept: int32 [rows, layers, KV heads]; how many positions it keeps, at least 1.
-        prompt_lengths: int32 [rows]; tokens in the prompt, less than the context's; 0 for a row of another kind.
+        kept: int32 [rows, layers, KV heads]; how many positions, or pages, it keeps.
+        prompt_lengths: int32 [rows]; tokens in the prompt, less than the context's, or those before which pages are
+            kept; 0 for a row of another kind.
     """
 
     positions: Tensor
@@ -59,8 +60,8 @@ class StoredRows(NamedTuple):
         return self._replace(offsets=self.offsets[:, layer], kept=self.kept[:, layer])
 
 
-def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSelection) -> None:
-    """Write the slots and counts of the kind's rows in ``layer``.
+def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSelection, unit: int = 1) -> None:
+    """Write the slots and counts of the kind's rows in ``layer``, which keep positions, or pages of ``unit`` tokens.
 
     A row whose selection is wider than there is room for attends to its whole context.
     """
@@ -75,6 +76,7 @@ def select(layer: int, batch: DecodeBatch, rows: StoredRows, selection: DeviceSe
         Rows.of(batch),
         Selected.of(selection),
         rows.kept.stride(0),
+        unit=unit,
         kv_heads=kv_heads,
         block=_BLOCK,
     )
@@ -86,6 +88,7 @@ def _select_kernel(
     rows: Rows,
     selected: Selected,
     kept_stride: tl.tensor,
+    unit: tl.constexpr,
     kv_heads: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -96,7 +99,7 @@ def _select_kernel(
     # All loaded before any is needed: what waits for another load is the positions, and then the page table.
     prompt_length = tl.load(parameters.prompt_lengths + row)
     length = tl.load(rows.lengths + row)
-    kept = tl.load(parameters.kept + own)
+    kept = tl.load(parameters.kept + own) * unit
     stored_ptr = parameters.positions + tl.load(parameters.offsets + own)
     if prompt_length == 0:
         return
@@ -107,6 +110,7 @@ def _select_kernel(
     if count > selected.width:
         return
     front = tl.minimum(generated, _TILE)
+    others = tl.maximum(count - front, 1)
     is_long = (count.to(tl.int64) + block) * (kept + 1) + count >= _LARGEST
     for begin in range(part * block, count, parts * block):
         index = begin + tl.arange(0, block)
@@ -115,13 +119,13 @@ def _select_kernel(
         behind = tl.maximum(index - front, 0)
         through_behind = tl.maximum(index + 1 - front, 0)
         if is_long:
-            before = tl.cdiv(behind.to(tl.int64) * kept, count - front).to(tl.int32)
-            through = tl.cdiv(through_behind.to(tl.int64) * kept, count - front).to(tl.int32)
+            before = tl.cdiv(behind.to(tl.int64) * kept, others).to(tl.int32)
+            through = tl.cdiv(through_behind.to(tl.int64) * kept, others).to(tl.int32)
         else:
-            before = tl.cdiv(behind * kept, count - front)
-            through = tl.cdiv(through_behind * kept, count - front)
+            before = tl.cdiv(behind * kept, others)
+            through = tl.cdiv(through_behind * kept, others)
         of_prompt = (index >= front) & (through > before) & is_selected
-        stored = tl.load(stored_ptr + before, mask=of_prompt, other=0)
+        stored = tl.load(stored_ptr + before // unit, mask=of_prompt, other=0) * unit + before % unit
         newest_first = length - 1 - (index - before)
         position = tl.where(of_prompt, stored, newest_first)
         slot = slots_at(rows.page_table + row * rows.table_stride, position, is_selected, rows.page_size)

@@ -81,38 +81,21 @@ class SnapKVState(PromptSelection):
 
 
 class SnapKVStep(DecodeStep):
-    """Attend to what was generated and to what the requests keep of their prompts.
-
-    The newest tile of what was generated is read first. What is kept of the prompt and the rest of what was generated,
-    newest first, follow in proportion: nobody has voted for the latter, and whichever of the two came last would be
-    dropped unseen if the output settled on the other. So every tile has some of both until they end together.
-    """
+    """Attend to what was generated and to what the requests keep of their prompts, in the order of ``select_kept``."""
 
     def __init__(
         self, context: Context, scale: float, termination: Termination | None, states: Sequence[SnapKVState]
     ) -> None:
         super().__init__(context, scale, termination)
         self._states = states
-        prompts = torch.tensor([state.prompt_length for state in states], device=context.device)
-        self._generated = context.lengths - prompts
+        self._prompts = torch.tensor([state.prompt_length for state in states], device=context.device)
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         self._vote(layer, cache, meter)
         kept = [state.kept[layer] for state in self._states]
-        kept_counts = torch.stack([state.counts(layer) for state in self._states])[..., None]
-        counts = self._generated[:, None] + kept_counts[..., 0]
-        most_kept = max(each.shape[1] for each in kept)
-        table = torch.stack([F.pad(each, (0, most_kept - each.shape[1])) for each in kept])
-        index = torch.arange(int(counts.max()), device=self.context.device)
-        front = self._generated.clamp_max(TILE)[:, None, None]
-        behind = counts[..., None] - front
-        # How many of the tokens before an index are of the prompt.
-        before, through = (-(-(index + i - front).clamp_min(0) * kept_counts // behind) for i in (0, 1))
-        of_prompt = table.take_along_dim(before.clamp_max(most_kept - 1), 2)
-        newest_first = self.context.lengths[:, None, None] - 1 - (index - before)
-        in_prompt = (index >= front) & (through > before)
-        positions = torch.where(in_prompt, of_prompt, newest_first)
-        return select_positions(self.context, positions, counts)
+        return select_kept(
+            self.context, self._prompts, kept, torch.stack([state.counts(layer) for state in self._states])
+        )
 
     def _vote(self, layer: int, cache: LayerCache, meter: Meter) -> None:
         for row, state in enumerate(self._states):
@@ -120,3 +103,33 @@ class SnapKVStep(DecodeStep):
                 own = Meter(1, self.context.device)
                 state.vote(layer, cache, self.context.slots[row, : state.prompt_length], self.scale, own)
                 meter.read_bytes[row] += own.read_bytes[0]
+
+
+def select_kept(context: Context, since: Tensor, kept: Sequence[Tensor], kept_counts: Tensor) -> Selection:
+    """Return the selection of all tokens from some position on, and of what is kept of those before.
+
+    The newest tile is read first. What is kept and the rest of the later tokens, newest first, follow in proportion:
+    nobody has voted for the latter, and whichever of the two came last would be dropped unseen if the output settled
+    on the other. So every tile has some of both until they end together.
+
+    Args:
+        context: the requests' contexts.
+        since: int64 [requests]; the position from which on all is selected.
+        kept: for each request, int64 [KV heads, most], positions before ``since`` in the order in which they are read.
+        kept_counts: int64 [requests, KV heads]; how many of these count.
+    """
+    later = context.lengths - since
+    counts = later[:, None] + kept_counts
+    kept_counts = kept_counts[..., None]
+    most_kept = max(1, *(each.shape[1] for each in kept))
+    table = torch.stack([F.pad(each, (0, most_kept - each.shape[1])) for each in kept])
+    index = torch.arange(int(counts.max()), device=context.device)
+    front = later.clamp_max(TILE)[:, None, None]
+    behind = (counts[..., None] - front).clamp_min(1)
+    # How many of the tokens before an index are kept ones.
+    before, through = (-(-(index + i - front).clamp_min(0) * kept_counts // behind) for i in (0, 1))
+    of_kept = table.take_along_dim(before.clamp_max(most_kept - 1), 2)
+    newest_first = context.lengths[:, None, None] - 1 - (index - before)
+    is_kept = (index >= front) & (through > before)
+    positions = torch.where(is_kept, of_kept, newest_first)
+    return select_positions(context, positions, counts)

@@ -1,0 +1,1 @@
+"""``verified_pages``: drafts from the pages that held most in the checks before."""

@@ -1,0 +1,202 @@
+"""``verified_pages`` on a GPU (``reference``): pages chosen in the passes that check, out of their own attention.
+
+The attention of a check leaves the logarithm of each page's mass for every new token and query head: 4 bytes for each
+and page, that is 1 % of the bytes of keys and values for five tokens, a group of 4 and bf16 keys of 128. Two launches
+in each layer follow: ``weigh`` adds up the masses of a KV head, once log-sum-exps are known, and ``keep`` chooses. What
+is chosen waits in memory for the drafts, of which each layer has one launch, SnapKV's.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from winnow_kernels.attend.gpu_check import PageLogs
+from winnow_kernels.batch import DecodeBatch
+from winnow_kernels.kernel_arguments import Pointer, Rows
+from winnow_kernels.selection.gpu_pages import warps_of
+from winnow_kernels.selection.gpu_threshold import LOWEST, ordered, threshold
+
+_PAGES_WEIGHED: Final = 256
+_PAGES_COMPACTED: Final = tl.constexpr(1024)
+_SINKS_AT_ONCE: Final = tl.constexpr(64)
+
+
+class KeptPages(NamedTuple):
+    """What the requests of a server draft from.
+
+    Attributes:
+        pages: int32 [capacity]; the pool in which each layer and KV head of a request has room for what it may keep.
+        offsets: int64 [request slots, layers, KV heads]; where that begins.
+        kept: int32 [request slots, layers, KV heads]; how many pages are kept there.
+        since: int32 [request slots]; position from which on everything is attended to.
+    """
+
+    pages: Pointer
+    offsets: Pointer
+    kept: Pointer
+    since: Pointer
+
+
+class BudgetRows(NamedTuple):
+    """What a batch's rows may keep.
+
+    Attributes:
+        recent: int32 [rows]; newest complete pages, at least 1; 0 for a row of another kind.
+        most: int32 [rows]; pages that are kept for their masses.
+        sinks: int32 [rows]; first tokens, whose pages are always kept.
+    """
+
+    recent: Pointer
+    most: Pointer
+    sinks: Pointer
+
+
+def choose(
+    layer: int,
+    new_tokens: int,
+    batch: DecodeBatch,
+    budgets: BudgetRows,
+    logs: PageLogs,
+    totals: Tensor,
+    request_slots: Tensor,
+    kept: KeptPages,
+    masses: Tensor,
+) -> None:
+    """Choose the pages that the rows' next drafts attend to in a layer, after its attention in a check.
+
+    Args:
+        layer: its number.
+        new_tokens: that are checked, of each row.
+        batch: where the rows' contexts lie, the new tokens among them.
+        budgets: of the rows.
+        logs: the pages' masses, as attention has left them.
+        totals: float32 [tokens, query heads]; log-sum-exps to base 2.
+        request_slots: int64 [rows].
+        kept: what is written to.
+        masses: float32 [at least rows, KV heads, pages]; scratch.
+    """
+    kv_heads = kept.offsets.shape[2]
+    pages = batch.page_table.shape[1]
+    assert masses.is_contiguous()
+    assert masses.shape[2] == pages
+    queries = totals.shape[1] // kv_heads
+    shape = {"new_tokens": new_tokens, "group": queries, "kv_heads": kv_heads}
+    of_rows = (budgets, Rows.of(batch))
+    _weigh_kernel[(triton.cdiv(pages, _PAGES_WEIGHED), kv_heads, batch.rows)](
+        *of_rows, logs, totals, masses, pages, block=_PAGES_WEIGHED, num_warps=2, **shape
+    )
+    layers = kept.offsets.shape[1]
+    _keep_kernel[(kv_heads, batch.rows)](
+        *of_rows,
+        masses,
+        request_slots,
+        kept,
+        pages,
+        layer,
+        new_tokens=new_tokens,
+        layers=layers,
+        kv_heads=kv_heads,
+        block=triton.next_power_of_2(pages),
+        num_warps=warps_of(pages),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_of_recent(rows: Rows, row: tl.tensor, new_tokens: tl.constexpr, recent: tl.tensor) -> tl.tensor:
+    """Return the page from which on everything is attended to."""
+    cached = tl.load(rows.lengths + row) - new_tokens
+    return tl.maximum(cached // rows.page_size - recent, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weigh_kernel(
+    budgets: BudgetRows,
+    rows: Rows,
+    logs: PageLogs,
+    totals_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    pages: tl.tensor,
+    new_tokens: tl.constexpr,
+    group: tl.constexpr,
+    kv_heads: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Grid: blocks of pages × KV heads × rows."""
+    begin = tl.program_id(0) * block
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    recent = tl.load(budgets.recent + row)
+    if recent == 0:
+        return
+    end = _first_of_recent(rows, row, new_tokens, recent)
+    if begin >= end:
+        return
+    page = begin + tl.arange(0, block)
+    mass = tl.zeros([block], tl.float32)
+    for query in range(new_tokens * group):
+        of_head = (row * new_tokens + query // group) * (kv_heads * group) + kv_head * group + query % group
+        own = tl.load(logs.pointer + of_head * logs.width + page, mask=page < end, other=0.0)
+        mass += tl.exp2(own - tl.load(totals_ptr + of_head))
+    target = masses_ptr + (row * kv_heads + kv_head) * pages + page
+    tl.store(target, mass, mask=page < end)
+
+
+@triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
+def _keep_kernel(
+    budgets: BudgetRows,
+    rows: Rows,
+    masses_ptr: tl.tensor,
+    request_slots_ptr: tl.tensor,
+    stored: KeptPages,
+    pages: tl.tensor,
+    layer: tl.tensor,
+    new_tokens: tl.constexpr,
+    layers: tl.constexpr,
+    kv_heads: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Write the pages of a row and KV head, in the context's order. Grid: KV heads × rows."""
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    recent = tl.load(budgets.recent + row)
+    if recent == 0:
+        return
+    request_slot = tl.load(request_slots_ptr + row)
+    end = _first_of_recent(rows, row, new_tokens, recent)
+    sinks = tl.minimum(tl.cdiv(tl.load(budgets.sinks + row), rows.page_size), end)
+    most = tl.minimum(tl.load(budgets.most + row), end - sinks)
+    own = (request_slot * layers + layer) * kv_heads + kv_head
+    tl.store(stored.kept + own, sinks + most)
+    if (layer == 0) & (kv_head == 0):
+        tl.store(stored.since + request_slot, end * rows.page_size)
+    own_masses_ptr = masses_ptr + (row * kv_heads + kv_head) * pages
+    list_ptr = stored.pages + tl.load(stored.offsets + own)
+    for begin in range(0, sinks, _SINKS_AT_ONCE):
+        page = begin + tl.arange(0, _SINKS_AT_ONCE)
+        tl.store(list_ptr + page, page, mask=page < sinks)
+    keys = _keys(own_masses_ptr, tl.arange(0, block), sinks, end)
+    least = threshold(keys, tl.full([block], 1, tl.int32), tl.maximum(most, 1))
+    equal_room = most - tl.sum((keys > least).to(tl.int32), axis=0)
+    at_once: tl.constexpr = min(block, _PAGES_COMPACTED)
+    listed = sinks
+    for begin in range(sinks, tl.where(most > 0, end, 0), at_once):
+        page = begin + tl.arange(0, at_once)
+        own_keys = _keys(own_masses_ptr, page, sinks, end)
+        is_equal = (page < end) & (own_keys == least)
+        is_first = is_equal & (tl.cumsum(is_equal.to(tl.int32), axis=0) <= equal_room)
+        is_chosen = (own_keys > least) | is_first
+        equal_room -= tl.sum(is_first.to(tl.int32), axis=0)
+        rank = tl.cumsum(is_chosen.to(tl.int32), axis=0)
+        tl.store(list_ptr + listed + rank - 1, page, mask=is_chosen)
+        listed += tl.sum(is_chosen.to(tl.int32), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys(masses_ptr: tl.tensor, page: tl.tensor, first: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """Return the keys of pages; ``LOWEST`` of those before ``first`` and from ``end`` on."""
+    is_candidate = (page >= first) & (page < end)
+    return tl.where(is_candidate, ordered(tl.load(masses_ptr + page, mask=is_candidate, other=0.0)), LOWEST)

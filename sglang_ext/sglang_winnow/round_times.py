@@ -1,0 +1,125 @@
+"""What rounds of drafts and checks take beside dense decode passes, as they were measured in this server."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final, NamedTuple
+
+import torch
+
+_MEMORY: Final = 0.9
+_MAX_UNREAD: Final = 64
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """What the passes of a round take, relative to a dense decode pass of the same batch.
+
+    Attributes:
+        draft: of a pass that drafts.
+        check: of the pass that checks, with all that a round takes beside passes.
+    """
+
+    draft: float
+    check: float
+
+
+ASSUMED: Final = RoundCosts(draft=0.2, check=1.0)
+"""As long as nothing has been measured."""
+
+
+class BatchSize(NamedTuple):
+    """Batches that are taken to take as long: by powers of two.
+
+    Attributes:
+        rows: bits of their number.
+        tokens: bits of the number of tokens in all contexts.
+    """
+
+    rows: int
+    tokens: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> BatchSize:
+        """Return that of a batch with contexts of these ``lengths``."""
+        return cls(len(lengths).bit_length(), sum(lengths).bit_length())
+
+
+class Clock:
+    """Marks moments of a device's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """Mark the moment when the device has come to what is launched next."""
+        if not self._is_cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """Return what lies between two moments; None if the device has not come to the second yet."""
+        if not self._is_cuda:
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) / 1000 if end.query() else None
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One part of a round, between two moments: so many passes of a kind."""
+
+    size: BatchSize
+    kind: str
+    passes: int
+    begin: Any
+    end: Any
+
+
+class RoundTimes:
+    """Fading means of what passes take, by the size of the batch. Nothing waits for the device."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._unread: deque[_Measured] = deque(maxlen=_MAX_UNREAD)
+        self._seconds: dict[tuple[BatchSize, str], float] = {}
+        self._begun: set[tuple[BatchSize, str]] = set()
+
+    def costs(self, size: BatchSize) -> RoundCosts | None:
+        """Return what rounds of a batch of ``size`` cost; None while no dense pass of one has been measured."""
+        self._read()
+        dense, draft, check = (self._seconds.get((size, kind)) for kind in ("dense", "draft", "check"))
+        if dense is None:
+            return None
+        if draft is None or check is None:
+            return ASSUMED
+        return RoundCosts(draft / dense, check / dense)
+
+    def note_dense(self, size: BatchSize, begin: Any) -> None:
+        """Note a round of one dense decode pass, from ``begin`` until now."""
+        self._unread.append(_Measured(size, "dense", 1, begin, self.clock.mark()))
+
+    def note_round(self, size: BatchSize, begin: Any, drafted: Any, drafts: int) -> None:
+        """Note a round of ``drafts`` passes, from ``begin`` to ``drafted``, and of checks until now."""
+        self._unread.append(_Measured(size, "draft", drafts, begin, drafted))
+        self._unread.append(_Measured(size, "check", 1, drafted, self.clock.mark()))
+
+    def _read(self) -> None:
+        while self._unread:
+            first = self._unread[0]
+            if (seconds := self.clock.seconds(first.begin, first.end)) is None:
+                return
+            self._unread.popleft()
+            key = (first.size, first.kind)
+            if key not in self._begun:
+                # The first of its kind allocates, or compiles, what the others find.
+                self._begun.add(key)
+                continue
+            each = seconds / first.passes
+            before = self._seconds.get(key, each)
+            # Of passes that were held up, by a capture or other work, the mean is not to tell.
+            self._seconds[key] = _MEMORY * before + (1 - _MEMORY) * min(each, 4 * before)

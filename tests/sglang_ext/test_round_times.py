@@ -1,0 +1,91 @@
+"""What passes take, in means that nothing waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_winnow.round_times import ASSUMED, BatchSize, Clock, RoundTimes
+
+SIZE = BatchSize.of([900, 1100])
+
+
+class Moments(Clock):
+    """A clock whose device lags behind."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now = 0.0
+        self.reached = float("inf")
+
+    def mark(self) -> Any:
+        return self.now
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        return end - begin if end <= self.reached else None
+
+
+def dense(times: RoundTimes, clock: Moments, seconds: float) -> None:
+    begin = clock.mark()
+    clock.now += seconds
+    times.note_dense(SIZE, begin)
+
+
+def round_of(times: RoundTimes, clock: Moments, drafts: int, draft: float, check: float) -> None:
+    begin = clock.mark()
+    clock.now += drafts * draft
+    drafted = clock.mark()
+    clock.now += check
+    times.note_round(SIZE, begin, drafted, drafts)
+
+
+def test_costs_are_relative_to_dense_passes_of_such_batches() -> None:
+    clock = Moments()
+    times = RoundTimes(clock)
+    assert times.costs(SIZE) is None
+    # The first of a kind is not counted.
+    dense(times, clock, 50.0)
+    assert times.costs(SIZE) is None
+    dense(times, clock, 2.0)
+    assert times.costs(SIZE) == ASSUMED
+    round_of(times, clock, 3, 9.0, 9.0)
+    for _ in range(5):
+        round_of(times, clock, 4, 0.5, 3.0)
+    found = times.costs(SIZE)
+    assert found is not None
+    assert found.draft == pytest.approx(0.25)
+    assert found.check == pytest.approx(1.5)
+    assert times.costs(BatchSize.of([900, 2000])) is None
+
+
+def test_one_pass_that_was_held_up_does_not_tell() -> None:
+    clock = Moments()
+    times = RoundTimes(clock)
+    for seconds in (1.0, 1.0, 1000.0):
+        dense(times, clock, seconds)
+    round_of(times, clock, 1, 1.0, 1.0)
+    round_of(times, clock, 1, 1.0, 1.0)
+    found = times.costs(SIZE)
+    assert found is not None
+    assert found.check > 0.75
+
+
+def test_nothing_waits_for_the_device() -> None:
+    clock = Moments()
+    times = RoundTimes(clock)
+    clock.reached = 1.0
+    for _ in range(200):
+        dense(times, clock, 1.0)
+    assert times.costs(SIZE) is None
+    clock.reached = float("inf")
+    assert times.costs(SIZE) == ASSUMED
+
+
+def test_a_clock_without_a_device_tells_seconds() -> None:
+    clock = Clock(torch.device("cpu"))
+    begin, end = clock.mark(), clock.mark()
+    seconds = clock.seconds(begin, end)
+    assert seconds is not None
+    assert 0 <= seconds < 60
