@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu.verification ~/.cache/winnow/models/smollm2 --output verification.json
 
-Prompts are cut out of real text, as for ``winnow fidelity``. Each is answered by dense attention, and then with every
+Prompts are cut out of real text, as for ``winnow fidelity``, or are a task's of ``winnow eval``. Each is answered by dense attention, and then with every
 policy, greedily: the server drafts with it and checks. All answers must be the dense one's. The policies act at every
 length, and find the prompt in the cache.
 """
@@ -26,9 +26,11 @@ from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, reque
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.crossover import ENVIRONMENT
 from tests.runtime import runtime_server
-from winnow_evaluation.fidelity.prompts import from_documents
+from winnow_evaluation.fidelity.prompts import Continued, from_documents, from_tasks
 from winnow_evaluation.machine import surroundings
 from winnow_evaluation.offline_model import OfflineModel
+from winnow_evaluation.options import parse_tasks
+from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text.documents import KINDS, load_text
 from winnow_evaluation.writing import write_json
 from winnow_kernels.contract.verification import ALGORITHM
@@ -46,6 +48,8 @@ POLICIES: Final[tuple[Mapping[str, Any], ...]] = (
     {"policy": "delta", "budget": 1024},
     {"policy": "snapkv", "budget": 1024},
     {"policy": "streaming_llm", "window": 1020},
+    {"policy": "verified_pages", "budget": 512},
+    {"policy": "verified_pages", "budget": 1024},
 )
 console = Console(width=150)
 
@@ -55,21 +59,22 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 7680,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 128,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind of text.")] = 2,
+    text: Annotated[str, typer.Option(help="Kinds of text, or names of tasks, with commas between.")] = ",".join(KINDS),
     drafts: Annotated[str, typer.Option(help="Tokens drafted for a check, with commas between.")] = "4,8,auto",
-    policy: Annotated[list[str] | None, typer.Option(help="JSON of a decode policy; a dozen if none is given.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="JSON of a decode policy; all kinds if none is given.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write JSON, after each policy.")] = None,
 ) -> None:
     """Measure, print a table, write JSON. Exit with 1 if an answer is not dense attention's."""
     policies = [json.loads(text) for text in policy] if policy else POLICIES
     lengths: list[int | str] = [int(number) if number.isdecimal() else number for number in drafts.split(",")]
     offline = OfflineModel(model, torch.device("cpu"))
-    texts = {
-        kind: from_documents(offline, [document.text for document in load_text("test", kind)], context, tokens, prompts)
-        for kind in KINDS
-    }
+    kinds = parse_tasks(text, (*KINDS, *TASKS))
+    texts = {kind: _prompts(offline, kind, context, tokens, prompts) for kind in kinds}
     record = surroundings() | {"model": offline.name, "context": context, "tokens": tokens, "answers": []}
     arguments = ["--attention-backend", NAME, "--speculative-algorithm", ALGORITHM]
-    arguments += ["--max-total-tokens", str((context + tokens + 64) * prompts * len(KINDS) + 4096)]
+    arguments += ["--max-total-tokens", str((context + tokens + 64) * prompts * len(kinds) + 4096)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with (
@@ -94,6 +99,12 @@ def main(
                 console.print(Markdown(markdown(record)))
     if not all(answer["equal"] for answer in record["answers"]):
         raise typer.Exit(1)
+
+
+def _prompts(model: OfflineModel, kind: str, context: int, tokens: int, count: int) -> list[Continued]:
+    if kind in TASKS:
+        return from_tasks(model, [kind], context, tokens, count, seed=0)
+    return from_documents(model, [document.text for document in load_text("test", kind)], context, tokens, count)
 
 
 @dataclass(frozen=True)
