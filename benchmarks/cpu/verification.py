@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu.verification ~/.cache/winnow/models/smollm2 --output verification.json
 
-Prompts are cut out of real text, as for ``winnow fidelity``, or are a task's of ``winnow eval``. Each is answered by dense attention, and then with every
-policy, greedily: the server drafts with it and checks. All answers must be the dense one's. The policies act at every
-length, and find the prompt in the cache.
+Prompts are cut out of real text, as for ``winnow fidelity``, or are a task's of ``winnow eval``. Each is answered by
+dense attention, and then with every policy, greedily: the server drafts with it and checks. All answers must be the
+dense one's. The policies act at every length, and find the prompt in the cache.
 """
 
 from __future__ import annotations
