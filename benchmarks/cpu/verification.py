@@ -104,7 +104,8 @@ def main(
 def _prompts(model: OfflineModel, kind: str, context: int, tokens: int, count: int) -> list[Continued]:
     if kind in TASKS:
         return from_tasks(model, [kind], context, tokens, count, seed=0)
-    return from_documents(model, [document.text for document in load_text("test", kind)], context, tokens, count)
+    [of_text] = [known for known in KINDS if known == kind]
+    return from_documents(model, [document.text for document in load_text("test", of_text)], context, tokens, count)
 
 
 @dataclass(frozen=True)

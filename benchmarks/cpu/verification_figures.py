@@ -90,7 +90,7 @@ def markdown(record: dict[str, Any]) -> str:
     headings += ["a draft reads %", "all that is read %", "times as fast", "answers equal to dense attention's"]
     rows = []
     for (label, length), of in groups.items():
-        by_kind = [_tokens_of_check([answer for answer in of if answer.text == kind]) for kind in kinds]
+        by_kind = [tokens_of_check([answer for answer in of if answer.text == kind]) for kind in kinds]
         stand = sum(answer.accepted for answer in of) / _drafted(of)
         rows.append(
             [
@@ -98,7 +98,7 @@ def markdown(record: dict[str, Any]) -> str:
                 str(length),
                 *(f"{tokens:.2f}" for tokens in by_kind),
                 f"{stand:.1%}".rstrip("%"),
-                f"{_read_by_draft(of):.1%}".rstrip("%"),
+                f"{read_by_draft(of):.1%}".rstrip("%"),
                 f"{_read(of):.1%}".rstrip("%"),
                 f"{median(answer.faster for answer in of):.2f}",
                 f"{sum(answer.equal for answer in of)} of {len(of)}",
@@ -113,7 +113,8 @@ def _label(decode: Mapping[str, Any]) -> str:
     return " ".join([f"`{name}`", *(f"{value:,}" for value in values)])
 
 
-def _tokens_of_check(answers: Sequence[Answer]) -> float:
+def tokens_of_check(answers: Sequence[Answer]) -> float:
+    """Return how many tokens a check comes to."""
     return 1 + sum(answer.accepted for answer in answers) / max(1, sum(answer.verifications for answer in answers))
 
 
@@ -121,7 +122,8 @@ def _read(answers: Sequence[Answer]) -> float:
     return sum(answer.kv_read_ratio * answer.steps for answer in answers) / sum(answer.steps for answer in answers)
 
 
-def _read_by_draft(answers: Sequence[Answer]) -> float:
+def read_by_draft(answers: Sequence[Answer]) -> float:
+    """Return what share a draft reads of what a dense step does."""
     # A check reads the context once, which is as long for all tokens of an answer as makes no difference.
     drafts = sum(answer.kv_read_ratio * answer.steps - answer.verifications for answer in answers)
     return drafts / _drafted(answers)
