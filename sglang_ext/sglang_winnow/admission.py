@@ -56,7 +56,7 @@ NOT_SERVED: Final = {
     "watermark": "tokens are drawn from the model's own distribution",
 }
 
-# Of what a check draws at once, SGLang would return the first token's, or process all tokens as if they were one row's.
+# For SGLang these are of one token of a row in each step.
 _NOT_VERIFIED: Final = ("return_sampling_mask", "return_hidden_states", "custom_logit_processor")
 _GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 # Their grammars take back the drafts that fall. Without a backend SGLang refuses grammars itself.

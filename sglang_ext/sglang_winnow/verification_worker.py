@@ -220,11 +220,13 @@ def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
 
 
 def _part(batch: ScheduleBatch, rows: list[int] | None) -> ScheduleBatch:
-    """Return some rows of a batch, all if None, to be planned and run by themselves; if not all, for their logits."""
+    """Return some rows of a batch, all if None, to be planned and run by themselves; if not None, for their logits."""
     part = copy(batch)
-    if rows is None or len(rows) == len(batch.reqs):
+    if rows is None:
         return part
     part.return_logprob = False
+    if len(rows) == len(batch.reqs):
+        return part
     index = to_device(torch.tensor(rows), batch.seq_lens.device)
     part.reqs = [batch.reqs[row] for row in rows]
     for name in ("req_pool_indices", "seq_lens", "orig_seq_lens"):

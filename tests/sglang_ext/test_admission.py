@@ -244,8 +244,10 @@ def test_sampling_parameters_are_served_with_verification(asked: dict[str, Any])
         ({"custom_logit_processor": "{}"}, "^custom_logit_processor: is not served with attention.verify$"),
         (
             {"sampling_params": {"regex": "a"}},
-            "^sampling_params.regex: is not served with attention.verify by --grammar-backend outlines, which cannot"
-            " take tokens back; start the server with llguidance or xgrammar$",
+            (
+                "^sampling_params.regex: is not served with attention.verify by --grammar-backend outlines, which"
+                " cannot take tokens back; start the server with llguidance or xgrammar$"
+            ),
         ),
     ],
 )

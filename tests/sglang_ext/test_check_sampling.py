@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
@@ -21,6 +23,7 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
+from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from sglang_winnow.check_logprobs import CheckedLogprobs, join_logprobs
 from sglang_winnow.grammar_walk import begin_walk
@@ -140,10 +143,16 @@ class Letters:
 END = Letters.eos_token_id
 
 
-@pytest.fixture
-def grammar() -> GuidanceGrammar:
-    tokenizer = LLTokenizer(TokenizerWrapper(Letters()), n_vocab=257)
-    return GuidanceGrammar(tokenizer, LLMatcher.grammar_from_regex("a[bc]d"))
+@pytest.fixture(params=["llguidance", "xgrammar"])
+def grammar(request: pytest.FixtureRequest) -> BaseGrammarObject:
+    """A grammar of what is served: ``a``, then ``b`` or ``c``, then ``d``."""
+    regex = "a[bc]d"
+    if request.param == "llguidance":
+        tokenizer = LLTokenizer(TokenizerWrapper(Letters()), n_vocab=257)
+        return GuidanceGrammar(tokenizer, LLMatcher.grammar_from_regex(regex))
+    information = TokenizerInfo(list(Letters.tokens), stop_token_ids=[END])
+    compiled = GrammarCompiler(information).compile_regex(regex)
+    return XGrammarGrammar(GrammarMatcher(compiled, max_rollback_tokens=20), 257, compiled, None)
 
 
 def allowed(mask: torch.Tensor) -> set[int]:
@@ -154,7 +163,7 @@ A, B, C, D = b"abcd"
 
 
 @pytest.mark.parametrize("steps", [[4], [1, 2, 3, 4]], ids=["at once", "step by step"])
-def test_masks_follow_drafts_and_the_grammar_is_left_as_it_was(grammar: GuidanceGrammar, steps: list[int]) -> None:
+def test_masks_follow_drafts_and_the_grammar_is_left_as_it_was(grammar: BaseGrammarObject, steps: list[int]) -> None:
     walk = begin_walk(grammar, 257, 4)
     assert walk is not None
     drafts = [A, C, D, END]
@@ -170,7 +179,7 @@ def test_masks_follow_drafts_and_the_grammar_is_left_as_it_was(grammar: Guidance
     assert allowed(again.masks([])[0]) == {A}
 
 
-def test_nothing_is_asked_behind_a_draft_that_the_grammar_forbids(grammar: GuidanceGrammar) -> None:
+def test_nothing_is_asked_behind_a_draft_that_the_grammar_forbids(grammar: BaseGrammarObject) -> None:
     grammar.accept_token(A)
     walk = begin_walk(grammar, 257, 3)
     assert walk is not None
@@ -181,7 +190,7 @@ def test_nothing_is_asked_behind_a_draft_that_the_grammar_forbids(grammar: Guida
     assert not grammar.is_terminated()
 
 
-def test_an_answer_that_has_ended_is_not_walked_on(grammar: GuidanceGrammar) -> None:
+def test_an_answer_that_has_ended_is_not_walked_on(grammar: BaseGrammarObject) -> None:
     assert begin_walk(None, 257, 2) is None
     for token in (A, B, D, END):
         grammar.accept_token(token)

@@ -345,8 +345,9 @@ def test_sampling_parameters_are_as_without(server: Server) -> None:
     # Each makes a difference.
     assert len(told) == len(PARAMETERS)
     assert re.fullmatch(REGEX, dense["regex"]["text"])
-    jobs = [(name, policy(kind, k)) for name in PARAMETERS for kind, k in (("quest", 1), ("streaming_llm", 4))]
-    jobs += [(name, policy("snapkv", 8)) for name in PARAMETERS]
+    attentions = [policy("quest", 1), policy("streaming_llm", 4), policy("snapkv", 8)]
+    jobs: list[tuple[str, dict[str, Any] | None]]
+    jobs = [(name, attention) for name in PARAMETERS for attention in attentions]
     # Beside them, rows that are not verified, whose penalties would depend on when others are prefilled.
     jobs += [(name, None) for name in ("none", "regex", "ebnf", "none")]
     random.Random(0).shuffle(jobs)
