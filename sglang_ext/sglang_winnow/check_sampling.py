@@ -17,7 +17,7 @@ from winnow_kernels.host_tensors import to_device
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.layers.sampler import Sampler
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -40,15 +40,8 @@ class CheckSampling:
         self._limits = limits
         self._newest: Tensor = batch.spec_info.bonus_tokens
         self._checks: list[CheckedLogprobs] = []
-        self._penalties: TokenPenalties | None = None
-        penalized = [
-            row
-            for row, req in enumerate(batch.reqs)
-            if req.winnow_state.policy.verify is not None and is_penalized(req)
-        ]
-        if penalized:
-            self._penalties = TokenPenalties(batch, penalized, lengths)
-            self._penalize_first_pass(penalized, self._penalties)
+        rows = [row for row, req in enumerate(batch.reqs) if _is_penalized(req)]
+        self._penalties = _penalize_pass(batch, rows, lengths) if rows else None
         self._walks: dict[int, GrammarWalk] = {}
         for row, limit in enumerate(limits):
             if limit and (walk := begin_walk(batch.reqs[row].grammar, self._info.vocab_size, limit)) is not None:
@@ -108,13 +101,6 @@ class CheckSampling:
         if self._batch.return_logprob:
             join_logprobs(output, self._checks)
 
-    def _penalize_first_pass(self, rows: list[int], penalties: TokenPenalties) -> None:
-        index = to_device(torch.tensor(rows), self._newest.device)
-        additive, scaling = penalties.at(rows, 0, self._newest[index, None])
-        self._info.acc_additive_penalties[index] = additive[:, 0]
-        if scaling is not None:
-            self._info.acc_scaling_penalties[index] = scaling[:, 0]
-
     def _asks_logprobs(self, rows: list[int]) -> bool:
         return any(self._batch.reqs[row].return_logprob for row in rows)
 
@@ -155,6 +141,28 @@ class CheckSampling:
             scales = torch.ones(shape, device=inputs.device)
             scales[index] = scaling
             parameters.acc_scaling_penalties = scales.flatten(0, 1)
+
+
+def penalize_retracted(batch: ScheduleBatch) -> None:
+    """Put the penalties of verified rows right before a prefill of answers, too: SGLang's begin anew there."""
+    lengths = [len(req.origin_input_ids) + len(req.output_ids) - 1 for req in batch.reqs]
+    if rows := [row for row, req in enumerate(batch.reqs) if req.output_ids and _is_penalized(req)]:
+        _penalize_pass(batch, rows, lengths)
+
+
+def _is_penalized(req: Req) -> bool:
+    return req.winnow_state.policy.verify is not None and is_penalized(req)
+
+
+def _penalize_pass(batch: ScheduleBatch, rows: list[int], lengths: Sequence[int]) -> TokenPenalties:
+    """Put the penalties of some rows right for a pass that draws one token of each; return those of all that follow."""
+    penalties = TokenPenalties(batch, rows, lengths)
+    index = to_device(torch.tensor(rows), batch.seq_lens.device)
+    additive, scaling = penalties.at(rows, 0, torch.zeros_like(index)[:, None])
+    batch.sampling_info.acc_additive_penalties[index] = additive[:, 0]
+    if scaling is not None:
+        batch.sampling_info.acc_scaling_penalties[index] = scaling[:, 0]
+    return penalties
 
 
 def _of_tokens(info: SamplingBatchInfo, rows: list[int], count: int) -> SamplingBatchInfo:

@@ -70,7 +70,7 @@ class TokenPenalties:
 
         Args:
             rows: of the batch; all of them have penalties.
-            first: the first position; 0 is behind the newest token, 1 behind the first draft.
+            first: the first position; 0 is behind the newest token, whichever that is, 1 behind the first draft.
             inputs: int64 [rows, last position + 1], the newest token and the drafts.
         """
         places = to_device(torch.tensor([self._place[row] for row in rows]), self._device)

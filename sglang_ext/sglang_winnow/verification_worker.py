@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
-from sglang_winnow.check_sampling import CheckSampling
+from sglang_winnow.check_sampling import CheckSampling, penalize_retracted
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
 from sglang_winnow.reporting import note_rows
 from sglang_winnow.request_policy import drafts
@@ -56,6 +56,7 @@ class VerificationWorker(BaseSpecWorker):
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
         else:
+            penalize_retracted(batch)
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens.clone()
             result.accept_lens = torch.ones_like(batch.seq_lens, dtype=torch.int32)
