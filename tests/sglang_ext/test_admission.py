@@ -390,7 +390,7 @@ def test_states_that_sglang_does_not_use_are_forgotten() -> None:
 def test_a_refused_request_can_be_aborted_without_touching_another() -> None:
     # SGLang's clean-up of a native stream reads is_single and rid.
     config = SimpleNamespace(vocab_size=512, is_multimodal=False)
-    arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None, enable_mis=False)
+    arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None, enable_mis=False, grammar_backend="none")
     manager: Any = SimpleNamespace(model_config=config, server_args=arguments, winnow_model=MODEL)
     request = GenerateReqInput(input_ids=[-1], rid="of-another", stream=True)
     with pytest.raises(ValueError, match="input_ids: token ids must be from 0 to 511"):
