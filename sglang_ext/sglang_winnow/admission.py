@@ -56,16 +56,11 @@ NOT_SERVED: Final = {
     "watermark": "tokens are drawn from the model's own distribution",
 }
 
-# What a token's distribution depends on that other tokens of the same check would change.
-_NOT_VERIFIED: Final = (
-    "frequency_penalty",
-    "presence_penalty",
-    "min_new_tokens",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-)
+# For SGLang these are of one token of a row in each step.
+_NOT_VERIFIED: Final = ("return_sampling_mask", "return_hidden_states", "custom_logit_processor")
+_GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
+# Their grammars take back the drafts that fall. Without a backend SGLang refuses grammars itself.
+_TAKE_BACK: Final = ("xgrammar", "llguidance", "none")
 
 _STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False)
 _Int64 = Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)]
@@ -77,6 +72,7 @@ class Limits:
 
     Attributes:
         model: what a policy is checked against.
+        grammar_backend: SGLang's name of it.
         later_parameters: sampling parameters of the running SGLang that ``SamplingParameters`` does not know.
     """
 
@@ -85,6 +81,7 @@ class Limits:
     metric_labels: frozenset[str] = frozenset()
     multi_item_scoring: bool = False
     multimodal: bool = False
+    grammar_backend: str = "none"
     later_parameters: frozenset[str] = frozenset()
 
     @cached_property
@@ -227,6 +224,7 @@ def limits_of(manager: TokenizerManager) -> Limits:
         model=served_model_of(manager),
         metric_labels=frozenset(arguments.tokenizer_metrics_allowed_custom_labels or ()),
         multi_item_scoring=bool(arguments.enable_mis),
+        grammar_backend=str(arguments.grammar_backend or "none"),
         multimodal=bool(manager.model_config.is_multimodal),
         later_parameters=_later_parameters(),
     )
@@ -310,7 +308,7 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
         parameters = checked.sampling_params
         policy = limits.model.policy_of(parameters and parameters.custom_params)
         if policy.verify is not None:
-            _check_verified(checked)
+            _check_verified(checked, limits)
         samples.add((parameters and parameters.n) or 1)
     if len(samples) > 1:
         raise ValueError("sampling_params.n: must be the same for all prompts")
@@ -320,16 +318,18 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
     return number
 
 
-def _check_verified(row: _PerSequence) -> None:
-    """Refuse what is not served together with verification: all tokens of a check are drawn at once."""
-    if (parameters := row.sampling_params) is not None:
-        if given := [name for name in _NOT_VERIFIED if getattr(parameters, name)]:
-            raise ValueError(f"sampling_params.{given[0]}: is not served with attention.verify")
-        if parameters.repetition_penalty not in (None, 1):
-            raise ValueError("sampling_params.repetition_penalty: is not served with attention.verify")
-    for name in ("return_logprob", "return_sampling_mask", "return_hidden_states", "custom_logit_processor"):
+def _check_verified(row: _PerSequence, limits: Limits) -> None:
+    """Refuse what is not served together with verification."""
+    for name in _NOT_VERIFIED:
         if getattr(row, name):
             raise ValueError(f"{name}: is not served with attention.verify")
+    if row.sampling_params is None or limits.grammar_backend in _TAKE_BACK:
+        return
+    if given := [name for name in _GRAMMARS if getattr(row.sampling_params, name)]:
+        raise ValueError(
+            f"sampling_params.{given[0]}: is not served with attention.verify by --grammar-backend"
+            f" {limits.grammar_backend}, which cannot take tokens back; start the server with llguidance or xgrammar"
+        )
 
 
 def _without_unset(parameters: object, later: frozenset[str]) -> object:

@@ -22,6 +22,7 @@ from sglang_winnow import (
     responses_form,
     server_information,
     server_options,
+    token_logprobs,
 )
 from sglang_winnow.admission import attach_policy, check_request, check_tokens, limits_of
 from sglang_winnow.attention_registration import register_backend
@@ -142,6 +143,7 @@ HOOKS: Final = (
     *radix.HOOKS,
     *chunk_ends.HOOKS,
     *reporting.HOOKS,
+    *token_logprobs.HOOKS,
     *openai_forms.HOOKS,
     *responses_form.HOOKS,
     *messages_form.HOOKS,

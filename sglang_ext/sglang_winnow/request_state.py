@@ -38,6 +38,7 @@ class RequestState:
             since the last prefill.
         draft_length: how many tokens it drafts; of those that are verified.
         rests: whether its step is dense, whatever its policy: it is verified, and a draft would not pay.
+        stood: of those with penalties, the drafts that stood in its last check; SGLang takes them over a step later.
         anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
     """
 
@@ -53,6 +54,7 @@ class RequestState:
     stage: int = -1
     draft_length: DraftLength | None = None
     rests: bool = False
+    stood: Sequence[int] = ()
     anew_from: int | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
+from sglang_winnow.check_sampling import CheckSampling, penalize_retracted
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.reporting import note_rows
@@ -26,7 +27,6 @@ from winnow_kernels.host_tensors import to_device
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     from sglang_winnow.device.check_graphs import CheckGraphs
 
@@ -62,6 +62,7 @@ class VerificationWorker(BaseSpecWorker):
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
         else:
+            penalize_retracted(batch)
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens.clone()
             result.accept_lens = torch.ones_like(batch.seq_lens, dtype=torch.int32)
@@ -82,21 +83,20 @@ class VerificationWorker(BaseSpecWorker):
         if on_publish is not None and not verified:
             # Known before the pass: the next one can be prepared while it runs.
             on_publish(lengths + 1)
+        sampling = CheckSampling(batch, limits, on_host.tolist())
         tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
         result = self._decode(_part(batch, None), bonus, lengths, on_host)
         tokens[:, 0] = result.next_token_ids
         if verified:
-            drafted = self._draft(batch, verified, limits, result, lengths, on_host)
+            drafted = self._draft(batch, verified, limits, result, lengths, on_host, sampling)
             was_drafted = self._times.clock.mark()
             for rows in self._parts(verified, limits):
-                self._verify(batch, rows, limits, bonus, drafted, tokens, accepted, on_host)
+                self._verify(batch, rows, limits, bonus, drafted, tokens, accepted, on_host, sampling)
             self._times.note_round(size, begin, was_drafted, max(limits))
             self._learn(batch, verified, limits, accepted, size)
         elif self._is_dense(batch, on_host.tolist()):
             self._times.note_dense(size, begin)
-        # SGLang looks for as many of these as tokens were accepted; who is verified does not ask for them.
-        if (logprobs := result.logits_output.next_token_logprobs) is not None:
-            result.logits_output.next_token_logprobs = logprobs[:, None]
+        sampling.finish(result.logits_output)
         if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
             result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
         result.next_token_ids = tokens.flatten()
@@ -165,6 +165,7 @@ class VerificationWorker(BaseSpecWorker):
         first: GenerationBatchResult,
         lengths: Tensor,
         on_host: Tensor,
+        sampling: CheckSampling,
     ) -> Tensor:
         """Return what ``rows`` draft, int64 [rows of the batch, ``WIDTH``]: the most probable token after each."""
         drafted = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
@@ -174,8 +175,9 @@ class VerificationWorker(BaseSpecWorker):
             index = to_device(torch.tensor(own), lengths.device)
             part = _part(batch, own)
             cached, known = lengths[index] + step, on_host[own] + step
-            logits = self._decode(part, drafted[index, step - 1], cached, known, sample=False).logits_output
-            drafted[index, step] = logits.next_token_logits.argmax(-1)
+            output = self._decode(part, drafted[index, step - 1], cached, known, sample=False).logits_output
+            sampling.adjust(output.next_token_logits, own, drafted, step)
+            drafted[index, step] = output.next_token_logits.argmax(-1)
         return drafted
 
     def _parts(self, rows: list[int], limits: list[int]) -> Iterator[list[int]]:
@@ -199,6 +201,7 @@ class VerificationWorker(BaseSpecWorker):
         tokens: Tensor,
         accepted: Tensor,
         on_host: Tensor,
+        sampling: CheckSampling,
     ) -> None:
         """Check what ``rows`` have drafted; fill in their ``tokens`` and how many of these are ``accepted``.
 
@@ -222,10 +225,8 @@ class VerificationWorker(BaseSpecWorker):
         part.spec_info = CheckedTokens(positions.clamp_max(last).flatten(), width)
         with nullcontext() if self._graphs is None else self._graphs.checking(width):
             checked = self.target_worker.forward_batch_generation(part, is_verify=True).logits_output
-        of_tokens = _of_tokens(batch.sampling_info, rows, width)
-        of_tokens.apply_logits_bias(checked.next_token_logits)
-        own = runner.sampler(checked, of_tokens, False, [], [], part.spec_info.positions).to(torch.int64)
-        own = own.view(len(rows), width)
+        inputs = part.input_ids.view(len(rows), width)
+        own = sampling.draw(runner.sampler, checked, rows, inputs, part.spec_info.positions)
         limit = to_device(torch.tensor([limits[row] for row in rows]), bonus.device)
         standing = simulated_acceptance(limit)
         if standing is None:
@@ -233,6 +234,7 @@ class VerificationWorker(BaseSpecWorker):
         accepted[index] = 1 + standing
         tokens[index, :width] = own
         (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
+        sampling.note(checked, rows, own, [1 + stood for stood in standing.tolist()])
         for row in rows:
             batch.reqs[row].winnow_state.written_anew(int(on_host[row]))
 
@@ -251,26 +253,14 @@ def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
     return ((drafted == drawn[:, :-1]) & is_draft).long().cumprod(1).sum(1)
 
 
-def _of_tokens(info: SamplingBatchInfo, rows: list[int], count: int) -> SamplingBatchInfo:
-    """Return the sampling parameters of ``rows`` of a batch, each once for all ``count`` of its tokens."""
-    part = copy(info)
-    index = to_device(torch.tensor(rows).repeat_interleave(count), info.temperatures.device)
-    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias"):
-        if (values := getattr(info, name)) is not None:
-            setattr(part, name, values[index])
-    # Those who ask for any of these are not verified.
-    part.penalizer_orchestrator = part.acc_additive_penalties = part.acc_scaling_penalties = None
-    part.grammars = part.vocab_mask = part.return_sampling_masks = None
-    part.has_custom_logit_processor = False
-    return part
-
-
 def _part(batch: ScheduleBatch, rows: list[int] | None) -> ScheduleBatch:
-    """Return some rows of a batch, all if None, to be planned and run by themselves; if not all, for their logits."""
+    """Return some rows of a batch, all if None, to be planned and run by themselves; if not None, for their logits."""
     part = copy(batch)
-    if rows is None or len(rows) == len(batch.reqs):
+    if rows is None:
         return part
     part.return_logprob = False
+    if len(rows) == len(batch.reqs):
+        return part
     index = to_device(torch.tensor(rows), batch.seq_lens.device)
     part.reqs = [batch.reqs[row] for row in rows]
     for name in ("req_pool_indices", "seq_lens", "orig_seq_lens"):

@@ -214,6 +214,53 @@ def test_verification_is_refused_where_the_server_does_not_verify() -> None:
         check_request(GenerateReqInput(**body), LIMITS)
 
 
+VERIFIED = '{"decode": {"policy": "quest"}, "verify": {"draft_tokens": 2}}'
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.5, "min_new_tokens": 1},
+        {"logit_bias": {"5": 1.0}, "stop": "one"},
+        {"json_schema": "{}"},
+        {"regex": "a"},
+        {"ebnf": "root ::= a"},
+        {"structural_tag": "{}"},
+    ],
+)
+def test_sampling_parameters_are_served_with_verification(asked: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"text": "a", "return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [1]}
+    body["sampling_params"] = {**asked, "custom_params": {"attention": VERIFIED}}
+    for backend in ("none", "xgrammar", "llguidance"):
+        limits = replace(LIMITS, model=replace(MODEL, verifies=True), grammar_backend=backend)
+        check_request(GenerateReqInput(**body), limits)
+
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"return_hidden_states": True}, "^return_hidden_states: is not served with attention.verify$"),
+        ({"return_sampling_mask": True}, "^return_sampling_mask: is not served with attention.verify$"),
+        ({"custom_logit_processor": "{}"}, "^custom_logit_processor: is not served with attention.verify$"),
+        (
+            {"sampling_params": {"regex": "a"}},
+            (
+                "^sampling_params.regex: is not served with attention.verify by --grammar-backend outlines, which"
+                " cannot take tokens back; start the server with llguidance or xgrammar$"
+            ),
+        ),
+    ],
+)
+def test_what_a_check_cannot_give_is_refused_with_verification(asked: dict[str, Any], refusal: str) -> None:
+    limits = replace(LIMITS, model=replace(MODEL, verifies=True), grammar_backend="outlines")
+    sampling = asked.get("sampling_params", {})
+    body: dict[str, Any] = {"text": "a", **asked, "sampling_params": sampling}
+    check_request(GenerateReqInput(**body), limits)
+    body["sampling_params"] = {**sampling, "custom_params": {"attention": VERIFIED}}
+    with pytest.raises(ValueError, match=refusal):
+        check_request(GenerateReqInput(**body), limits)
+
+
 @pytest.mark.parametrize("extra_key", ["winnow-", QUOKA.namespace(), QUOKA_KEPT.namespace()])
 def test_no_client_names_the_namespace_of_a_policy(extra_key: str) -> None:
     with pytest.raises(ValueError, match="extra_key: must not begin with winnow-"):
@@ -343,7 +390,7 @@ def test_states_that_sglang_does_not_use_are_forgotten() -> None:
 def test_a_refused_request_can_be_aborted_without_touching_another() -> None:
     # SGLang's clean-up of a native stream reads is_single and rid.
     config = SimpleNamespace(vocab_size=512, is_multimodal=False)
-    arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None, enable_mis=False)
+    arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None, enable_mis=False, grammar_backend="none")
     manager: Any = SimpleNamespace(model_config=config, server_args=arguments, winnow_model=MODEL)
     request = GenerateReqInput(input_ids=[-1], rid="of-another", stream=True)
     with pytest.raises(ValueError, match="input_ids: token ids must be from 0 to 511"):
