@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
+
+NARROW: Final = (torch.float8_e4m3fn,)
+"""Dtypes that are stored and not computed with: torch and tensor cores' kernels widen them first."""
+
+
+def widened(vectors: Tensor) -> Tensor:
+    """Return ``vectors`` in a dtype that torch computes with: those of a narrow one as the same numbers in bfloat16."""
+    return vectors.to(torch.bfloat16) if vectors.dtype in NARROW else vectors
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
     """One layer's KV cache. A slot holds one token; ``page_size`` slots in a row are a page.
+
+    What is stored in 8 bits is divided by a scale of the layer before: whoever attends multiplies queries by that of
+    keys, and outputs by that of values. Nothing else knows of scales.
 
     Attributes:
         keys: [slots, KV heads, head dim], rotated, of the server's KV dtype.

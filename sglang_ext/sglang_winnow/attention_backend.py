@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.decode_plan import DecodePlan
-from sglang_winnow.forward_pass import context_of, write_keys_and_values
+from sglang_winnow.forward_pass import context_of, scales_of, write_keys_and_values
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.mixed_plan import MixedPlan
 from sglang_winnow.prefill_plan import PrefillPlan
@@ -131,7 +131,12 @@ class WinnowAttentionBackend(AttentionBackend):
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         cache = self._cache(layer.layer_id)
         window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
+        of_keys, of_values = scales_of(layer, cache)
+        if of_keys != 1:
+            queries = queries * of_keys
         output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window)
+        if of_values != 1:
+            output = output * of_values
         if layer.layer_id == self._last_layer:
             plan.finish()
         return output.flatten(1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from winnow_kernels.cache import Context
+from winnow_kernels.cache import NARROW, Context, LayerCache
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -31,6 +31,17 @@ def context_of(forward_batch: ForwardBatch, table: Tensor, pool_slots: int) -> C
 def write_keys_and_values(
     pool: KVCache, layer: RadixAttention, forward_batch: ForwardBatch, keys: Tensor | None, values: Tensor | None
 ) -> None:
-    """Write a layer's new keys and values to the cache; SGLang passes none where it has written them itself."""
+    """Write a layer's new keys and values to the cache; SGLang passes none where it has written them itself.
+
+    Into a cache of a narrow dtype they go divided by the layer's scales, in place.
+    """
     if keys is not None:
-        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), keys, values)
+        location = KVWriteLoc(forward_batch.out_cache_loc, None)
+        pool.set_kv_buffer(layer, location, keys, values, layer.k_scale, layer.v_scale)
+
+
+def scales_of(layer: RadixAttention, cache: LayerCache) -> tuple[float, float]:
+    """Return what a layer's keys and its values in the cache are to be multiplied by."""
+    if cache.keys.dtype not in NARROW:
+        return 1.0, 1.0
+    return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0

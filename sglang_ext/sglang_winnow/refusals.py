@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.served_policies import served_policies
 from winnow_kernels.attend.gpu import LARGEST_GROUP
+from winnow_kernels.cache import NARROW
 from winnow_kernels.policies.declarations import DECLARATIONS
 from winnow_kernels.policies.registry import POLICIES_SETTING
 from winnow_kernels.selection.gpu_pages import MAX_PAGES
@@ -45,8 +46,14 @@ def _reasons(runner: ModelRunner) -> Iterator[str]:
     pool = runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool:
         yield f"a KV cache of the kind {type(pool).__name__}"
-    elif pool.dtype not in KV_DTYPES:
-        yield f"a KV cache in {str(pool.dtype).removeprefix('torch.')} (use float32, float16 or bfloat16)"
+    elif pool.dtype in NARROW and torch.cuda.is_available():
+        yield f"a KV cache in {_name(pool.dtype)} on CUDA (use float32, float16 or bfloat16)"
+    elif pool.dtype not in (*KV_DTYPES, *NARROW):
+        yield f"a KV cache in {_name(pool.dtype)} (use float32, float16, bfloat16 or float8_e4m3fn)"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:

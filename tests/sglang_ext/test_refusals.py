@@ -65,6 +65,7 @@ def assert_refused(refused: Any, reason: str) -> None:
         runner(layer(0, sliding_window_size=128), layer(1)),
         runner(cache=pool(dtype=torch.bfloat16)),
         runner(cache=pool(dtype=torch.float16)),
+        runner(cache=pool(dtype=torch.float8_e4m3fn)),
     ],
 )
 def test_what_is_served_is_not_refused(served: Any) -> None:
@@ -82,6 +83,10 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
             f"contexts of more than {2**18} tokens with tactic (leave it out of WINNOW_POLICIES)",
         ),
         (runner(layer(0, sliding_window_size=128), layer(1)), "sliding windows on CUDA"),
+        (
+            runner(cache=pool(dtype=torch.float8_e4m3fn)),
+            "a KV cache in float8_e4m3fn on CUDA (use float32, float16 or bfloat16)",
+        ),
         (runner(layer(0, num_heads=34)), "more than 16 query heads for a KV head on CUDA"),
     ],
 )
@@ -152,7 +157,10 @@ def test_sinks_that_are_parameters() -> None:
     [
         (pool(MLATokenToKVPool), "a KV cache of the kind MLATokenToKVPool"),
         (pool(type("Packed", (MHATokenToKVPool,), {})), "a KV cache of the kind Packed"),
-        (pool(dtype=torch.float8_e5m2), "a KV cache in float8_e5m2 (use float32, float16 or bfloat16)"),
+        (
+            pool(dtype=torch.float8_e5m2),
+            "a KV cache in float8_e5m2 (use float32, float16, bfloat16 or float8_e4m3fn)",
+        ),
     ],
 )
 def test_caches(cache: Any, reason: str) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import LayerCache, widened
 from winnow_kernels.indexes.kmeans import CLUSTER_SIZE, kmeans, spreads
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer
@@ -24,7 +24,7 @@ class ClusterTables:
     """All layers' entries, contiguous. Those of a layer are ``LayerClusters``.
 
     Attributes:
-        centroids: [layers, KV heads, entries, clusters, head dim], in the cache's dtype.
+        centroids: [layers, KV heads, entries, clusters, head dim], in the cache's dtype, or bfloat16 if that is narrow.
         spreads: bfloat16 [layers, KV heads, entries, clusters].
         directions: bfloat16 [layers, KV heads, entries, head dim].
         sizes: int16, or int32 if a span is too long for that, [layers, KV heads, entries, clusters].
@@ -46,7 +46,7 @@ class ClusterTables:
         heads_first = (layers, cache.kv_heads, entries)
         sizes = torch.zeros(*heads_first, clusters, dtype=_number_type(span), device=cache.keys.device)
         return cls(
-            cache.keys.new_zeros(*heads_first, clusters, cache.head_dim),
+            widened(cache.keys.new_zeros(0)).new_zeros(*heads_first, clusters, cache.head_dim),
             torch.zeros_like(sizes, dtype=torch.bfloat16),
             sizes.new_zeros(*heads_first, cache.head_dim, dtype=torch.bfloat16),
             sizes,
@@ -58,7 +58,8 @@ class ClusterTables:
     def bytes_per_entry(shape: PoolShape, span: int) -> int:
         """Return the bytes of one span's clusters, in all layers."""
         number = _number_type(span).itemsize
-        cluster = shape.head_dim * shape.element_size + torch.bfloat16.itemsize + number + torch.int32.itemsize
+        centroid = shape.head_dim * max(shape.element_size, torch.bfloat16.itemsize)
+        cluster = centroid + torch.bfloat16.itemsize + number + torch.int32.itemsize
         directions = shape.head_dim * torch.bfloat16.itemsize
         return shape.heads * (span // CLUSTER_SIZE * cluster + directions + span * number)
 
@@ -82,7 +83,7 @@ class LayerClusters:
     All are contiguous; the centroids of a KV head's entry lie in one block.
 
     Attributes:
-        centroids: [KV heads, entries, clusters, head dim], in the cache's dtype.
+        centroids: [KV heads, entries, clusters, head dim], in the cache's dtype, or bfloat16 if that is narrow.
         spreads: bfloat16 [KV heads, entries, clusters]; mean squared distance of a cluster's members from its centroid.
         directions: bfloat16 [KV heads, entries, head dim]; what part each element makes of these distances in the
             clusters of the span, or of its first piece where it is not whole; 1 on average.
@@ -135,7 +136,7 @@ class LayerClusters:
         of_part = slice(begin // CLUSTER_SIZE, begin // CLUSTER_SIZE + clusters)
         at_once = max(1, _KMEANS_BYTES // (4 * cache.kv_heads * part * clusters))
         for some, some_slots in zip(entries.split(at_once), slots.split(at_once), strict=True):
-            keys = cache.keys[some_slots[:, left_out:]].transpose(1, 2).flatten(0, 1)
+            keys = widened(cache.keys[some_slots[:, left_out:]]).transpose(1, 2).flatten(0, 1)
             sizes = torch.zeros(keys.shape[0], clusters, dtype=torch.int64, device=keys.device)
             directions = torch.ones(keys.shape[0], cache.head_dim, device=keys.device)
             by_cluster = torch.zeros(keys.shape[0], 0, dtype=torch.int64, device=keys.device)

@@ -43,7 +43,7 @@ class PageBounds(DevicePageIndex):
 
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
         keys = self.page_keys(cache, pages)
-        self.bounds[layer][pages] = torch.cat((keys.amax(1), keys.amin(1)), dim=-1)
+        self.bounds[layer][pages] = torch.cat((keys.amax(1), keys.amin(1)), dim=-1).to(self.bounds.dtype)
 
     @cached_property
     def entries(self) -> Entries:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch
-from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cache import Context, LayerCache, widened
 from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.gpu_key_pools import KeyPools
 from winnow_kernels.indexes.pool_shape import PoolShape
@@ -105,10 +105,10 @@ class PageIndex(ABC):
         """Compute the entries of ``pages``, int64 [n], from the layer's keys, in torch."""
 
     def page_keys(self, cache: LayerCache, pages: Tensor) -> Tensor:
-        """Return the keys of ``pages``: [n, page size, KV heads, head dim]."""
+        """Return the keys of ``pages``, ``widened``: [n, page size, KV heads, head dim]."""
         size = self.generations.page_size
         slots = pages[:, None] * size + torch.arange(size, device=pages.device)
-        return cache.keys[slots]
+        return widened(cache.keys[slots])
 
 
 class DevicePageIndex(PageIndex):

@@ -82,15 +82,23 @@ class Server:
     """A KV cache with requests in it; what both ways of computing have of their own is made twice."""
 
     def __init__(
-        self, names: Sequence[str], lengths: Sequence[int], device: torch.device, share: Share = EVERYTHING
+        self,
+        names: Sequence[str],
+        lengths: Sequence[int],
+        device: torch.device,
+        share: Share = EVERYTHING,
+        stored: Callable[[Tensor], Tensor] = Tensor.clone,
     ) -> None:
+        """``stored`` makes of keys and values what the cache has of them."""
         self.device = device
         self.share = share
         self.lengths = list(lengths)
         pages = LONGEST // PAGE_SIZE
         slots = (len(names) * pages + 1) * PAGE_SIZE
         self.caches = [
-            LayerCache(*(half[:, self.share.kv_heads].contiguous().to(device) for half in (cache.keys, cache.values)))
+            LayerCache(
+                *(stored(half[:, self.share.kv_heads]).contiguous().to(device) for half in (cache.keys, cache.values))
+            )
             for cache in (random_cache(slots, KV_HEADS, HEAD_DIM, seed) for seed in range(LAYERS))
         ]
         order = 1 + torch.randperm(len(names) * pages, generator=torch.Generator().manual_seed(1))
