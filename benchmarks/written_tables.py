@@ -164,6 +164,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "service-overhead": ("service-overhead.json", overhead_table),
     "verification": ("verification.json", verification_table),
     "verification-32k": ("verification-32k.json", verification_table),
+    "verification-pages": ("verification-pages.json", verification_table),
     "cpu-server": ("cpu-server.json", cpu_server_table),
     "cpu-conversations": ("cpu-conversations.json", conversations_table),
     "service": ("service.json", service_table),
