@@ -35,6 +35,7 @@ class VerificationWorker(BaseSpecWorker):
     """Drafts and checks with the one model that there is."""
 
     def __init__(self, *, target_worker: TpModelWorker, **_: Any) -> None:
+        super().__init__()
         self._target_worker = target_worker
         self._graphs: CheckGraphs | None = None
 

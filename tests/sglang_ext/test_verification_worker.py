@@ -10,11 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.environ import envs
 
-from sglang_winnow.sglang_versions.releases import VERIFIES
-
-if not VERIFIES:
-    pytest.skip("verification is served on the oldest release only", allow_module_level=True)
-
 from sglang_winnow.device.check_graphs import WIDTHS, CheckGraphs
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from sglang_winnow.verification_worker import WIDTH, standing_drafts
