@@ -129,9 +129,9 @@ def _no_copies(prepare: Callable[..., None], pool: MHATokenToKVPool) -> None:
 
 
 def _sizes_of_graphs(
-    sizes_of: Callable[..., tuple[list[int], list[int]]], runner: ModelRunner, width: int
+    sizes_of: Callable[..., tuple[list[int], list[int]]], runner: ModelRunner, width: int, **others: Any
 ) -> tuple[list[int], list[int]]:
-    captured, compiled = sizes_of(runner, width)
+    captured, compiled = sizes_of(runner, width, **others)
     if getattr(runner.spec_algorithm, "checked_width", None) is None:
         return captured, compiled
     return [size for size in captured if size * width <= MAX_CHECKED_TOKENS], compiled

@@ -16,6 +16,7 @@ from torch import Tensor
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
 from sglang_winnow.reporting import note_rows
 from sglang_winnow.request_policy import drafts
+from sglang_winnow.sglang_versions.sampling import OF_ROWS, ask_for_tokens_alone
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.host_tensors import to_device
@@ -52,8 +53,9 @@ class VerificationWorker(BaseSpecWorker):
             self._graphs = CheckGraphs(runner)
 
     def forward_batch_generation(
-        self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None
+        self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None, **_: object
     ) -> GenerationBatchResult:
+        # Some releases also pass what stages of a pipeline hand on, of which there is one.
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
         else:
@@ -222,13 +224,11 @@ def _of_tokens(info: SamplingBatchInfo, rows: list[int], count: int) -> Sampling
     """Return the sampling parameters of ``rows`` of a batch, each once for all ``count`` of its tokens."""
     part = copy(info)
     index = to_device(torch.tensor(rows).repeat_interleave(count), info.temperatures.device)
-    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias"):
+    for name in OF_ROWS:
         if (values := getattr(info, name)) is not None:
             setattr(part, name, values[index])
     # Those who ask for any of these are not verified.
-    part.penalizer_orchestrator = part.acc_additive_penalties = part.acc_scaling_penalties = None
-    part.grammars = part.vocab_mask = part.return_sampling_masks = None
-    part.has_custom_logit_processor = False
+    ask_for_tokens_alone(part)
     return part
 
 
