@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglang_winnow.check_logprobs import CheckedLogprobs, join_logprobs
 from sglang_winnow.grammar_walk import GrammarWalk, allow, begin_walk
+from sglang_winnow.sglang_versions.sampling import OF_ROWS, ask_for_tokens_alone
 from sglang_winnow.token_penalties import TokenPenalties, is_penalized
 from winnow_kernels.host_tensors import to_device
 
@@ -169,12 +170,8 @@ def _of_tokens(info: SamplingBatchInfo, rows: list[int], count: int) -> Sampling
     """Return the sampling parameters of ``rows`` of a batch, each once for all ``count`` of its tokens."""
     part = copy(info)
     index = to_device(torch.tensor(rows).repeat_interleave(count), info.temperatures.device)
-    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias"):
+    for name in OF_ROWS:
         if (values := getattr(info, name)) is not None:
             setattr(part, name, values[index])
-    part.penalizer_orchestrator = part.acc_additive_penalties = part.acc_scaling_penalties = None
-    # Those who ask for either of these are not verified.
-    part.return_sampling_masks = None
-    part.has_custom_logit_processor = False
-    part.vocab_mask = None
+    ask_for_tokens_alone(part)
     return part

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
+from sglang_winnow.sglang_versions.sampling import set_grammar_mask
+
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -82,5 +84,4 @@ def allow(info: SamplingBatchInfo, grammar: BaseGrammarObject, masks: Mapping[in
     mask = grammar.allocate_vocab_mask(vocab_size=info.vocab_size, batch_size=len(info), device="cpu")
     for place, own in masks.items():
         mask[place * count : place * count + len(own)] = own
-    info.vocab_mask = grammar.move_vocab_mask(mask, info.device)
-    info.apply_mask_func = grammar.apply_vocab_mask
+    set_grammar_mask(info, grammar, grammar.move_vocab_mask(mask, info.device))

@@ -39,7 +39,10 @@ class CheckedTokens(SpecInput):
     Attributes:
         positions: int64 [tokens].
         num_tokens_per_req: how many each row has.
+        draft_token_num: how many of these lie past the lengths of the rows, as SGLang asks: these count them already.
     """
+
+    draft_token_num = 0
 
     def __init__(self, positions: Tensor, width: int) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)

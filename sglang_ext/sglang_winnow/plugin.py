@@ -23,6 +23,7 @@ from sglang_winnow import (
     server_information,
     server_options,
     token_logprobs,
+    verification,
 )
 from sglang_winnow.admission import attach_policy, check_request, check_tokens, limits_of
 from sglang_winnow.attention_registration import register_backend
@@ -32,7 +33,8 @@ from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model_of
-from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, VERIFIES, runs
+from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, runs
+from sglang_winnow.verification import register_algorithm
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -60,10 +62,7 @@ def register() -> None:
         index_settings()
         crossover_tokens("quest")
     register_backend()
-    if VERIFIES:
-        from sglang_winnow.verification import register_algorithm  # noqa: PLC0415
-
-        register_algorithm()
+    register_algorithm()
     install(HOOKS)
 
 
@@ -124,21 +123,13 @@ def _hooks_on_cuda() -> tuple[Hook, ...]:
     return (*memory.HOOKS, *variants.HOOKS)
 
 
-def _hooks_of_verification() -> tuple[Hook, ...]:
-    if not VERIFIES:
-        return ()
-    from sglang_winnow import verification  # noqa: PLC0415
-
-    return verification.HOOKS
-
-
 HOOKS: Final = (
     *_hooks_on_cuda(),
     *attention_registration.HOOKS,
     *metrics.HOOKS,
     *server_information.HOOKS,
     *server_options.HOOKS,
-    *_hooks_of_verification(),
+    *verification.HOOKS,
     *rank_cores.HOOKS,
     *radix.HOOKS,
     *chunk_ends.HOOKS,

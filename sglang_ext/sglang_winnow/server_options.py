@@ -18,7 +18,7 @@ from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import LAUNCH, Hook
 from sglang_winnow.sglang_versions.arguments import resolved, splits_attention_by_data, verifies_drafts
 from sglang_winnow.sglang_versions.hook_targets import target
-from sglang_winnow.sglang_versions.releases import OLDEST, VERIFIES
+from sglang_winnow.sglang_versions.releases import OLDEST, VERIFIES_ON_CUDA
 from winnow_kernels.contract.verification import ALGORITHM
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ OPTIONS: Final = (
         "verification of drafts",
         f"--speculative-algorithm {ALGORITHM}",
         verifies_drafts,
-        _CPU | _CUDA if VERIFIES else frozenset(),
-        "" if VERIFIES else f"it has run with SGLang {OLDEST} only",
+        _CPU | _CUDA if VERIFIES_ON_CUDA else _CPU,
+        "" if VERIFIES_ON_CUDA else f"it has run there with SGLang {OLDEST} only",
     ),
     Option(
         "torch.compile",

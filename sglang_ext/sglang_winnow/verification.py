@@ -18,17 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 from torch import Tensor
 
 from sglang_winnow.hooks import around
+from sglang_winnow.sglang_versions.arguments import decide
+from sglang_winnow.sglang_versions.releases import DRAFT_POOL_OF_WORKER, runs
 from sglang_winnow.verification_worker import WIDTH, VerificationWorker
 from winnow_kernels.contract.verification import ALGORITHM, MAX_CHECKED_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -70,7 +74,7 @@ class VerificationAlgorithm(CustomSpecAlgo):
         return NextTokensRelay(device, self, *others, **options)
 
     def handle_server_args(self, server_args: ServerArgs) -> None:
-        server_args.speculative_num_draft_tokens = WIDTH
+        decide(server_args, speculative_num_draft_tokens=WIDTH)
 
 
 def register_algorithm() -> None:
@@ -116,10 +120,18 @@ def _write_slots(
         written += end - start
 
 
+def _no_copies(prepare: Callable[..., None], pool: MHATokenToKVPool) -> None:
+    # What stands already lies where it belongs; SGLang prepares for others, and launches Triton.
+    if torch.device(pool.device).type == "cpu":
+        pool._kv_copy_config = None  # noqa: SLF001
+    else:
+        prepare(pool)
+
+
 def _sizes_of_graphs(
-    sizes_of: Callable[..., tuple[list[int], list[int]]], runner: ModelRunner, width: int
+    sizes_of: Callable[..., tuple[list[int], list[int]]], runner: ModelRunner, width: int, **others: Any
 ) -> tuple[list[int], list[int]]:
-    captured, compiled = sizes_of(runner, width)
+    captured, compiled = sizes_of(runner, width, **others)
     if getattr(runner.spec_algorithm, "checked_width", None) is None:
         return captured, compiled
     return [size for size in captured if size * width <= MAX_CHECKED_TOKENS], compiled
@@ -127,9 +139,10 @@ def _sizes_of_graphs(
 
 _ALLOCATION: Final = "sglang.srt.mem_cache.allocation"
 HOOKS: Final = around(
-    {
+    ({} if runs(DRAFT_POOL_OF_WORKER) else {"sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool": _no_draft_pool})
+    | {
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.get_batch_sizes_to_capture": _sizes_of_graphs,
-        "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool": _no_draft_pool,
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": _no_copies,
         f"{_ALLOCATION}.get_last_loc": _last_slots,
         f"{_ALLOCATION}.assign_req_to_token_pool_func": _write_slots,
     }

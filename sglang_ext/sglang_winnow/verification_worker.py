@@ -38,6 +38,7 @@ class VerificationWorker(BaseSpecWorker):
     """Drafts and checks with the one model that there is."""
 
     def __init__(self, *, target_worker: TpModelWorker, **_: Any) -> None:
+        super().__init__()
         self._target_worker = target_worker
         self._graphs: CheckGraphs | None = None
         self._times = RoundTimes(Clock(torch.device(target_worker.model_runner.device)))
@@ -57,8 +58,9 @@ class VerificationWorker(BaseSpecWorker):
             self._graphs = CheckGraphs(runner)
 
     def forward_batch_generation(
-        self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None
+        self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None, **_: object
     ) -> GenerationBatchResult:
+        # Some releases also pass what stages of a pipeline hand on, of which there is one.
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
         else:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sglang_winnow import crossover
-from sglang_winnow.sglang_versions.releases import VERIFIES
+from sglang_winnow.sglang_versions.releases import VERIFIES_ON_CUDA
 from tests.models import ModelShape, write_model, write_weights
 from tests.policy_rows import small_policies
 from tests.runtime import runtime_server
@@ -139,7 +139,7 @@ def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
         assert_equal_costs(cost, wanted_cost)
 
 
-@pytest.mark.skipif(not VERIFIES, reason="verification is served on the oldest release only")
+@pytest.mark.skipif(not VERIFIES_ON_CUDA, reason="verification is served on CUDA with the oldest release only")
 def test_verified_answers_are_those_of_dense_attention(tmp_path: Path) -> None:
     """Of drafts that stand and of drafts that fall, across ends of pages, alone and beside who is not verified."""
     model = write_model(tmp_path / "model", SHAPE)

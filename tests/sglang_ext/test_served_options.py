@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sglang_winnow.server_options import OPTIONS, Device
-from sglang_winnow.sglang_versions.releases import VERIFIES
 from tests.models import write_model, write_weights
 from tests.sglang_ext.answers import TOLERANCE, TOLERANCE_OF_SELECTIONS, equal_steps, equal_tokens
 from tests.sglang_ext.test_cpu_server import events
@@ -48,8 +47,7 @@ def assert_equal(answer: Any, wanted: Any, name: str) -> None:
 
 
 def test_every_option_that_is_served_is_tried_here() -> None:
-    verification = {"verification of drafts"} if VERIFIES else set()
-    assert set(EXAMPLES) == {"data parallelism", "mixed chunks"} | verification
+    assert set(EXAMPLES) == {"data parallelism", "mixed chunks", "verification of drafts"}
 
 
 def test_data_parallelism(model: Path, expected: list[Any], tmp_path: Path) -> None:
@@ -66,7 +64,6 @@ def test_data_parallelism(model: Path, expected: list[Any], tmp_path: Path) -> N
         assert sum(state["winnow"]["requests_total"] for state in states) >= len(REQUESTS)
 
 
-@pytest.mark.skipif(not VERIFIES, reason="verification is served on the oldest release only")
 def test_verification_of_drafts(model: Path, expected: list[Any], tmp_path: Path) -> None:
     with serve(model, tmp_path / "log", *EXAMPLES["verification of drafts"]) as runtime:
         server = Server(runtime)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from packaging.version import Version
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_winnow import start
 from sglang_winnow.attention_backend import WinnowAttentionBackend
@@ -30,6 +32,7 @@ from sglang_winnow.sglang_versions.releases import (
     require_supported,
     runs,
 )
+from sglang_winnow.sglang_versions.sampling import OF_BATCH, OF_ROWS, OF_SOME, ask_for_tokens_alone
 
 METHODS = (
     "forward_decode",
@@ -84,6 +87,19 @@ def test_every_target_of_a_hook_is_there(hook: Any) -> None:
 def test_what_the_base_class_answers_for_the_device_backend_was_thought_of() -> None:
     answered = {name for name in vars(AttentionBackend) if not name.startswith("__") and name != "_abc_impl"}
     assert answered - vars(WinnowDeviceBackend).keys() <= OF_BASE | set(OF_DENSE)
+
+
+def test_what_a_batch_asks_of_the_sampler_was_thought_of() -> None:
+    assert {field.name for field in fields(SamplingBatchInfo)} <= {*OF_ROWS, *OF_SOME} | OF_BATCH
+
+
+def test_what_only_some_rows_ask_for_is_removed() -> None:
+    names = {field.name for field in fields(SamplingBatchInfo)}
+    info: Any = SimpleNamespace(**dict.fromkeys(names, True))
+    ask_for_tokens_alone(info)
+    assert {name for name in names if getattr(info, name) is None} == names & set(OF_SOME)
+    assert vars(info).keys() == names
+    assert info.has_custom_logit_processor is False
 
 
 def test_the_dense_backend_answers_what_is_its_own() -> None:

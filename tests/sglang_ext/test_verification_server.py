@@ -21,13 +21,10 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_winnow.sglang_versions.releases import VERIFIES
 from tests.models import NEEDLE
 from tests.runtime import Runtime, runtime_server
 from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.models.cache import models_folder
-
-pytestmark = pytest.mark.skipif(not VERIFIES, reason="verification is served on the oldest release only")
 
 TOKENS = 24
 FIELDS: dict[str, dict[str, Any]] = {

@@ -14,9 +14,13 @@ NEWEST: Final = Version("0.5.23")
 
 RUNNING: Final = Version(version("sglang"))
 
-VERIFIES: Final = RUNNING == OLDEST
-"""Whether drafts can be verified: that ran on the oldest release alone."""
+VERIFIES_ON_CUDA: Final = RUNNING == OLDEST
+"""Whether drafts can be verified on CUDA: there that ran on the oldest release alone."""
 
+# The worker of a speculative algorithm says which KV cache its draft model has; until then SGLang expected one of all.
+DRAFT_POOL_OF_WORKER: Final = Version("0.5.18")
+# What a grammar allows is a field of its own (``GrammarMask``), no longer a mask beside a function.
+GRAMMAR_MASKS: Final = Version("0.5.17")
 # The record of arguments is what the command line says; decisions about those left open are declared beside it.
 ARGUMENTS_DECLARED: Final = Version("0.5.19")
 # The handlers of arguments are functions in ``arg_groups``, no longer methods of ``ServerArgs``.
