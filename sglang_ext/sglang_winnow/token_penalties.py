@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sglang_winnow.sglang_versions.releases import ENDS_OF_MODEL, runs
 from winnow_kernels.host_tensors import to_device
 
 if TYPE_CHECKING:
@@ -123,4 +124,5 @@ def penalized_tokens(req: Req, answered: int, *, late: bool) -> list[int]:
 def stop_tokens(req: Req) -> list[int]:
     """Return the tokens that may not be drawn before ``min_new_tokens``: SGLang's choice."""
     tokens = (req.sampling_params.stop_token_ids or set()) | (req.tokenizer.additional_stop_token_ids or set())
-    return sorted(tokens | {req.tokenizer.eos_token_id})
+    ends = {req.tokenizer.eos_token_id} | ((req.eos_token_ids or set()) if runs(ENDS_OF_MODEL) else set())
+    return sorted(token for token in tokens | ends if token is not None)

@@ -47,6 +47,7 @@ def request(prompt: list[int], answer: list[int], known: int, **parameters: Any)
         output_ids=array("q", answer[:known]),
         sampling_params=SamplingParams(**parameters),
         tokenizer=SimpleNamespace(eos_token_id=1, additional_stop_token_ids={2}),
+        eos_token_ids={1, 3},
         winnow_state=SimpleNamespace(prompt_length=len(prompt), stood=answer[known : len(answer) - 1]),
     )
 

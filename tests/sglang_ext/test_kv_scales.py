@@ -66,9 +66,11 @@ def test_powers_of_two_change_nothing(scales: tuple[float, float]) -> None:
 
 def test_scales_hold_what_is_too_large_for_8_bits() -> None:
     exact = output_of(torch.float32, None, 1000.0)
-    assert output_of(torch.float8_e4m3fn, None, 1000.0).isnan().any()
-    scaled = output_of(torch.float8_e4m3fn, (10.0, 10.0), 1000.0)
-    assert (scaled - exact).norm() / exact.norm() < 0.06
+    # torch saturates or writes NaN, as its release does.
+    unscaled, scaled = (output_of(torch.float8_e4m3fn, own, 1000.0) for own in (None, (10.0, 10.0)))
+    errors = [((own - exact).norm() / exact.norm()).nan_to_num(torch.inf) for own in (unscaled, scaled)]
+    assert errors[0] > 0.3
+    assert errors[1] < 0.06
 
 
 def test_a_cache_that_is_wide_enough_is_not_scaled() -> None:

@@ -25,6 +25,8 @@ GRAMMAR_MASKS: Final = Version("0.5.17")
 ARGUMENTS_DECLARED: Final = Version("0.5.19")
 # The handlers of arguments are functions in ``arg_groups``, no longer methods of ``ServerArgs``.
 ARGUMENT_HANDLERS: Final = Version("0.5.19")
+# ``min_new_tokens`` keeps back all tokens with which the model ends, not the tokenizer's alone.
+ENDS_OF_MODEL: Final = Version("0.5.19")
 # In a mixed batch rows that decode get the positions that they have; until then they may be off by one.
 MIXED_POSITIONS: Final = Version("0.5.19")
 # On a CPU each rank of data parallelism is given a memory node of its own; until then ranks shared them.
