@@ -19,14 +19,23 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a ``config.json`` says of a model. The defaults are small enough to load and run within seconds."""
+    """What a ``config.json`` says of a model. The defaults are small enough to load and run within seconds.
 
-    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    Attributes:
+        sliding_window: tokens that Gemma's layers see, but for every third one, which sees all.
+    """
+
+    family: Literal["llama", "qwen2", "qwen3", "gemma3_text"] = "llama"
     hidden_size: int = 256
     layers: int = 2
     query_heads: int = 4
@@ -35,6 +44,7 @@ class ModelShape:
     intermediate_size: int = 256
     vocab_size: int = 512
     context_length: int = 8192
+    sliding_window: int = 64
     dtype: Literal["bfloat16", "float32"] = "float32"
 
     def __post_init__(self) -> None:
@@ -43,6 +53,24 @@ class ModelShape:
 
     def config(self) -> dict[str, object]:
         """Return the content of ``config.json``."""
+        return self._common() | (self._of_gemma() if self.family == "gemma3_text" else {})
+
+    def _of_gemma(self) -> dict[str, object]:
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": self.head_dim,
+            "sliding_window": self.sliding_window,
+            "layer_types": [
+                "full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(self.layers)
+            ],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+            "pad_token_id": 0,
+        }
+
+    def _common(self) -> dict[str, object]:
         return {
             "architectures": [_ARCHITECTURES[self.family]],
             "model_type": self.family,

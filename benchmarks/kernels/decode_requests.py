@@ -143,7 +143,7 @@ class Contexts:
         """
         states = [RequestState(policies[row % len(policies)], self.length - 1) for row in range(self.rows)]
         for row, state in enumerate(states):
-            state.kept = kept_by(state, self.layers)
+            state.kept = kept_by(state, range(self.layers))
             if isinstance(state.kept, SnapKVState):
                 generator = torch.Generator(self.device).manual_seed(row)
                 shape = (self.heads.kv, state.kept.observation.first_position)

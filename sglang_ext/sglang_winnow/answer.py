@@ -11,7 +11,12 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 
 def answer(
-    row: Tensor, policy: AttentionPolicy, cached_tokens: int, kept_tokens: int, retracted: int
+    row: Tensor,
+    policy: AttentionPolicy,
+    cached_tokens: int,
+    kept_tokens: int,
+    retracted: int,
+    sliding_layers: int | None,
 ) -> dict[str, Any]:
     """Return the ``attention`` object of a finished request.
 
@@ -21,6 +26,7 @@ def answer(
         cached_tokens: tokens of its prompt that the radix cache held.
         kept_tokens: tokens of its answer whose KV, which is not dense, the radix cache holds from now on.
         retracted: how often the request was retracted and its generated tokens prefilled anew.
+        sliding_layers: how many layers have a sliding window, and are in no ratio; None if it never ran.
     """
     values = row.tolist()
 
@@ -58,6 +64,7 @@ def answer(
             "attended_ratio": ratio(Field.PREFILL_ATTENDED, Field.PREFILL_CONTEXT),
             "kv_read_ratio": ratio(Field.PREFILL_READ_BYTES, Field.PREFILL_CONTEXT_BYTES),
         },
+        "sliding_layers": sliding_layers,
         "index_built_tokens": count(Field.INDEX_BUILT_TOKENS),
         "retracted": retracted,
         "warnings": policy.warnings(),

@@ -42,10 +42,11 @@ class WinnowAttentionBackend(AttentionBackend):
         layers = attention_layers(runner)
         self._scale = layers[0].scaling
         self._last_layer = layers[-1].layer_id
+        self._full_layers = [layer.layer_id for layer in layers if _window_of(layer) is None]
         caches = [self._cache(layer) for layer in range(self._last_layer + 1)]
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
-        self.requests = RequestTable(self.statistics)
+        self.requests = RequestTable(self.statistics, len(layers) - len(self._full_layers))
         self._plan: DecodePlan | PrefillPlan | MixedPlan | VerificationPlan | None = None
         self._decoding = 0
 
@@ -130,11 +131,10 @@ class WinnowAttentionBackend(AttentionBackend):
             write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         cache = self._cache(layer.layer_id)
-        window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
         of_keys, of_values = scales_of(layer, cache)
         if of_keys != 1:
             queries = queries * of_keys
-        output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window)
+        output = plan.attend(layer.layer_id, queries, cache, layer.scaling, _window_of(layer))
         if of_values != 1:
             output = output * of_values
         if layer.layer_id == self._last_layer:
@@ -168,7 +168,13 @@ class WinnowAttentionBackend(AttentionBackend):
             batch.extend_seq_lens_cpu[rows.start : rows.stop],
             self.indexes,
             self.statistics,
+            layers=self._full_layers,
         )
 
     def _cache(self, layer: int) -> LayerCache:
         return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer))
+
+
+def _window_of(layer: RadixAttention) -> int | None:
+    """Return how many tokens before its own a layer's query sees; None for all."""
+    return layer.sliding_window_size if layer.sliding_window_size > -1 else None

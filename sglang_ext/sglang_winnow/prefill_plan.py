@@ -89,8 +89,12 @@ class PrefillPlan:
         statistics: Statistics,
         *,
         with_norms: bool = True,
+        layers: Sequence[int] | None = None,
     ) -> None:
-        """With ``with_norms`` the index of key norms is built that QUOKA's ``attend`` reads."""
+        """With ``with_norms`` the index of key norms is built that QUOKA's ``attend`` reads.
+
+        ``layers`` are the numbers of those with full attention, on which policies act; None for all.
+        """
         self._indexes = indexes
         self._statistics = statistics
         self._dense_layers = 0
@@ -115,7 +119,7 @@ class PrefillPlan:
                 state.prefilled = max(state.prefilled, chunk.counted.stop)
                 sparse_from = dense_until(state, indexes.page_size) + 1
                 if state.kept is None and sparse_from <= ALWAYS:
-                    state.kept = kept_by(state, len(indexes.caches))
+                    state.kept = kept_by(state, range(len(indexes.caches)) if layers is None else layers)
                 if state.kept is not None:
                     votes = chunk.end >= state.prompt_length and state.prompt_length + 1 >= sparse_from
                     self._observed.append(_Observed(chunk, state.kept, state.prompt_length, votes))

@@ -18,9 +18,15 @@ from winnow_kernels.policies.registry import POLICIES_SETTING
 from winnow_kernels.selection.gpu_pages import MAX_PAGES
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 PAGE_SIZES_ON_CUDA = (16, 32, 64)
+# SGLang's name for attention that is bidirectional among the tokens of an image, which these models do not have. Other
+# models are bidirectional in the whole prompt under the same name.
+CAUSAL_IN_FACT = frozenset({"Gemma3ForCausalLM"})
+# Later releases call the attention of these causal, too, and leave it to the backend to look for images.
+WITH_IMAGES = frozenset({"Gemma3ForConditionalGeneration"})
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -66,11 +72,13 @@ def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:
         yield "models that do not generate"
     if any(name.endswith(("sinks", "attention_sink_bias")) for name, _ in runner.model.named_parameters()):
         yield "attention sinks that are parameters (gpt-oss)"
+    if with_images := WITH_IMAGES.intersection(config.hf_config.architectures):
+        yield f"attention that is not causal among the tokens of an image ({', '.join(with_images)})"
     layers = attention_layers(runner)
     if len({layer.scaling for layer in layers}) != 1:
         yield "layers that scale their scores differently"
     for layer in layers:
-        if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
+        if not _is_causal(layer, config) or layer.is_cross_attention:
             yield "attention that is not causal self-attention"
         if layer.logit_cap > 0:
             yield "capped attention scores (logit_cap)"
@@ -78,6 +86,13 @@ def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:
             yield "keys and values of different sizes"
         if layer.use_irope or layer.xai_temperature_len > 0:
             yield "attention whose temperature depends on the position"
+
+
+def _is_causal(layer: RadixAttention, config: ModelConfig) -> bool:
+    if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
+        is_text = not CAUSAL_IN_FACT.isdisjoint(config.hf_config.architectures)
+        return is_text and not getattr(config.hf_config, "use_bidirectional_attention", False)
+    return layer.attn_type == AttentionType.DECODER
 
 
 def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:

@@ -90,7 +90,8 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
     from sglang_winnow.answer import answer, trimmed  # noqa: PLC0415
     from winnow_kernels.decode.statistics import FIELDS  # noqa: PLC0415
 
-    policy = req.winnow_state.policy
+    state = req.winnow_state
+    policy = state.policy
     if (kept := getattr(req, "winnow_row", None)) is None:
         row = torch.zeros(FIELDS, dtype=torch.float64)
     else:
@@ -99,7 +100,7 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
     if policy.verify is not None:
         # Prefill comes to the first token, and to one more after each retraction.
         row = trimmed(row, len(req.output_ids_through_stop) - 1 - req.retraction_count)
-    told = answer(row, policy, req.cached_tokens, req.winnow_state.kept_answer, req.retraction_count)
+    told = answer(row, policy, req.cached_tokens, state.kept_answer, req.retraction_count, state.sliding_layers)
     cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":
         # Its client may be gone.

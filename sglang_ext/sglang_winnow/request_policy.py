@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.decode.request import PromptSelection
@@ -42,11 +44,11 @@ def effective_budget(state: RequestState, length: int, page_size: int) -> int | 
     return declaration_of(state.decode).budget(state.decode, state.prompt_length, length, page_size)
 
 
-def kept_by(state: RequestState, layers: int) -> PromptSelection | None:
+def kept_by(state: RequestState, layers: Sequence[int]) -> PromptSelection | None:
     """Return what a request that is about to be prefilled will keep of its prompt; None if its policy keeps all.
 
     Args:
         state: of the request.
-        layers: how many the model has.
+        layers: the numbers of those on which policies act.
     """
     return declaration_of(state.decode).prompt_selection(state.decode, state.prompt_length, layers)

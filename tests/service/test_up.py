@@ -247,7 +247,7 @@ async def test_one_port_for_both_is_refused(place: Place) -> None:
 async def test_a_missing_model_is_refused(place: Place) -> None:
     line = await refused(place, "--model", str(place.folder / "nowhere"))
     assert f"{place.folder / 'nowhere'} does not exist, and no model is called " in line
-    assert line.endswith("; name a folder, or one of needle, smollm2, smollm2-32k")
+    assert line.endswith("; name a folder, or one of needle, smollm2, smollm2-32k, gemma3-270m")
 
 
 async def test_a_folder_that_is_no_model_is_refused(place: Place) -> None:

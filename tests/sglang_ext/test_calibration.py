@@ -129,7 +129,21 @@ def test_what_cannot_be_calibrated_ends_with_the_reason_and_writes_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, full_layers: int, problem: str
 ) -> None:
     output = tmp_path / "profile.json"
-    options = {"model": folder, "device": "cpu", "steps": 4, "full-layers": full_layers, "words": 1, "output": output}
+    assert_not_calibrated(folder, output, monkeypatch, prompt, full_layers, problem)
+
+
+def test_sliding_windows_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_weights = write_model(tmp_path / "model", ModelShape(family="gemma3_text", layers=3))
+    output = tmp_path / "profile.json"
+    assert_not_calibrated(without_weights, output, monkeypatch, "lamp", 2, "has layers with a sliding window")
+
+
+def assert_not_calibrated(
+    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, full_layers: int, problem: str
+) -> None:
+    options = {"model": model, "device": "cpu", "steps": 4, "full-layers": full_layers, "words": 1, "output": output}
     arguments = [str(text) for name, value in options.items() for text in (f"--{name}", value)]
     monkeypatch.setattr("sys.argv", ["calibration", *arguments])
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([prompt])))

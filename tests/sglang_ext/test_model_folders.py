@@ -19,7 +19,22 @@ from sglang_winnow.model_folders import dequantize as dequantize_command
 from sglang_winnow.model_folders import merge_adapter
 from sglang_winnow.model_folders.adapter import merge, sha256_of
 from sglang_winnow.model_folders.gguf_weights import write_folder
-from tests.gguf_files import CONTEXT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, SPECIAL, vocabulary, write_gguf
+from tests.gguf_files import (
+    CONTEXT,
+    GEMMA_HEAD_DIM,
+    GEMMA_WINDOW,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    SPECIAL,
+    gemma_tensors,
+    gemma_vocabulary,
+    vocabulary,
+    write_gemma_gguf,
+    write_gguf,
+)
 
 RANK = 4
 ALPHA = 6
@@ -115,6 +130,78 @@ def test_texts_survive_the_tokenizer(tokenizer: Any, text: str) -> None:
 )
 def test_files_that_cannot_be_converted_are_refused(tmp_path: Path, options: dict[str, str], problem: str) -> None:
     file = write_gguf(tmp_path / "odd.gguf", **options)
+    with pytest.raises(ValueError, match=problem):
+        write_folder(file, tmp_path / "out", _nothing)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma")
+    write_folder(write_gemma_gguf(folder / "tiny.gguf"), folder / "tiny", _nothing)
+    return folder / "tiny"
+
+
+def test_gemmas_norms_lose_the_one_that_the_file_adds(gemma: Path) -> None:
+    weights = load_file(gemma / "model.safetensors")
+    stored = gemma_tensors()
+    assert sum(name.endswith("norm.weight") for name in weights) == 1 + 6 * 6
+    for ours, theirs in (
+        ("model.norm", "output_norm"),
+        ("model.layers.3.input_layernorm", "blk.3.attn_norm"),
+        ("model.layers.3.self_attn.k_norm", "blk.3.attn_k_norm"),
+        ("model.layers.3.post_attention_layernorm", "blk.3.post_attention_norm"),
+        ("model.layers.3.pre_feedforward_layernorm", "blk.3.ffn_norm"),
+        ("model.layers.3.post_feedforward_layernorm", "blk.3.post_ffw_norm"),
+    ):
+        expected = torch.tensor(stored[f"{theirs}.weight"]).double() - 1
+        torch.testing.assert_close(weights[f"{ours}.weight"].double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_gemmas_configuration(gemma: Path) -> None:
+    config = AutoModelForCausalLM.from_pretrained(gemma).config
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert (config.sliding_window, config.head_dim, config.vocab_size) == (
+        GEMMA_WINDOW,
+        GEMMA_HEAD_DIM,
+        len(gemma_vocabulary()[0]),
+    )
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000.0
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10_000.0
+    assert config.architectures == ["Gemma3ForCausalLM"]
+    assert config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("the in", ["t", "he", "▁", "in"]),
+        # Of overlapping pairs, the one whose token has the best score is merged first: ▁t before he, then ▁the.
+        (" the", ["▁the"]),
+        (" these", ["▁the", "s", "e"]),
+        # What the file has with plain spaces, longest first.
+        ("t   the", ["t", "▁▁▁", "t", "he"]),
+        ("\n\n\n1", ["\n\n", "\n", "1"]),
+        ("<b>12", ["<b>", "1", "2"]),
+        ("é", ["<0xC3>", "<0xA9>"]),
+        ("🚀", ["<0xF0>", "<0x9F>", "<0x9A>", "<0x80>"]),
+    ],
+)
+def test_gemmas_tokens(gemma: Path, text: str, tokens: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<bos>", *tokens]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"space_prefix": True}, "tokenizer.ggml.add_space_prefix: must be false"),
+        ({"kind": "t5"}, r"tokenizer.ggml.model: must be gpt2 \(byte-level BPE\) or llama \(SentencePiece\), not t5"),
+    ],
+)
+def test_other_tokenizers_are_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
+    file = write_gemma_gguf(tmp_path / "odd.gguf", **options)
     with pytest.raises(ValueError, match=problem):
         write_folder(file, tmp_path / "out", _nothing)
 

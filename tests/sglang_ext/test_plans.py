@@ -13,7 +13,7 @@ from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.prefill_plan import DENSE_BLOCK, PrefillPlan
 from sglang_winnow.request_state import RequestState
 from tests.kernels.caches import random_cache, random_queries
-from winnow_kernels.attend.dense import attend_all
+from winnow_kernels.attend.dense import attend_all, prefill
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context
 from winnow_kernels.decode.gpu_selector import stage_of_pages
@@ -95,6 +95,36 @@ def test_a_prompt_votes_when_its_prefill_ends_and_its_queries_are_gone() -> None
     assert not state.kept.observation._queries
     key_bytes = 200 * KV_HEADS * own.indexes.caches[0].vector_bytes
     assert own.told(Field.DECODE_READ_BYTES) == [LAYERS * key_bytes]
+
+
+@pytest.mark.usefixtures("_every_length_is_sparse")
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+def test_layers_with_a_window_are_dense_and_neither_vote_nor_count(policy: str) -> None:
+    window, full = 40, [1]
+    own = Pass([200], [{"decode": {"policy": policy, "budget": 48, "observation_window": 16}}])
+    queries = own.queries(200, 0)
+    plan = PrefillPlan(own.context, own.rows, own.states, [0], [200], own.indexes, own.statistics, layers=full)
+    slots = own.context.slots[0, :200]
+    for layer, cache in enumerate(own.indexes.caches):
+        seen = None if layer in full else window
+        output = plan.attend(layer, queries, cache, SCALE, seen)
+        assert torch.equal(output, prefill(queries, slots, cache, SCALE, seen))
+    plan.finish()
+    [state] = own.states
+    assert isinstance(state.kept, SnapKVState)
+    assert {layer: kept.shape for layer, kept in state.kept.kept.items()} == {1: (KV_HEADS, 48)}
+    assert not state.kept.observation._queries
+    assert own.told(Field.PREFILL_CONTEXT) == [KV_HEADS * 200 * 201 / 2]
+
+    step = DecodePlan(own.context, [200], own.rows, own.states, SCALE, own.indexes, own.statistics)
+    for layer, cache in enumerate(own.indexes.caches):
+        new, seen = own.queries(1, layer), None if layer in full else window
+        output = step.attend(layer, new, cache, SCALE, seen)
+        whole = attend_all(new, own.context, cache, SCALE, Meter(1, CPU), seen)
+        assert torch.equal(output, whole) == (layer not in full)
+    step.finish()
+    assert own.told(Field.DECODE_CONTEXT) == [KV_HEADS * 200]
+    assert own.told(Field.DECODE_ATTENDED) == [KV_HEADS * 48]
 
 
 def test_pages_are_looked_at_again_after_the_first_step_behind_a_prefill() -> None:

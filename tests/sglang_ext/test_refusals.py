@@ -22,7 +22,12 @@ SERVED_MODEL: dict[str, Any] = {
     "is_encoder_decoder": False,
     "is_generation": True,
     "context_len": 4096,
+    "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]),
 }
+
+
+GEMMA = {"hf_config": SimpleNamespace(architectures=["Gemma3ForCausalLM"])}
+BIDIRECTIONAL = {"attn_type": AttentionType.DECODER_BIDIRECTIONAL}
 
 
 def layer(number: int, **changes: Any) -> RadixAttention:
@@ -63,6 +68,7 @@ def assert_refused(refused: Any, reason: str) -> None:
     [
         runner(),
         runner(layer(0, sliding_window_size=128), layer(1)),
+        runner(layer(0, **BIDIRECTIONAL, sliding_window_size=128), layer(1, **BIDIRECTIONAL), config=GEMMA),
         runner(cache=pool(dtype=torch.bfloat16)),
         runner(cache=pool(dtype=torch.float16)),
         runner(cache=pool(dtype=torch.float8_e4m3fn)),
@@ -138,6 +144,25 @@ def test_models(config: dict[str, Any], reason: str) -> None:
 )
 def test_one_layer_that_is_not_served(changes: dict[str, Any], reason: str) -> None:
     assert_refused(runner(layer(0), layer(1, **changes)), reason)
+
+
+@pytest.mark.parametrize("attention", list(AttentionType))
+def test_models_with_images(attention: AttentionType) -> None:
+    with_images = {"hf_config": SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])}
+    reason = "attention that is not causal among the tokens of an image (Gemma3ForConditionalGeneration)"
+    assert_refused(runner(layer(0, attn_type=attention), config=with_images), reason)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["HrmTextForCausalLM"]},
+        {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+    ],
+)
+def test_prompts_that_see_what_follows(config: dict[str, Any]) -> None:
+    model = runner(layer(0, **BIDIRECTIONAL), config={"hf_config": SimpleNamespace(**config)})
+    assert_refused(model, "attention that is not causal self-attention")
 
 
 def test_a_temperature_of_long_contexts() -> None:

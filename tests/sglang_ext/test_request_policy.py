@@ -86,7 +86,7 @@ def test_every_selection_holds_the_sinks_once_and_is_within_the_budget(
     except PolicyError:
         return
     length = prompt + generated
-    state.kept = kept_by(state, LAYERS)
+    state.kept = kept_by(state, range(LAYERS))
     if state.kept is not None:
         for layer in range(LAYERS):
             state.kept.record(layer, random_queries(prompt, 2 * KV_HEADS, DIM, layer), 0)

@@ -92,6 +92,7 @@ def test_equal_tokens(tmp_path: Path) -> None:
         pytest.param(ModelShape(layers=5, query_heads=4, kv_heads=2, dtype="bfloat16"), 0.2, 0.5, id="bfloat16"),
         pytest.param(ModelShape(layers=5, query_heads=4, kv_heads=4), 1e-3, 0.9, id="MHA"),
         pytest.param(ModelShape(layers=5, query_heads=4, kv_heads=1), 1e-3, 0.9, id="MQA"),
+        pytest.param(ModelShape(family="gemma3_text", layers=6, kv_heads=2), 1e-3, 0.9, id="sliding windows"),
     ],
 )
 def test_equal_tokens_of_other_shapes(

@@ -150,7 +150,7 @@ class PrefilledBatch:
     def state(self, prompt: int, policy: AttentionPolicy) -> RequestState:
         """Return the state of a request of one prompt that has been prefilled."""
         state = RequestState(policy, self.lengths[prompt])
-        state.kept = kept_by(state, self.model.layers)
+        state.kept = kept_by(state, range(self.model.layers))
         if state.kept is not None:
             for layer, queries in enumerate(self._last_queries[prompt]):
                 state.kept.record(layer, queries, state.prompt_length - len(queries))

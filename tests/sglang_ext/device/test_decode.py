@@ -116,7 +116,7 @@ class Server:
     def _state(self, name: str, length: int) -> RequestState:
         state = RequestState(AttentionPolicy.model_validate(POLICIES[name]), length - 1)
         state.begin_prefill(length - 1)
-        state.kept = kept_by(state, LAYERS)
+        state.kept = kept_by(state, range(LAYERS))
         if state.kept is not None:
             for layer in range(LAYERS):
                 generator = torch.Generator().manual_seed(layer)

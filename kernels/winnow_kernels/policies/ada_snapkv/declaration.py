@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from winnow_kernels.policies.ada_snapkv.parameters import AdaSnapKV
 from winnow_kernels.policies.ada_snapkv.reference import AdaSnapKVState
 from winnow_kernels.policies.snapkv.declaration import VotedDeclaration
@@ -11,7 +13,7 @@ from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 class AdaSnapKVDeclaration(VotedDeclaration[AdaSnapKV]):
     """A layer's budget, which its KV heads share."""
 
-    def state(self, parameters: AdaSnapKV, observation: ObservationBuffer, layers: int) -> AdaSnapKVState:
+    def state(self, parameters: AdaSnapKV, observation: ObservationBuffer, layers: Sequence[int]) -> AdaSnapKVState:
         return AdaSnapKVState(parameters, observation)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from winnow_kernels.policies.pyramidkv.parameters import PyramidKV
 from winnow_kernels.policies.pyramidkv.reference import PyramidKVState
 from winnow_kernels.policies.snapkv.declaration import VotedDeclaration
@@ -11,7 +13,7 @@ from winnow_kernels.policies.snapkv.observation import ObservationBuffer
 class PyramidKVDeclaration(VotedDeclaration[PyramidKV]):
     """Budgets that shrink from layer to layer."""
 
-    def state(self, parameters: PyramidKV, observation: ObservationBuffer, layers: int) -> PyramidKVState:
+    def state(self, parameters: PyramidKV, observation: ObservationBuffer, layers: Sequence[int]) -> PyramidKVState:
         return PyramidKVState(parameters, observation, layers)
 
 

@@ -5,13 +5,14 @@ equal steps from the first layer, 2 B − B / β, to the last, B / β; window an
 each. So the mean over layers, all included, is the ``budget``. If the first layer would keep more than the prompt has,
 it keeps all of it and the last layer as much more as keeps the mean. (The authors' code bounds its budgets so too, but
 keeps equal budgets where the prompt is shorter than 2 B.) Fractions of a token are dealt out so that the sum over
-layers is exact.
+layers is exact. Layers that see a sliding window only are not among the m.
 
 A request that keeps its prompt so is decoded by ``SnapKVStep``, beside those that keep it by SnapKV's rule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from winnow_kernels.policies.snapkv.observation import ObservationBuffer
@@ -37,14 +38,14 @@ def pyramid(layers: int, mean: int, most: int) -> list[int]:
 
 
 class PyramidKVState(SnapKVState):
-    """What one request keeps of its prompt; its ``budget`` is the mean over ``layers``, as many as the model has."""
+    """What one request keeps of its prompt; its ``budget`` is the mean over ``layers``, of which it has the numbers."""
 
-    def __init__(self, parameters: Voted, observation: ObservationBuffer, layers: int) -> None:
-        if layers < 1:
-            raise ValueError(f"layers: must be at least 1; it is {layers}")
+    def __init__(self, parameters: Voted, observation: ObservationBuffer, layers: Sequence[int]) -> None:
+        if not layers:
+            raise ValueError("layers: must be at least one")
         super().__init__(parameters, observation)
         self._layers = layers
 
     def layer_votes(self, layer: int) -> int:
         voted_on = max(0, self.prompt_length - self.observation.window - self.parameters.sinks)
-        return pyramid(self._layers, super().layer_votes(layer), voted_on)[layer]
+        return pyramid(len(self._layers), super().layer_votes(layer), voted_on)[self._layers.index(layer)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -29,8 +30,8 @@ class VotedDeclaration(Declaration[V]):
     buffer_bytes = CAPACITY * torch.int32.itemsize
 
     @abstractmethod
-    def state(self, parameters: V, observation: ObservationBuffer, layers: int) -> SnapKVState:
-        """Return what a request keeps for the votes of the queries in ``observation``."""
+    def state(self, parameters: V, observation: ObservationBuffer, layers: Sequence[int]) -> SnapKVState:
+        """Return what a request keeps for the votes of the queries in ``observation``, in ``layers``."""
 
     def budget(self, parameters: V, prompt_length: int, length: int, page_size: int) -> int:
         return parameters.tokens(prompt_length)
@@ -38,7 +39,7 @@ class VotedDeclaration(Declaration[V]):
     def covered_until(self, parameters: V, prompt_length: int, page_size: int) -> int:
         return ALWAYS if parameters.tokens(prompt_length) >= prompt_length else 0
 
-    def prompt_selection(self, parameters: V, prompt_length: int, layers: int) -> SnapKVState:
+    def prompt_selection(self, parameters: V, prompt_length: int, layers: Sequence[int]) -> SnapKVState:
         return self.state(parameters, ObservationBuffer(parameters.observation_window, prompt_length), layers)
 
     def step(self, batch: PolicyBatch) -> SnapKVStep:
@@ -55,7 +56,7 @@ class VotedDeclaration(Declaration[V]):
 class SnapKVDeclaration(VotedDeclaration[SnapKV]):
     """The same budget in all layers."""
 
-    def state(self, parameters: SnapKV, observation: ObservationBuffer, layers: int) -> SnapKVState:
+    def state(self, parameters: SnapKV, observation: ObservationBuffer, layers: Sequence[int]) -> SnapKVState:
         return SnapKVState(parameters, observation)
 
 
