@@ -85,20 +85,6 @@ def test_each_policy_reads_less_of_the_other_layers(server: Server, name: str) -
     assert decode["attended_ratio"] < 1
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_that_reads_everything_is_dense(server: Server, name: str) -> None:
-    """Its own code runs, in layers that lie among those with a window."""
-    wholes: dict[str, dict[str, Any]] = {
-        "streaming_llm": {"window": 4096},
-        "tactic": {"p": 0.9999},
-        "lowbit_top_p": {"p": 0.9999, "max_tokens": None},
-    }
-    whole = wholes.get(name, {"budget": 4096})
-    text = prompt(3)
-    answer = server.answer(text, {"decode": POLICIES[name]["decode"] | whole})
-    assert max(server.reference.logit_gaps(text, answer["output_ids"])) < LOGIT_TOLERANCE
-
-
 def test_ratios_are_of_the_layers_with_full_attention_alone(server: Server) -> None:
     # A step more or less could end up in the counts only by a mistake: the first token is the prefill's.
     contexts = [PROMPT + step for step in range(1, TOKENS)]
