@@ -49,16 +49,19 @@ def model() -> Path:
     return models_folder() / NAME
 
 
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_are_read_as_the_published_tokenizer_reads_them(model: Path, text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def test_texts_are_read_as_the_published_tokenizer_reads_them(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
     assert ids == [tokenizer.bos_token_id, *TEXTS[text]]
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_it_goes_on_with_texts(model: Path) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+def test_it_goes_on_with_texts(model: Path, tokenizer: Any) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     for text, expected in SAYS.items():
         tokens = tokenizer(text, return_tensors="pt")
@@ -66,8 +69,10 @@ def test_it_goes_on_with_texts(model: Path) -> None:
         assert tokenizer.decode(answer).startswith(expected)
 
 
-def test_a_server_answers_as_transformers_and_reads_less_with_each_policy(model: Path, tmp_path: Path) -> None:
-    prompt = AutoTokenizer.from_pretrained(model)(DOCUMENT.read_text()[:9000])["input_ids"]
+def test_a_server_answers_as_transformers_and_reads_less_with_each_policy(
+    model: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    prompt = tokenizer(DOCUMENT.read_text()[:9000])["input_ids"]
     environment = {crossover.ENVIRONMENT: "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
     arguments = ["--attention-backend", "winnow", "--max-total-tokens", "8192", "--chunked-prefill-size", "1024"]
     policies: dict[str, Any] = {name: policy for name, policy in small_policies().items() if name != "dense"}
