@@ -211,7 +211,7 @@ async def test_presets_are_there_and_stay(client: httpx.AsyncClient) -> None:
 
 
 def test_presets_are_valid_for_any_model_and_warn_of_nothing() -> None:
-    assert list(PRESETS) == ["exact", "balanced", "fast", "long-prompt", "reasoning"]
+    assert list(PRESETS) == ["exact", "balanced", "fast", "lossless", "long-prompt", "reasoning"]
     assert PRESETS["exact"].attention.is_dense
     for preset in PRESETS.values():
         assert check_against_model(preset.attention, 1, 16, None) == preset.attention

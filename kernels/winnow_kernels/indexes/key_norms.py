@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import LayerCache, widened
 from winnow_kernels.indexes.pages import PageGenerations, PageIndex
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.indexes.settings import DEFAULT, IndexSettings
@@ -47,5 +47,5 @@ class KeyNorms(PageIndex):
 
 def reciprocal_norms(vectors: Tensor) -> Tensor:
     """Return 1 ÷ ‖v‖ of ``vectors``, [..., head dim], as float32 [...]; finite for a vector of zeros."""
-    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(widened(vectors), dim=-1, dtype=torch.float32)
     return norms.clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_()
