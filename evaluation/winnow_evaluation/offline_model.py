@@ -16,16 +16,18 @@ _ATTENTION: Final = "winnow_offline"
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Attends in one layer. Called with the layer's number, rotated queries [rows, tokens, query heads, head dim], rotated
-keys and values [rows, tokens, KV heads, head dim], and the scale; returns outputs like the queries."""
+keys and values [rows, tokens, KV heads, head dim], and the scale; returns outputs like the queries. Where the layer has
+a sliding window (``OfflineModel.windows``), it is the callee that keeps to it."""
 
 
 class OfflineModel:
-    """A causal language model with rotary embeddings, such as Llama or Qwen, and its tokenizer.
+    """A causal language model with rotary embeddings, such as Llama, Qwen or Gemma 3, and its tokenizer.
 
     Attributes:
         folder: where it lies.
         device: where it runs.
         dtype: of weights, activations and KV cache.
+        windows: of each layer, how many tokens before its own position a token sees; None for all.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -35,7 +37,10 @@ class OfflineModel:
         self._network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=_ATTENTION)
         self._network = self._network.eval().to(device)
         config = self._network.config
-        self.layers: int = config.num_hidden_layers
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.windows: list[int | None] = [
+            config.sliding_window - 1 if kind == "sliding_attention" else None for kind in kinds
+        ]
         self.query_heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -48,6 +53,16 @@ class OfflineModel:
         return {"model": self.name, "device": device, **record}
 
     @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.windows)
+
+    @property
+    def full_layers(self) -> list[int]:
+        """The layers that see the whole context: those that policies act on, and that ratios and shares are of."""
+        return [layer for layer, window in enumerate(self.windows) if window is None]
+
+    @property
     def name(self) -> str:
         """The folder's."""
         return self.folder.resolve().name
@@ -57,6 +72,12 @@ class OfflineModel:
         """Tokens that end an answer."""
         end = self._network.generation_config.eos_token_id
         return [end] if isinstance(end, int) else list(end or ())
+
+    @property
+    def first_tokens(self) -> list[int]:
+        """Tokens that any text begins with, such as Gemma's ``<bos>``."""
+        first: list[int] = self._tokenizer("")["input_ids"]
+        return first
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` as it stands."""
@@ -98,11 +119,8 @@ def _attention(
     *,
     scaling: float,
     attend: Attention,
-    sliding_window: int | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    if sliding_window is not None:
-        raise ValueError(f"layer {module.layer_idx} has a sliding window: only models without are supported")
     queries, keys, values = (heads.transpose(1, 2) for heads in (query, key, value))
     return attend(module.layer_idx, queries, keys, values, scaling), None
 

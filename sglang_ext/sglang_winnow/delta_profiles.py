@@ -36,7 +36,8 @@ class DeltaProfile(BaseModel):
         samples: prompts that were decoded; None if the source does not say.
         words: their length in English words.
         steps: decode steps observed.
-        coverage: the share of each layer's token scores on the pages selected for it; 1 where it attends to all.
+        coverage: the share of each layer's token scores on the pages selected for it; 1 where it attends to all,
+            None where it has a sliding window.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,7 +51,7 @@ class DeltaProfile(BaseModel):
     samples: int | None = None
     words: int | None = None
     steps: int | None = None
-    coverage: tuple[float, ...] | None = None
+    coverage: tuple[float | None, ...] | None = None
 
 
 def delta_profile(model_path: Path) -> tuple[int, ...] | None:

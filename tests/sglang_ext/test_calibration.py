@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,15 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_run", run)
 
 
-def _plain_coverage(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers 2 and 5 of 6 see the whole context, the others 64 tokens."""
+    path = write_model(tmp_path_factory.mktemp("windowed"), ModelShape(family="gemma3_text", layers=6))
+    write_weights(path)
+    return path
+
+
+def _plain_coverage(model: Any, prompt: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
     """Each decode step from the start, by the weights that eager attention returns for its last query."""
     tokens = prompt[None]
     steps = []
@@ -57,18 +65,22 @@ def _plain_coverage(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:
             token = model(tokens).logits[0, -1].argmax()
             tokens = torch.cat((tokens, token[None, None]), dim=1)
             maps = model(tokens, output_attentions=True).attentions
-        steps.append(layer_coverage([token_scores(weights[0, :, -1]) for weights in maps]))
+        steps.append(layer_coverage([token_scores(maps[layer][0, :, -1]) for layer in layers]))
     return steps
 
 
-def test_coverage_is_that_of_the_attention_that_transformers_returns(folder: Path) -> None:
+@pytest.mark.parametrize(("model", "layers"), [("folder", range(5)), ("windowed", (2, 5))])
+def test_coverage_is_that_of_the_attention_that_transformers_returns(
+    model: str, layers: Sequence[int], request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(model)
     prompt = torch.tensor(AutoTokenizer.from_pretrained(folder)("a lamp, a road and a river; " * 5)["input_ids"])
     ours, eager = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name).eval()
         for name in (ATTENTION, "eager")
     )
-    steps = list(decode_coverage(ours, prompt, STEPS, frozenset()))
-    expected = _plain_coverage(eager, prompt)
+    steps = list(decode_coverage(ours, prompt, STEPS, frozenset(), layers))
+    expected = _plain_coverage(eager, prompt, layers)
     assert len(steps) == STEPS
     for step, plain in zip(steps, expected, strict=True):
         torch.testing.assert_close(step, plain, atol=1e-4, rtol=0)
@@ -78,7 +90,7 @@ def test_decoding_ends_with_the_answer(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION).eval()
     prompt = torch.tensor([5, 6, 7])
     everything = frozenset(range(SHAPE.vocab_size))
-    assert list(decode_coverage(model, prompt, STEPS, everything)) == []
+    assert list(decode_coverage(model, prompt, STEPS, everything, range(SHAPE.layers))) == []
 
 
 def test_the_command_writes_a_profile_that_the_server_finds(folder: Path) -> None:
@@ -123,7 +135,7 @@ def test_a_context_without_room_for_a_prompt_is_said_before_the_model_is_loaded(
 
 @pytest.mark.parametrize(
     ("prompt", "full_layers", "problem"),
-    [("lamp " * 4000, 2, "the model's context has 2048"), ("lamp", 5, "must be less than the model's 5 layers")],
+    [("lamp " * 4000, 2, "the model's context has 2048"), ("lamp", 5, "full_layers: leaves none of the 5 layers")],
 )
 def test_what_cannot_be_calibrated_ends_with_the_reason_and_writes_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, full_layers: int, problem: str
@@ -132,12 +144,25 @@ def test_what_cannot_be_calibrated_ends_with_the_reason_and_writes_nothing(
     assert_not_calibrated(folder, output, monkeypatch, prompt, full_layers, problem)
 
 
-def test_sliding_windows_are_refused_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("_one_process")
+def test_layers_with_a_sliding_window_are_no_candidates(windowed: Path) -> None:
+    options = ["delta", "--model", str(windowed), "--samples", "2", "--words", "60", "--steps", "4"]
+    result = CliRunner().invoke(app, [*options, "--tasks", "niah_single_2,vt"])
+    assert result.exit_code == 0, result.output
+    profile = DeltaProfile.model_validate_json((windowed / PROFILE_FILE).read_text())
+    assert delta_profile(windowed) == profile.delta_layers == (2,)
+    assert profile.layers == 6
+    assert profile.coverage is not None
+    *before, last = profile.coverage
+    assert before == [None, None, 1.0, None, None]
+    assert last is not None
+    assert 0 < last < 1
+
+
+def test_a_model_whose_layers_are_all_dense_has_none(
+    windowed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_weights = write_model(tmp_path / "model", ModelShape(family="gemma3_text", layers=3))
-    output = tmp_path / "profile.json"
-    assert_not_calibrated(without_weights, output, monkeypatch, "lamp", 2, "has layers with a sliding window")
+    assert_not_calibrated(windowed, tmp_path / "profile.json", monkeypatch, "lamp", 6, "full_layers: leaves none")
 
 
 def assert_not_calibrated(

@@ -125,12 +125,23 @@ def test_the_model_that_ships_has_a_profile_that_its_policy_takes() -> None:
     assert profile.steps > 100
 
 
+# How many layers it has, and which of them see the whole context.
+FETCHED = {
+    "smollm2": (30, range(30)),
+    "smollm2-32k": (30, range(30)),
+    "gemma3-270m": (18, (5, 11, 17)),
+}
+
+
 @pytest.mark.parametrize("name", [name for name, model in CATALOGUE.items() if not isinstance(model.source, Shipped)])
 def test_a_model_that_is_fetched_has_a_profile_that_was_calibrated(name: str) -> None:
+    layers, seeing = FETCHED[name]
     [profile] = [profile for profile in shipped_profiles() if profile.model == name]
     assert profile.source == "winnow calibrate delta"
     assert profile.coverage is not None
-    assert len(profile.coverage) == profile.layers == 30
+    assert len(profile.coverage) == profile.layers == layers
+    assert [layer for layer, share in enumerate(profile.coverage) if share is not None] == list(seeing)
+    assert set(profile.delta_layers) < set(seeing)
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/model", "nobody/nothing", "a/b/c/d"])

@@ -34,7 +34,9 @@ def calibrated_layers(model: OfflineModel, prompt: Continued, full_layers: int, 
     coverage = MeanCoverage()
     for of_token in zip(*scores, strict=True):
         coverage.add(layer_coverage(of_token))
-    return choose_delta_layers(coverage.mean(), full_layers)
+    seeing = model.full_layers
+    chosen = choose_delta_layers(coverage.mean(), sum(layer < full_layers for layer in seeing))
+    return tuple(seeing[layer] for layer in chosen)
 
 
 class _ScoringPass(ExactPass):

@@ -65,7 +65,7 @@ class Scores:
     """Exact scores of some prompts' tokens.
 
     Attributes:
-        scores: float32 [prompts, KV heads, tokens, group, context]; -inf beyond a token's own position.
+        scores: float32 [prompts, KV heads, tokens, group, context]; -inf where nothing is visible.
         visible: bool [prompts, 1, tokens, context].
         values: float32 [prompts, KV heads, context, head dim].
     """
@@ -76,13 +76,19 @@ class Scores:
 
     @classmethod
     def of(cls, following: Following, layer: int, queries: Tensor, part: slice) -> Scores:
-        """Score ``queries``, [prompts, tokens, query heads, head dim], of the prompts of a part."""
+        """Score ``queries``, [prompts, tokens, query heads, head dim], of the prompts of a part.
+
+        What is before the layer's sliding window, if it has one, is not visible.
+        """
         lengths = following.lengths[part]
         longest = int(lengths.max())
         keys, values = following.batch.vectors(layer, following.prompts[part], longest)
         grouped = queries[part].float().unflatten(2, (keys.shape[1], -1)).transpose(1, 2)
         scores = (grouped.flatten(2, 3) @ keys.mT).mul_(following.batch.scale).unflatten(2, grouped.shape[2:4])
-        visible = torch.arange(longest, device=lengths.device) < lengths[..., None]
+        places = torch.arange(longest, device=lengths.device)
+        visible = places < lengths[..., None]
+        if (window := following.batch.model.windows[layer]) is not None:
+            visible &= places >= lengths[..., None] - 1 - window
         scores.masked_fill_(~visible[:, None, :, None], -torch.inf)
         return cls(scores, visible[:, None], values)
 

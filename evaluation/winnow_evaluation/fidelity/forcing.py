@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from winnow_evaluation.fidelity.coded import coded_pass, is_at_once, reads_codes
-from winnow_evaluation.fidelity.exact import Following
+from winnow_evaluation.fidelity.exact import Following, Scores
 from winnow_evaluation.fidelity.oracles import Oracle
 from winnow_evaluation.fidelity.passes import ExactPass, Pass, PolicyPass
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
@@ -39,6 +39,7 @@ class Outcome:
     Attributes:
         hidden: [prompts, tokens, hidden size]; before the model's last step.
         counts: what each token's step read, by the names of ``Meter``: int64 [prompts, tokens].
+        layers: the numbers of those that see the whole context: shares are of these.
         true_share: float32 [layers, prompts, tokens, query heads]; the exact attention mass of what was read.
         reported_share: float64 [layers, prompts, tokens]; what the policy says of it, a mean over query heads; None if
             it says nothing.
@@ -46,6 +47,7 @@ class Outcome:
 
     hidden: Tensor
     counts: dict[str, Tensor]
+    layers: Sequence[int]
     true_share: Tensor
     reported_share: Tensor | None
 
@@ -56,6 +58,7 @@ class Outcome:
         return cls(
             torch.cat([part.hidden for part in parts], dim),
             {name: torch.cat([part.counts[name] for part in parts], dim) for name in parts[0].counts},
+            parts[0].layers,
             torch.cat([part.true_share for part in parts], dim + 1),
             torch.cat(reported, dim + 1) if reported else None,
         )
@@ -135,7 +138,13 @@ class Forcing:
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _scale: float) -> Tensor:
             batch.write(layer, slots, keys, values)
-            return attending.attend(layer, queries)
+            return attending.attend(layer, queries) if batch.model.windows[layer] is None else windowed(layer, queries)
+
+        def windowed(layer: int, queries: Tensor) -> Tensor:
+            output = torch.empty_like(queries)
+            for part in following.parts():
+                output[part] = Scores.of(following, layer, queries, part).attend().to(queries.dtype)
+            return output
 
         own = slice(following.first, following.first + following.tokens)
         fed = self._tokens[prompts.start : prompts.stop, own]
@@ -144,7 +153,8 @@ class Forcing:
         return Outcome(
             hidden,
             {name: counts.view(fed.shape) for name, counts in attending.counts.items()},
-            attending.true_share.unflatten(1, fed.shape),
+            batch.model.full_layers,
+            attending.true_share[batch.model.full_layers].unflatten(1, fed.shape),
             torch.stack(reported).unflatten(1, fed.shape) if reported else None,
         )
 

@@ -125,7 +125,7 @@ class PrefilledBatch:
         cache.keys[slots], cache.values[slots] = keys, values
         pages = (slots // PAGE_SIZE).unique()
         for index in self.indexes.made.values():
-            if isinstance(index, PageIndex):
+            if isinstance(index, PageIndex) and self.model.windows[layer] is None:
                 index.build(layer, cache, pages)
 
     def use_codes(self, bits: int) -> KeyCodes:
@@ -150,9 +150,11 @@ class PrefilledBatch:
     def state(self, prompt: int, policy: AttentionPolicy) -> RequestState:
         """Return the state of a request of one prompt that has been prefilled."""
         state = RequestState(policy, self.lengths[prompt])
-        state.kept = kept_by(state, range(self.model.layers))
+        full_layers = self.model.full_layers
+        state.kept = kept_by(state, full_layers)
         if state.kept is not None:
-            for layer, queries in enumerate(self._last_queries[prompt]):
+            for layer in full_layers:
+                queries = self._last_queries[prompt][layer]
                 state.kept.record(layer, queries, state.prompt_length - len(queries))
         return state
 
@@ -191,7 +193,7 @@ class PrefilledBatch:
                 self._last_queries[row][layer] = known.clone()
             self.scale = scale
             if kernels is None:
-                return plan.attend(layer, queries[0], cache, scale, None)[None]
+                return plan.attend(layer, queries[0], cache, scale, self.model.windows[layer])[None]
             own = queries[0].contiguous()
             output = torch.empty_like(own)
             kernels.attend(layer, own, scale, output)

@@ -34,6 +34,8 @@ def from_documents(
 ) -> list[Continued]:
     """Cut prompts of ``context`` tokens out of documents, with the next ``tokens`` + 1 tokens of the same document.
 
+    A prompt begins as the model's texts do: the tokens for that are among its ``context``.
+
     Documents come in an order that is drawn once and for all: no package has more than its part. Where there are not
     enough that are long enough, a document gives several prompts, and short ones are joined. No two prompts share a
     token.
@@ -48,7 +50,8 @@ def from_documents(
     Raises:
         ValueError: there is not enough text.
     """
-    length = context + tokens + 1
+    first = model.first_tokens
+    length = context - len(first) + tokens + 1
     drawn = list(documents)
     random.Random(_SEED).shuffle(drawn)
     # Their beginnings are mostly enough, and encoded sooner.
@@ -60,7 +63,8 @@ def from_documents(
         cut += islice(_joined(model, drawn, length, tokens), count - len(cut))
     if len(cut) < count:
         raise ValueError(f"the text has {len(cut)} pieces of {length} tokens; {count} are asked for")
-    return [Continued(piece[:context], piece[context:]) for piece in cut]
+    whole = [[*first, *piece] for piece in cut]
+    return [Continued(piece[:context], piece[context:]) for piece in whole]
 
 
 def _cut(model: OfflineModel, documents: Sequence[str], length: int, count: int) -> list[Sequence[int]]:

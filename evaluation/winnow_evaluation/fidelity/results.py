@@ -66,7 +66,8 @@ class Result:
         reported_share: the same; empty where the policy reports none.
         successes: (token, layer, query head) that hold the share asked for; empty where none was.
         errors: reported less true share, of each (layer, token) a mean over query heads.
-        by_layer: true shares, float64 [layers] for each prompt.
+        layers: the numbers of those that see the whole context.
+        by_layer: their true shares, float64 [layers] for each prompt.
     """
 
     kl: list[float] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Result:
     reported_share: list[float] = field(default_factory=list)
     successes: list[float] = field(default_factory=list)
     errors: list[Tensor] = field(default_factory=list)
+    layers: Sequence[int] = ()
     by_layer: list[Tensor] = field(default_factory=list)
 
     def add(self, distances: Distances, tokens: Sequence[int]) -> None:
@@ -89,6 +91,7 @@ class Result:
 
     def add_reads(self, outcome: Outcome, tokens: Sequence[int], p: float | None) -> None:
         """Add what the same prompts read, and the shares of it; ``p`` is the share asked for, if one was."""
+        self.layers = outcome.layers
         true = outcome.true_share.double().cpu()
         reported = None if outcome.reported_share is None else outcome.reported_share.double().cpu()
         counts = {name: of_tokens.cpu() for name, of_tokens in outcome.counts.items()}
@@ -142,7 +145,7 @@ class Result:
         if self.by_layer:
             by_layer = torch.stack(self.by_layer).mean(0)
             worst = int(by_layer.argmin())
-            found["worst_layer"] = {"layer": worst, "true_share": float(by_layer[worst])}
+            found["worst_layer"] = {"layer": self.layers[worst], "true_share": float(by_layer[worst])}
             found["true_share_by_layer"] = [round(share, 4) for share in by_layer.tolist()]
         if self.errors:
             errors = torch.cat(self.errors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,14 +20,17 @@ ATTENTION: Final = "winnow_calibration"
 _scores: dict[int, Tensor] = {}
 
 
-def decode_coverage(model: Any, prompt: Tensor, steps: int, end: frozenset[int]) -> Iterator[Tensor]:
-    """Decode greedily, and yield each step's coverage, float64 [layers, layers] (``layer_coverage``).
+def decode_coverage(
+    model: Any, prompt: Tensor, steps: int, end: frozenset[int], layers: Sequence[int]
+) -> Iterator[Tensor]:
+    """Decode greedily, and yield each step's coverage, float64 [len(layers), len(layers)] (``layer_coverage``).
 
     Args:
         model: a causal language model of transformers, loaded with the attention implementation ``ATTENTION``.
         prompt: int64 [tokens], on the model's device.
         steps: most decode steps; the token that the prefill gives is the first to be decoded.
         end: tokens that end the answer.
+        layers: those to compare, ascending; each sees the whole context.
     """
     with torch.inference_mode(), _no_scores():
         output = model(prompt[None], use_cache=True, logits_to_keep=1)
@@ -39,7 +42,7 @@ def decode_coverage(model: Any, prompt: Tensor, steps: int, end: frozenset[int])
             output = model(
                 torch.tensor([[token]], device=prompt.device), past_key_values=output.past_key_values, use_cache=True
             )
-            yield layer_coverage([_scores[layer] for layer in sorted(_scores)])
+            yield layer_coverage([_scores[layer] for layer in layers])
 
 
 @contextmanager

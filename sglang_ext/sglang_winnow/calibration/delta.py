@@ -31,35 +31,35 @@ def calibrate(
         words: the length of the longest prompt, for the record.
 
     Raises:
-        OSError, ValueError: the model cannot be loaded, has layers with a sliding window or no room for Δ-layers, or a
-            prompt is too long for it.
+        OSError, ValueError: the model cannot be loaded, has no room for Δ-layers, or a prompt is too long for it.
     """
     config = json.loads((folder / "config.json").read_text())
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise ValueError(f"{folder} has layers with a sliding window, which see too little to compare")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenized = [torch.tensor(prompt_tokens(tokenizer, text)) for text in prompts]
     _check_length(max(map(len, tokenized)) + steps, context_length(folder))
     dtype = torch.float32 if device == "cpu" else "auto"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
+    kinds = config.get("layer_types") or ("full_attention",) * model.config.num_hidden_layers
+    seeing = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
     coverage = MeanCoverage()
     for number, prompt in enumerate(tokenized, start=1):
-        for step in decode_coverage(model, prompt.to(device), steps, _end_tokens(model)):
+        for step in decode_coverage(model, prompt.to(device), steps, _end_tokens(model), seeing):
             coverage.add(step.cpu())
         sys.stderr.write(f"{number} of {len(prompts)}: {len(prompt)} tokens, {coverage.steps} decode steps so far\n")
     mean = coverage.mean()
-    delta_layers = choose_delta_layers(mean, full_layers)
+    chosen = choose_delta_layers(mean, sum(layer < full_layers for layer in seeing))
+    found = dict(zip(seeing, covered(mean, chosen), strict=True))
     return DeltaProfile(
         model=folder.resolve().name,
-        layers=len(mean),
+        layers=len(kinds),
         config_sha256=config_hash(config),
-        delta_layers=delta_layers,
+        delta_layers=tuple(seeing[layer] for layer in chosen),
         full_layers=full_layers,
         source="winnow calibrate delta",
         samples=len(prompts),
         words=words,
         steps=coverage.steps,
-        coverage=tuple(round(share, 4) for share in covered(mean, delta_layers)),
+        coverage=tuple(round(found[layer], 4) if layer in found else None for layer in range(len(kinds))),
     )
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from winnow_kernels.selection.pages import order_pages, pages_kept, pages_of
 
 DELTA_LAYERS = 3
+_FEWEST_PER_DELTA = 3
+"""Layers for each Δ-layer, itself included: where most are Δ-layers, nothing is saved."""
 SELECTED_SHARE = 1 / 8
 """Of a context, what each layer selects here: what ``delta`` reads of 8K tokens by default."""
 _SINKS, _RECENT = 16, 16
@@ -83,20 +85,23 @@ class MeanCoverage:
         return self._sum / self.steps
 
 
-def choose_delta_layers(coverage: Tensor, full_layers: int, count: int = DELTA_LAYERS) -> tuple[int, ...]:
+def choose_delta_layers(coverage: Tensor, full_layers: int, count: int | None = None) -> tuple[int, ...]:
     """Choose the Δ-layers, ascending, that cover the layers best; the first is ``full_layers``.
 
     Args:
         coverage: float [layers, layers], as ``layer_coverage``.
         full_layers: how many of the first layers are always dense.
-        count: how many Δ-layers; fewer if there are not as many layers.
+        count: how many Δ-layers, at least 1; fewer if there are not as many layers. Without it ``DELTA_LAYERS``, or a
+            third of the layers, whichever is less.
 
     Raises:
-        ValueError: the model has no layer beyond the full ones.
+        ValueError: there is no layer beyond the full ones.
     """
     layers = len(coverage)
     if full_layers >= layers:
-        raise ValueError(f"full_layers: must be less than the model's {layers} layers; it is {full_layers}")
+        raise ValueError(f"full_layers: leaves none of the {layers} layers that see the whole context")
+    if count is None:
+        count = min(DELTA_LAYERS, max(1, (layers - full_layers) // _FEWEST_PER_DELTA))
     # What a Δ-layer and the layers up to the next one find: itself everything.
     found = coverage.double().cpu().triu(1).cumsum(1) + torch.eye(layers, dtype=torch.float64).cumsum(1)
     # best[i]: what is found from layer i on, when it is a Δ-layer and some others follow; and which do.
