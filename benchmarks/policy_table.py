@@ -36,4 +36,6 @@ def _fields(properties: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _default(field: Mapping[str, Any]) -> str:
     default = field.get("default")
-    return "" if default is None else f" ({default:,})" if isinstance(default, int) else f" ({default})"
+    if default is None:
+        return ""
+    return f" ({default:,})" if type(default) is int else f" ({json.dumps(default)})"

@@ -15,6 +15,7 @@ def answer(
     policy: AttentionPolicy,
     cached_tokens: int,
     kept_tokens: int,
+    released_tokens: int,
     retracted: int,
     sliding_layers: int | None,
 ) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def answer(
         policy: what the request asked for.
         cached_tokens: tokens of its prompt that the radix cache held.
         kept_tokens: tokens of its answer whose KV, which is not dense, the radix cache holds from now on.
+        released_tokens: tokens of its prompt that it gave back while it ran, if it asked to.
         retracted: how often the request was retracted and its generated tokens prefilled anew.
         sliding_layers: how many layers have a sliding window, and are in no ratio; None if it never ran.
     """
@@ -55,6 +57,7 @@ def answer(
             "estimated_share": ratio(Field.ESTIMATED_SHARE, Field.ESTIMATES),
             "early_termination": termination,
             "kept_tokens": kept_tokens if policy.keeps_sparse_answer else None,
+            "released_tokens": released_tokens if policy.decode.releases_prompt else None,
         },
         "verify": None if policy.verify is None else _verification(row),
         "prefill": {

@@ -15,6 +15,7 @@ from sglang_winnow.key_bits import index_settings
 from sglang_winnow.mixed_plan import MixedPlan
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
+from sglang_winnow.released_prompts import is_due, release
 from sglang_winnow.request_state import RequestTable
 from sglang_winnow.verification_plan import VerificationPlan
 from winnow_kernels.cache import Context, LayerCache
@@ -71,6 +72,8 @@ class WinnowAttentionBackend(AttentionBackend):
             self.indexes.generations.rewritten(forward_batch.out_cache_loc)
         else:
             self.indexes.generations.written(forward_batch.out_cache_loc)
+        if mode.is_decode() or self._decoding:
+            self._release_prompts(forward_batch)
         context = context_of(forward_batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
         rows = range(forward_batch.batch_size)
         if mode.is_target_verify():
@@ -145,6 +148,15 @@ class WinnowAttentionBackend(AttentionBackend):
         """Note how many tokens, int64 [requests], the last pass of a check has come to; of each at least one."""
         assert isinstance(self._plan, VerificationPlan)
         self._plan.accept(accepted)
+
+    def _release_prompts(self, batch: ForwardBatch) -> None:
+        """Let the requests that decode for the first time give back what they will not read again of their prompts."""
+        first = batch.batch_size - self._decoding if self._decoding else 0
+        for slot in batch.req_pool_indices[first:].tolist():
+            if (state := self.requests[slot]) is not None and is_due(state, self._full_layers):
+                row = self.req_to_token_pool.req_to_token[slot]
+                written = release(state, row, self.indexes.caches, self.indexes.page_size)
+                self.indexes.generations.written(written)
 
     def _decode(self, batch: ForwardBatch, context: Context, rows: range) -> DecodePlan:
         slots = batch.req_pool_indices[rows.start : rows.stop]

@@ -32,6 +32,9 @@ UNCACHED_TOKENS: Final = CounterName(
 KEPT_TOKENS: Final = CounterName(
     "kept_generated_tokens", "Generated tokens whose KV is not dense and was kept for later turns of the same policy."
 )
+RELEASED_TOKENS: Final = CounterName(
+    "released_prompt_tokens", "Prompt tokens whose KV slots were given back while their request was running."
+)
 REQUESTS: Final = CounterName("requests", "Requests that ended.", ("policy", "outcome"))
 _COST_LABELS: Final = ("phase", "policy", "outcome")
 CONTEXT_TOKENS: Final = CounterName(
@@ -55,6 +58,7 @@ SUPERSET_STEPS: Final = CounterName(
 COUNTERS: Final = (
     UNCACHED_TOKENS,
     KEPT_TOKENS,
+    RELEASED_TOKENS,
     REQUESTS,
     CONTEXT_TOKENS,
     ATTENDED_TOKENS,

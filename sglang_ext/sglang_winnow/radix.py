@@ -5,6 +5,7 @@
   before.
 - What was generated after or by anything but dense attention, and not verified by it, is freed when its request ends,
   unless the request asks to keep it: then all of the request lives in a namespace of its whole policy.
+- A request that gives back what it will not read again of its prompt (``released_prompts``) inserts nothing.
 - A policy that observes the end of the prompt gets to compute it, whatever was cached.
 
 All of it is in what the cache is asked, never in how it keeps its tree: SGLang has trees in Python and in Rust.
@@ -49,6 +50,8 @@ def insertable_length(req: Req, length: int, page_size: int) -> int:
     state = _state(req)
     if state is None or state.policy.answers_densely:
         return length
+    if state.releases:
+        return min(length, shared_length(req))
     shareable = length if state.policy.keeps_sparse_answer else min(length, state.prompt_length)
     block = block_of(state.policy, page_size)
     return min(length, max(shareable // block * block, shared_length(req)))

@@ -100,7 +100,15 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
     if policy.verify is not None:
         # Prefill comes to the first token, and to one more after each retraction.
         row = trimmed(row, len(req.output_ids_through_stop) - 1 - req.retraction_count)
-    told = answer(row, policy, req.cached_tokens, state.kept_answer, req.retraction_count, state.sliding_layers)
+    told = answer(
+        row,
+        policy,
+        req.cached_tokens,
+        state.kept_answer,
+        0 if state.released is None else state.released.tokens,
+        req.retraction_count,
+        state.sliding_layers,
+    )
     cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":
         # Its client may be gone.

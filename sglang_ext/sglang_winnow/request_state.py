@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from sglang_winnow.draft_length import DraftLength
+from sglang_winnow.sglang_versions.prefix_cache import shared_length
 from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.contract.fields import Parameters
 from winnow_kernels.decode.request import CheckObserver, PromptSelection
@@ -18,6 +19,19 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+
+@dataclass
+class Released:
+    """What a request has given back of its prompt, in its present slot.
+
+    Attributes:
+        tokens: how many; 0 if what it keeps and what it shares leave no whole page.
+        slots: theirs, int64, until SGLang's allocator has them.
+    """
+
+    tokens: int
+    slots: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -41,6 +55,8 @@ class RequestState:
         stood: of those with penalties, the drafts that stood in its last check; SGLang takes them over a step later.
         anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
         sliding_layers: how many layers have a sliding window: they are dense and not counted. None before it has run.
+        shared: how many of its first tokens lie in pages of the prefix cache.
+        released: what it has given back of its prompt since its last prefill; None while it has all of it.
     """
 
     policy: AttentionPolicy
@@ -58,6 +74,8 @@ class RequestState:
     stood: Sequence[int] = ()
     anew_from: int | None = None
     sliding_layers: int | None = None
+    shared: int = 0
+    released: Released | None = None
 
     def __post_init__(self) -> None:
         if self.policy.verify is not None:
@@ -68,11 +86,19 @@ class RequestState:
         """The parameters of its decode policy."""
         return self.policy.decode
 
+    @property
+    def releases(self) -> bool:
+        """Whether it gives back what it will not read again of its prompt."""
+        return self.policy.decode.releases_prompt
+
     def begin_prefill(self, end: int) -> None:
         """Note a prefill of the tokens before ``end``: they may lie in other pages than a selector has looked at."""
         self.last_prefill = end
         self.stage = -1
         self.anew_from = None
+        self.released = None
+        if self.kept is not None:
+            self.kept.moved_to = None
 
     def written_anew(self, begin: int) -> None:
         """Note that keys were written anew from position ``begin`` on; drafts' may have been indexed."""
@@ -100,6 +126,7 @@ class RequestTable:
         for request in requests:
             slot = slot_of(request)
             state: RequestState = request.winnow_state
+            state.shared = shared_length(request)
             if slot is None or self._by_slot.get(slot) is state:
                 continue
             if (previous := self._by_slot.get(slot)) is not None:

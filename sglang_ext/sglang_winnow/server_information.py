@@ -50,6 +50,7 @@ class ServedModel:
         decode_policies: those that it serves then.
         key_bits: bits of a channel in the codes of keys.
         verifies: whether the server checks drafts, for requests that ask for it.
+        device: where it runs.
     """
 
     layers: int
@@ -62,6 +63,7 @@ class ServedModel:
     decode_policies: tuple[str, ...] = DECODE_POLICIES
     key_bits: int = DEFAULT.key_bits
     verifies: bool = False
+    device: str = "cpu"
 
     def policy_of(self, custom_params: Mapping[str, Any] | None) -> AttentionPolicy:
         """Return the policy that a request's ``custom_params`` ask for, as this model runs it; dense if they ask none.
@@ -81,6 +83,7 @@ class ServedModel:
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
         self._check_delta_layers(policy)
+        self._check_release(policy)
         return policy
 
     def _check_delta_layers(self, policy: AttentionPolicy) -> None:
@@ -90,6 +93,17 @@ class ServedModel:
                 f"{PARAMETER}.decode.delta_layers",
                 f"must be layers that see the whole context: layer {min(sliding)} has a sliding window",
             )
+
+    def _check_release(self, policy: AttentionPolicy) -> None:
+        if not policy.decode.releases_prompt:
+            return
+        if self.sliding_layers:
+            raise PolicyError(
+                f"{PARAMETER}.decode.release",
+                f"must be false: layer {min(self.sliding_layers)} has a sliding window, which is part of the prompt",
+            )
+        if self.device != "cpu":
+            raise PolicyError(f"{PARAMETER}.decode.release", f"must be false on {self.device}: a CPU alone serves it")
 
     def _check_chunk(self, policy: AttentionPolicy) -> None:
         # A chunk that holds no whole block would never be scheduled.
@@ -133,6 +147,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         decode_policies=served_policies(),
         key_bits=index_settings().key_bits,
         verifies=verifies_drafts(resolved(arguments)),
+        device=resolved(arguments).device,
     )
 
 

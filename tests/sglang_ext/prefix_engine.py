@@ -101,7 +101,9 @@ class Engine:
             extra_key = f"{salt or ''}{extra_key or ''}" or None
         policy = policy or AttentionPolicy()
         req.extra_key = radix.namespace_of(policy, extra_key, PAGE)
-        req.winnow_state = SimpleNamespace(policy=policy, prompt_length=len(prompt))
+        req.winnow_state = SimpleNamespace(
+            policy=policy, prompt_length=len(prompt), releases=policy.decode.releases_prompt, released=None
+        )
         self.clients[req] = client
         return req
 

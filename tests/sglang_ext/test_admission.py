@@ -205,6 +205,24 @@ def test_a_policy_that_the_server_does_not_serve_is_refused() -> None:
         check_request(GenerateReqInput(**body), some)
 
 
+@pytest.mark.parametrize(
+    ("difference", "problem"),
+    [
+        ({"device": "cuda"}, "must be false on cuda: a CPU alone serves it"),
+        (
+            {"sliding_layers": frozenset({1, 2})},
+            "must be false: layer 1 has a sliding window, which is part of the prompt",
+        ),
+    ],
+)
+def test_a_prompt_is_not_released_where_that_is_not_served(difference: dict[str, Any], problem: str) -> None:
+    policy = '{"decode": {"policy": "snapkv", "release": true}}'
+    body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}
+    check_request(GenerateReqInput(**body), LIMITS)
+    with pytest.raises(ValueError, match=f"^attention.decode.release: {problem}$"):
+        check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(MODEL, **difference)))
+
+
 def test_verification_is_refused_where_the_server_does_not_verify() -> None:
     policy = '{"decode": {"policy": "quest"}, "verify": {"draft_tokens": 2}}'
     body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}

@@ -55,7 +55,7 @@ def _acting_decode(draw: st.DrawFn) -> Json:
         case "quest":
             fields = {"budget": draw(tokens), "full_layers": draw(st.integers(0, SHAPE.layers))}
         case _ if name in VOTED:
-            fields = draw(budget) | {"kernel_size": draw(st.sampled_from([1, 5, 63]))}
+            fields = draw(budget) | {"kernel_size": draw(st.sampled_from([1, 5, 63])), "release": draw(st.booleans())}
             widest = int(min(fields.get("budget", 400), 300)) - sinks - 1
             fields["observation_window"] = draw(st.integers(1, widest))
         case "delta":

@@ -37,6 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = small_policies() | {
         "decode": {"policy": "lowbit_top_k", "budget": 100},
         "prefill": {"policy": "quoka", "budget": 32, "block": 64},
     },
+    "snapkv, released": {"decode": {"policy": "snapkv", "budget": 48, "observation_window": 16, "release": True}},
     "quoka prefill": {
         "decode": {"policy": "snapkv", "budget": 48, "observation_window": 16},
         "prefill": {"policy": "quoka", "budget": 32, "block": 64},

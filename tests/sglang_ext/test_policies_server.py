@@ -30,6 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = small_policies() | {
     "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 1}},
     "snapkv": {"decode": {"policy": "snapkv", "budget": 96, "observation_window": 16}},
     "snapkv by ratio": {"decode": {"policy": "snapkv", "budget_ratio": 0.2, "observation_window": 40}},
+    "snapkv, released": {"decode": {"policy": "snapkv", "budget": 96, "observation_window": 16, "release": True}},
     "pyramidkv": {"decode": {"policy": "pyramidkv", "budget": 128, "observation_window": 32}},
     "delta": {"decode": {"policy": "delta", "budget": 128, "recency": 32, "delta_layers": [2, 4]}},
     "tactic": {"decode": {"policy": "tactic", "p": 0.7, "full_layers": 0}},

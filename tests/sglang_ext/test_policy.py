@@ -269,6 +269,16 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
             {**decode(policy="quest"), "verify": {}, "keep": True},
             "attention.keep: must not be given together with verify, whose answer is kept for everybody",
         ),
+        (
+            {**decode(policy="snapkv", release=True), "verify": {}},
+            "attention.verify: must not be given together with decode.release: a check reads the whole prompt",
+        ),
+        (
+            {**decode(policy="pyramidkv", release=True), "keep": True},
+            "attention.keep: must not be given together with decode.release: nothing of the prompt is kept",
+        ),
+        (decode(policy="snapkv", release=1), "attention.decode.release: must be a valid boolean"),
+        (decode(policy="quest", release=True), "attention.decode.release: unknown field; there are policy, "),
         ({**decode(policy="quest"), "verify": True}, "attention.verify: must be an object"),
         (
             {**decode(policy="quest"), "verify": {"draft_tokens": 0}},

@@ -110,6 +110,12 @@ def test_quoka_prefills_the_other_layers(server: Server) -> None:
     assert max(server.reference.logit_gaps(text, answer["output_ids"])) < LOGIT_TOLERANCE
 
 
+def test_prompts_are_not_released(server: Server) -> None:
+    refused = server.ask(prompt(6), {"decode": {"policy": "snapkv", "release": True}})
+    assert refused.status_code == 400
+    assert "attention.decode.release: must be false: layer 0 has a sliding window" in refused.text
+
+
 def test_a_layer_with_a_window_is_no_delta_layer(server: Server) -> None:
     refused = server.ask(prompt(6), {"decode": {"policy": "delta", "delta_layers": [3], "full_layers": 1}})
     assert refused.status_code == 400

@@ -91,6 +91,11 @@ class Parameters(Contract):
         """Last tokens of the prompt whose queries the policy must see: they are computed even if they are cached."""
         return 0
 
+    @property
+    def releases_prompt(self) -> bool:
+        """Whether the memory of what will not be read again of the prompt is given back."""
+        return False
+
     def for_model(self, model: ModelFacts) -> Self:
         """Return the parameters as the model runs them.
 

@@ -19,14 +19,24 @@ class PromptSelection(ABC):
     Attributes:
         kept: for each layer that has chosen, int64 [KV heads, most]; positions in the order in which they are read.
             From ``counts`` on they mean nothing.
+        moved_to: the position from which on all that is kept lies now, in that order, since it was moved there
+            (``compaction``); None while it lies at its own positions.
     """
 
     kept: dict[int, Tensor]
+    moved_to: int | None = None
 
     def counts(self, layer: int) -> Tensor:
         """Return how many positions each KV head keeps in a layer that has chosen: int64 [KV heads], at least 1."""
         heads, most = self.kept[layer].shape
         return torch.full((heads,), most, device=self.kept[layer].device)
+
+    def places(self, layer: int) -> Tensor:
+        """Return the positions at which what is kept lies: as ``kept``."""
+        kept = self.kept[layer]
+        if self.moved_to is None:
+            return kept
+        return (self.moved_to + torch.arange(kept.shape[1], device=kept.device)).expand_as(kept)
 
     @abstractmethod
     def record(self, layer: int, queries: Tensor, first_position: int) -> None:

@@ -69,6 +69,8 @@ class AttentionPolicy(Contract):
             refuse("needs a sparse decode policy to draft with; decode.policy is dense")
         if verify is not None and not isinstance(info.data.get("prefill", DensePrefill()), DensePrefill):
             refuse("needs a dense prefill: after a sparse one the answer would not be dense attention's")
+        if verify is not None and (decode := info.data.get("decode")) is not None and decode.releases_prompt:
+            refuse("must not be given together with decode.release: a check reads the whole prompt")
         if verify is None and (decode := info.data.get("decode")) is not None and decode.drafts_only:
             refuse(f"must be given: decode.policy is {decode.policy}, which drafts from what checks have read")
         return verify
@@ -78,6 +80,8 @@ class AttentionPolicy(Contract):
     def _not_of_verified(cls, keep: bool, info: ValidationInfo) -> bool:
         if keep and info.data.get("verify") is not None:
             refuse("must not be given together with verify, whose answer is kept for everybody")
+        if keep and (decode := info.data.get("decode")) is not None and decode.releases_prompt:
+            refuse("must not be given together with decode.release: nothing of the prompt is kept")
         return keep
 
     @property

@@ -14,3 +14,14 @@ def slot_of(request: Req) -> int | None:
     """Return the request's row of the pool that says where its tokens lie; None while it has none."""
     slot: int | None = request.kv.req_pool_idx if runs(KV_OF_REQUEST) else request.req_pool_idx
     return slot
+
+
+def committed_length(request: Req) -> int:
+    """Return how many tokens of the request have keys and values."""
+    return int(request.kv.kv_committed_len if runs(KV_OF_REQUEST) else request.kv_committed_len)
+
+
+def end_row(request: Req, length: int) -> None:
+    """Let the request's row end with its first ``length`` tokens: SGLang frees, and inserts, nothing behind them."""
+    (request.kv if runs(KV_OF_REQUEST) else request).kv_committed_len = length
+    request.kv.kv_allocated_len = length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -12,10 +13,16 @@ MAX_KERNEL_SIZE: Final = 63
 
 
 class Voted(Budgeted):
-    """The votes of an observation window, max-pooled over neighbouring tokens."""
+    """The votes of an observation window, max-pooled over neighbouring tokens.
+
+    Attributes:
+        release: whether the memory of the prompt's other tokens is given back. The prompt then enters no prefix cache.
+    """
 
     kernel_size: Annotated[int, Field(ge=1, le=MAX_KERNEL_SIZE)] = 5
     observation_window: Window = 32
+    # Left out where it is false: runtimes that do not know it serve all other policies.
+    release: bool = Field(default=False, exclude_if=operator.not_)
 
     @field_validator("kernel_size")
     @classmethod
@@ -41,6 +48,10 @@ class Voted(Budgeted):
     @property
     def reserved(self) -> int:
         return max(PAGE_TOKENS, self.observation_window + 1)
+
+    @property
+    def releases_prompt(self) -> bool:
+        return self.release
 
     @property
     def observed(self) -> int:

@@ -3,7 +3,7 @@
 The last queries of the prompt vote, in each layer, for the tokens before them. A KV head attends to the tokens with
 the most votes, to the window of those queries, to the prompt's first tokens as sinks (the paper has none) and to all
 that is generated. The budget covers the prompt's tokens: SnapKV compresses the prompt and leaves generated tokens
-alone. Nothing is evicted here; the other tokens are only not read.
+alone. The other tokens are only not read, unless the request releases them.
 
 Votes are averaged over the query heads of a group, so that a KV head keeps one set, and smoothed with a maximum over
 neighbouring tokens.
@@ -92,7 +92,7 @@ class SnapKVStep(DecodeStep):
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
         self._vote(layer, cache, meter)
-        kept = [state.kept[layer] for state in self._states]
+        kept = [state.places(layer) for state in self._states]
         return select_kept(
             self.context, self._prompts, kept, torch.stack([state.counts(layer) for state in self._states])
         )
