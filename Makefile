@@ -14,10 +14,12 @@ BIN := $(ENVIRONMENT)/bin
 INSTALLED := $(ENVIRONMENT)/.installed
 SGLANG_TESTS := tests/end_to_end tests/sglang_ext
 INTERPRETED_TESTS := tests/sglang_ext/device tests/kernels/gpu
+# Of these, what `make test` runs with the newest SGLang, too.
+NEWEST_TESTS := tests/end_to_end/test_answers.py tests/sglang_ext
 # Several hundred processes start in the tests, and each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up down eval loadtest audit test test-sglang test-release test-releases test-full lint packages
+.PHONY: help up down eval loadtest audit test test-newest test-sglang test-release test-releases test-full lint packages
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +42,10 @@ audit: $(INSTALLED) ## Check versions, licences and known vulnerabilities of the
 test: lint packages ## Check style, types and import contracts, and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -m 'not full' -n 2 --dist worksteal $(INTERPRETED_TESTS)
-	$(MAKE) test-sglang SGLANG=$(NEWEST_SGLANG)
+	$(MAKE) test-newest SGLANG=$(NEWEST_SGLANG)
+
+test-newest: $(INSTALLED) packages
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not full' -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS)
 
 # RECORD=1 writes what passed to service/winnow_service/tested_releases.json.
 test-sglang: $(INSTALLED) packages ## Run the tests that SGLang decides on, with another release of it: SGLANG=0.5.23

@@ -116,7 +116,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(http)
 
 
-@pytest.mark.parametrize("rotation", [0, 5])
+@pytest.mark.parametrize("rotation", [0, pytest.param(5, marks=pytest.mark.full)])
 def test_retracted_requests_are_answered_in_full(server: Server, rotation: int) -> None:
     names = list(POLICIES)
     names = names[rotation:] + names[:rotation]

@@ -64,7 +64,11 @@ def voted(name: str, *, release: bool, budget: int = 96, **others: Any) -> dict[
     return {"decode": decode, **others}
 
 
-@pytest.fixture(scope="module", params=[[], ["--disable-overlap-schedule"], ["--disable-radix-cache"]], ids=str)
+OTHERS = ("--disable-overlap-schedule", "--disable-radix-cache")
+FULL = [pytest.param([flag], marks=pytest.mark.full) for flag in OTHERS]
+
+
+@pytest.fixture(scope="module", params=[[], *FULL], ids=str)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("released")
     model = write_model(folder / "model", SHAPE)
