@@ -271,10 +271,12 @@ def _leave_logs(
     pages: tl.constexpr = _TILE // rows.page_size
     of_pages = tl.sum(tl.reshape(weights, [weights.shape[0], pages, rows.page_size]), axis=2)
     page = tile * pages + tl.arange(0, pages)
-    # The logarithm of nothing is -inf, of which an exponential is 0 again.
+    # Of nothing the logarithm is -inf, of which an exponential is 0 again.
+    has_mass = of_pages > 0.0
+    logs = tl.log2(tl.where(has_mass, of_pages, 1.0)) + highest[:, None]
     tl.store(
         page_logs.pointer + of_queries[:, None] + page[None, :],
-        tl.log2(of_pages) + highest[:, None],
+        tl.where(has_mass, logs, float("-inf")),
         mask=is_asked[:, None] & (page * rows.page_size < length)[None, :],
     )
 
