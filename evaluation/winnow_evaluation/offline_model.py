@@ -26,13 +26,20 @@ class OfflineModel:
     Attributes:
         folder: where it lies.
         device: where it runs.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations.
+        cache_dtype: of the KV cache.
         windows: of each layer, how many tokens before its own position a token sees; None for all.
     """
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         """Raises OSError or ValueError if transformers cannot load the model in ``folder``."""
-        self.folder, self.device, self.dtype = folder, device, dtype
+        self.folder, self.device, self.dtype, self.cache_dtype = folder, device, dtype, cache_dtype or dtype
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=_ATTENTION)
         self._network = self._network.eval().to(device)

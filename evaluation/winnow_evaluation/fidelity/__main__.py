@@ -75,6 +75,10 @@ def run(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(help="fp8_e4m3, without scales; all is compared with a cache of --dtype.", show_default="--dtype"),
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Prompts held at a time.", show_default="as many as fit")
     ] = None,
@@ -100,6 +104,8 @@ def run(
         raise typer.BadParameter(str(error), param_hint=error.option) from error
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype} is none of float32, bfloat16, float16", param_hint="--dtype")
+    if kv_cache_dtype not in (None, "fp8_e4m3"):
+        raise typer.BadParameter(f"{kv_cache_dtype} is not fp8_e4m3", param_hint="--kv-cache-dtype")
     folder = resolved(model)
     # Imports torch and transformers, which takes seconds: after the options have been read.
     from winnow_evaluation.fidelity.session import Options, Session, SessionError  # noqa: PLC0415
@@ -123,6 +129,7 @@ def run(
         seed=seed,
         device=device,
         dtype=dtype,
+        cache_dtype=kv_cache_dtype,
         batch=batch,
         memory=memory,
     )

@@ -107,15 +107,20 @@ class _Rows:
 
 
 class _Batch:
-    """Some prompts, prefilled densely, and dense attention's predictions behind them."""
+    """Some prompts, prefilled densely, and dense attention's predictions behind them.
+
+    All is compared with dense attention and a cache of the model's own dtype.
+    """
 
     def __init__(self, model: OfflineModel, prompts: Sequence[Continued], plan: Plan) -> None:
         self._model, self._prompts, self._plan = model, prompts, plan
         self._counts = [len(prompt.following) - 1 for prompt in prompts]
         self._following = _padded([prompt.following for prompt in prompts], model.device)
-        self._dense = self._prefill(len(prompts))
+        exact = self._prefill(len(prompts), cache_dtype=model.dtype)
+        self._reference = self._forcing_of(exact).dense().hidden
+        self._reference_last = exact.last
+        self._dense = exact if model.cache_dtype == model.dtype else self._prefill(len(prompts))
         self._forcing = self._forcing_of(self._dense)
-        self._reference = self._forcing.dense().hidden
 
     def measure_decode(self, rows: _Rows, advance: Callable[[str], None]) -> None:
         """Measure the noise floor, the policies that begin with a dense prefill, and the oracles."""
@@ -164,13 +169,25 @@ class _Batch:
             advance(measured.label)
 
     def _prefill(
-        self, count: int, *, policy: AttentionPolicy | None = None, chunk: int | None = None
+        self,
+        count: int,
+        *,
+        policy: AttentionPolicy | None = None,
+        chunk: int | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> PrefilledBatch:
         prompts = [prompt.tokens for prompt in self._prompts[:count]]
         scored = min(self._plan.scored, *map(len, prompts)) if self._plan.after_sparse_prefill else 1
         room = self._following.shape[1] - 1
         return PrefilledBatch(
-            self._model, prompts, room, policy=policy, scored=scored, window=self._plan.window, chunk=chunk
+            self._model,
+            prompts,
+            room,
+            policy=policy,
+            scored=scored,
+            window=self._plan.window,
+            chunk=chunk,
+            cache_dtype=cache_dtype,
         )
 
     def _forcing_of(self, batch: PrefilledBatch) -> Forcing:
@@ -187,7 +204,7 @@ class _Batch:
         # Behind the last of a prompt's tokens comes the first of what follows it.
         texts = [[*prompt.tokens, prompt.following[0]] for prompt in self._prompts[: batch.prompts]]
         true = torch.tensor([text[-scored:] for text in texts], device=batch.last.device)
-        dense = self._dense.last[: batch.prompts]
+        dense = self._reference_last[: batch.prompts]
         result.add(Distances.between(self._model, dense, batch.last, true), [scored] * batch.prompts)
         result.add_counts(batch.reads)
 

@@ -57,6 +57,7 @@ class PrefilledBatch:
         span: int = SPAN,
         chunk: int | None = None,
         by_kernels: bool | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Prefill the prompts, one after another.
 
@@ -69,13 +70,14 @@ class PrefilledBatch:
             window: how many of each prompt's last queries are kept: the longest observation window of the policies.
             span: of Tactic's clusters.
             chunk: tokens prefilled at once; all of a prompt without it.
+            cache_dtype: of keys and values in the cache; the model's if not given.
             by_kernels: whether a sparse prefill is the GPU's kernels' and not the reference's; on CUDA if not given.
         """
         self.model = model
         self.lengths = [len(prompt) for prompt in prompts]
         capacity = -(-(max(self.lengths) + room) // PAGE_SIZE) * PAGE_SIZE
         self.slots = torch.arange(len(prompts) * capacity, device=model.device).view(len(prompts), capacity)
-        self.caches = [self._empty_cache() for _ in range(model.layers)]
+        self.caches = [self._empty_cache(cache_dtype or model.cache_dtype) for _ in range(model.layers)]
         self.indexes = Indexes(self.caches, PAGE_SIZE, model.device)
         self.indexes.made[ClusterIndex] = ClusterIndex(self.caches, self.indexes.generations, span)
         self.scale = 0.0
@@ -122,7 +124,7 @@ class PrefilledBatch:
         nothing; no step reads it.
         """
         cache = self.caches[layer]
-        cache.keys[slots], cache.values[slots] = keys, values
+        _store(cache, slots, keys, values)
         pages = (slots // PAGE_SIZE).unique()
         for index in self.indexes.made.values():
             if isinstance(index, PageIndex) and self.model.windows[layer] is None:
@@ -158,9 +160,9 @@ class PrefilledBatch:
                 state.kept.record(layer, queries, state.prompt_length - len(queries))
         return state
 
-    def _empty_cache(self) -> LayerCache:
+    def _empty_cache(self, dtype: torch.dtype) -> LayerCache:
         shape = (self.slots.numel(), self.model.kv_heads, self.model.head_dim)
-        keys, values = (torch.zeros(shape, dtype=self.model.dtype, device=self.model.device) for _ in range(2))
+        keys, values = (torch.zeros(shape, dtype=dtype, device=self.model.device) for _ in range(2))
         return LayerCache(keys, values)
 
     def _prefill(self, row: int, prompt: Sequence[int], scored: int, window: int, chunk: int) -> Tensor:
@@ -186,7 +188,7 @@ class PrefilledBatch:
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
             cache = self.caches[layer]
-            cache.keys[slots], cache.values[slots] = keys[0], values[0]
+            _store(cache, slots, keys[0], values[0])
             if window:
                 before = self._last_queries[row][layer]
                 known = queries[0, -window:] if not len(before) else torch.cat((before, queries[0]))[-window:]
@@ -214,3 +216,7 @@ class PrefilledBatch:
         workspace = QuokaPrefillWorkspace.empty(self.model.kv_heads, self.slots.shape[1], self.model.device)
         kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, self.caches, workspace)
         return None if kernels.is_dense else kernels
+
+
+def _store(cache: LayerCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    cache.keys[slots], cache.values[slots] = keys.to(cache.keys.dtype), values.to(cache.values.dtype)

@@ -34,6 +34,8 @@ from winnow_evaluation.text import Kind, TextError, load_text
 from winnow_kernels.contract.fields import PolicyError
 
 _GIB: Final = 2**30
+_CACHE_DTYPES: Final = {"fp8_e4m3": torch.float8_e4m3fn}
+"""KV caches that are narrower than the model, by SGLang's names."""
 _PLAIN_WIDTH: Final = 200
 _CPU_STEP, _CPU_CACHE = 1 * _GIB, 4 * _GIB
 _CUDA_STEP_SHARE, _CUDA_CACHE_SHARE = 8, 4
@@ -66,6 +68,7 @@ class Options:
     seed: int
     device: str | None
     dtype: str | None
+    cache_dtype: str | None
     batch: int | None
     memory: float | None
 
@@ -88,12 +91,15 @@ class Session:
         """
         self._options, self._console = options, console
         self._device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if options.cache_dtype is not None and self._device.type != "cpu":
+            raise SessionError(f"--kv-cache-dtype: {options.cache_dtype} is measured on a CPU alone (--device cpu)")
         dtype = options.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         folder = options.model
         if not (folder / "config.json").is_file():
             raise SessionError(f"{folder} is no folder of a model: it has no config.json")
         try:
-            self._model = OfflineModel(folder, self._device, getattr(torch, dtype))
+            narrow = None if options.cache_dtype is None else _CACHE_DTYPES[options.cache_dtype]
+            self._model = OfflineModel(folder, self._device, getattr(torch, dtype), narrow)
         except (OSError, ValueError, RuntimeError) as error:
             raise SessionError(f"the model in {folder} cannot be loaded: {error}") from error
         self._texts: list[str] | None = None
@@ -157,6 +163,7 @@ class Session:
         )
         header = model.environment() | {
             "dtype": str(model.dtype).removeprefix("torch."),
+            "kv_cache_dtype": options.cache_dtype,
             "text": options.source,
             "context": context,
             "prompts": len(prompts),
@@ -166,16 +173,22 @@ class Session:
             "delta_layers": None if layers is None else {"layers": list(layers), "source": source},
             "interval": INTERVAL,
         }
-        about = {"model": header["model"], "text": options.source, "context": context}
+        about = {"model": self._measured_model, "text": options.source, "context": context}
         for rows, complete in self._with_progress(plan, prompts, context):
             so_far = {"seconds": round(time.perf_counter() - begin, 1), "complete": complete}
             yield header | so_far, [about | row for row in rows]
 
     def _is_new(self, context: int, phase: str, policy: str, parameters: Mapping[str, Any], preset: str | None) -> bool:
         """Whether the record of what was measured before has no row of this."""
-        about = {"model": self._model.name, "text": self._options.source, "context": context}
+        about = {"model": self._measured_model, "text": self._options.source, "context": context}
         row = about | {"phase": phase, "policy": policy, "parameters": parameters, "preset": preset}
         return identity_of(row) not in self._known
+
+    @property
+    def _measured_model(self) -> str:
+        """What rows call the model: with the dtype of its KV cache, if that is another than its own."""
+        narrow = self._options.cache_dtype
+        return self._model.name if narrow is None else f"{self._model.name}, KV in {narrow}"
 
     def _prompts(self, context: int) -> tuple[list[Continued], Continued]:
         """Return the prompts, and one more: by it Δ-layers are chosen."""

@@ -124,6 +124,32 @@ def test_decode_rows(record: FidelityRecord) -> None:
     assert best["true_share"] >= 0.9
 
 
+def test_a_narrow_cache_is_compared_with_a_wide_one(folder: Path, text: Path, tmp_path: Path) -> None:
+    everything = '{"decode": {"policy": "quest", "budget": 4096, "full_layers": 0}}'
+    output = tmp_path / "record.json"
+    arguments = ["--model", folder, "--text-folder", text, "--context", "256", "--prompts", "2", "--tokens", "5"]
+    arguments += ["--device", "cpu", "--no-oracles", "--scored", "32", "--output", output]
+    for policy in (everything, QUEST, LOWBIT, PREFILL):
+        arguments += ["--policy", policy]
+    result = _invoke(*arguments, "--kv-cache-dtype", "fp8_e4m3")
+    assert result.exit_code == 0, result.output
+    record = FidelityRecord.read(output)
+    assert record.runs[0]["kv_cache_dtype"] == "fp8_e4m3"
+    assert {row["model"] for row in record.rows} == {f"{folder.name}, KV in fp8_e4m3"}
+    dense = _row(record, policy="dense", phase="decode")
+    covering, quest = (row for row in record.rows if row["policy"] == "quest")
+    # Dense attention itself is off, and a policy that reads everything as much.
+    assert dense["kl"] > 1e-4
+    assert covering["kl"] == pytest.approx(dense["kl"], rel=1e-3)
+    assert quest["kl"] > dense["kl"]
+    assert (dense["kv_read_ratio"], dense["true_share"]) == (1, 1)
+    assert _row(record, policy="dense", phase="prefill")["kl"] > 1e-4
+    assert _row(record, policy="quoka", phase="prefill")["kl"] > _row(record, policy="dense", phase="prefill")["kl"]
+    refused = _invoke(*arguments, "--kv-cache-dtype", "fp8")
+    assert refused.exit_code == 2
+    assert "--kv-cache-dtype" in refused.output
+
+
 def test_delta_says_where_its_layers_are_from(record: FidelityRecord) -> None:
     row = _row(record, policy="delta", context=256)
     told = record.runs[row["run"]]["delta_layers"]
