@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from sglang_winnow.audit_share import phase_of
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
 from sglang_winnow.server_information import PARAMETER, ServedModel, served_model_of
@@ -212,7 +213,7 @@ def attach_policy(req: Req, model: ServedModel) -> None:
         others = {name: value for name, value in parameters.items() if name not in (PARAMETER, _REFERENCE)}
         req.sampling_params.custom_params = others or None
     if model.has_policies:
-        req.winnow_state = RequestState(policy, len(req.origin_input_ids))
+        req.winnow_state = RequestState(policy, len(req.origin_input_ids), audit_phase=phase_of(req.rid))
         req.extra_key = namespace_of(policy, req.extra_key, model.page_size)
 
 

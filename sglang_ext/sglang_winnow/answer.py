@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sglang_winnow.audit_share import promised_share
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
@@ -18,6 +19,7 @@ def answer(
     released_tokens: int,
     retracted: int,
     sliding_layers: int | None,
+    audited_share: float,
 ) -> dict[str, Any]:
     """Return the ``attention`` object of a finished request.
 
@@ -29,6 +31,7 @@ def answer(
         released_tokens: tokens of its prompt that it gave back while it ran, if it asked to.
         retracted: how often the request was retracted and its generated tokens prefilled anew.
         sliding_layers: how many layers have a sliding window, and are in no ratio; None if it never ran.
+        audited_share: of its decode steps, as it or the server asked for.
     """
     values = row.tolist()
 
@@ -59,6 +62,7 @@ def answer(
             "kept_tokens": kept_tokens if policy.keeps_sparse_answer else None,
             "released_tokens": released_tokens if policy.decode.releases_prompt else None,
         },
+        "audit": _audit(row, policy) if audited_share else None,
         "verify": None if policy.verify is None else _verification(row),
         "prefill": {
             "policy": policy.prefill.policy,
@@ -71,6 +75,22 @@ def answer(
         "index_built_tokens": count(Field.INDEX_BUILT_TOKENS),
         "retracted": retracted,
         "warnings": policy.warnings(),
+    }
+
+
+def _audit(row: Tensor, policy: AttentionPolicy) -> dict[str, Any]:
+    heads = float(row[Field.AUDITED_HEADS])
+
+    def mean(field: Field) -> float | None:
+        return round(float(row[field]) / heads, 6) if heads else None
+
+    p = promised_share(policy.decode)
+    return {
+        "steps": int(row[Field.AUDITED_STEPS]),
+        "true_share": mean(Field.AUDITED_SHARE),
+        "output_error": mean(Field.AUDITED_ERROR),
+        "p": p,
+        "reached": None if p is None else mean(Field.AUDITED_REACHED),
     }
 
 

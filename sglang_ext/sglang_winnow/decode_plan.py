@@ -10,12 +10,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from sglang_winnow.auditing import audited_rows
 from sglang_winnow.request_policy import drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.dense import attend_all
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.audit import Audit, AuditedMeter
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.decode.step import DecodeStep
@@ -35,6 +37,7 @@ class _Group:
         rows: int64 [n], their rows in the batch; None if that is all of them.
         table_rows: int64 [n], their rows in the statistics.
         drafts: bool [n], whose tokens are drafts.
+        audit: of those of its rows whose step is audited; None if there are none.
     """
 
     rows: Tensor | None
@@ -42,6 +45,17 @@ class _Group:
     step: DecodeStep
     meter: Meter
     drafts: Tensor
+    audit: Audit | None
+
+    def attend(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
+        """Attend in a layer, and audit it."""
+        self.meter.count_context(self.step.context, cache)
+        if isinstance(self.meter, AuditedMeter):
+            self.meter.mass = None
+        output = self.step.attend(layer, queries, cache, self.meter)
+        if self.audit is not None and isinstance(self.meter, AuditedMeter):
+            self.audit.add(queries, output, self.meter.mass, cache, self.step.scale)
+        return output
 
     def forget_contexts_of_drafts(self) -> None:
         """Leave them to the check, which knows how many of the drafts dense decoding would have come to."""
@@ -100,10 +114,9 @@ class DecodePlan:
         self._layers += 1
         output = torch.empty_like(queries)
         for group in self._groups:
-            group.meter.count_context(group.step.context, cache)
             if group.rows is None:
-                return group.step.attend(layer, queries, cache, group.meter)
-            output[group.rows] = group.step.attend(layer, queries[group.rows], cache, group.meter)
+                return group.attend(layer, queries, cache)
+            output[group.rows] = group.attend(layer, queries[group.rows], cache)
         return output
 
     def finish(self) -> None:
@@ -112,6 +125,8 @@ class DecodePlan:
             group.forget_contexts_of_drafts()
             self._statistics.add_decode(group.table_rows, group.meter)
             group.step.count(self._statistics, group.table_rows, self._layers)
+            if group.audit is not None:
+                group.audit.count(self._statistics, group.table_rows)
 
 
 def _group(
@@ -138,8 +153,10 @@ def _group(
         own_lengths = [lengths[i] for i in rows]
         batch = PolicyBatch(own, own_lengths, own_states, scale, termination, indexes, own_table_rows, statistics)
         step = declaration_of(own_states[0].decode).step(batch)
-    meter = Meter(len(rows), context.device)
-    return _Group(None if everything else index, own_table_rows, step, meter, drafting[index])
+    audited = [] if name == _DENSE else audited_rows(own_states, own_lengths, indexes.page_size)
+    meter = (AuditedMeter if audited else Meter)(len(rows), context.device)
+    audit = Audit(audited, own) if audited else None
+    return _Group(None if everything else index, own_table_rows, step, meter, drafting[index], audit)
 
 
 def _note_step(

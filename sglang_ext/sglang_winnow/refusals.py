@@ -10,6 +10,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_winnow.audit_share import ENVIRONMENT, server_share
 from sglang_winnow.served_policies import served_policies
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.cache import NARROW
@@ -104,6 +105,8 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
         longest = DECLARATIONS[name].longest_on_gpu
         if longest is not None and runner.model_config.context_len > longest:
             yield f"contexts of more than {longest} tokens with {name} (leave it out of {POLICIES_SETTING})"
+    if server_share() > 0:
+        yield f"{ENVIRONMENT} above 0 on CUDA"
     for layer in attention_layers(runner):
         if layer.sliding_window_size > -1:
             yield "sliding windows on CUDA"

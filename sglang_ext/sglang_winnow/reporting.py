@@ -88,6 +88,7 @@ def report_aborted(_sender: object, output: object, req: object = None) -> None:
 
 def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
     from sglang_winnow.answer import answer, trimmed  # noqa: PLC0415
+    from sglang_winnow.audit_share import audited_share  # noqa: PLC0415
     from winnow_kernels.decode.statistics import FIELDS  # noqa: PLC0415
 
     state = req.winnow_state
@@ -108,6 +109,7 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
         0 if state.released is None else state.released.tokens,
         req.retraction_count,
         state.sliding_layers,
+        audited_share(policy),
     )
     cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":

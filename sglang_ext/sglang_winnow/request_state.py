@@ -56,6 +56,7 @@ class RequestState:
         anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
         sliding_layers: how many layers have a sliding window: they are dense and not counted. None before it has run.
         shared: how many of its first tokens lie in pages of the prefix cache.
+        audit_phase: which of its decode steps are audited (``is_audited``), if some are.
         released: what it has given back of its prompt since its last prefill; None while it has all of it.
     """
 
@@ -74,6 +75,7 @@ class RequestState:
     stood: Sequence[int] = ()
     anew_from: int | None = None
     sliding_layers: int | None = None
+    audit_phase: float = 0.0
     shared: int = 0
     released: Released | None = None
 

@@ -84,6 +84,8 @@ class ServedModel:
         self._check_chunk(policy)
         self._check_delta_layers(policy)
         self._check_release(policy)
+        if policy.audit and self.device != "cpu":
+            raise PolicyError(f"{PARAMETER}.audit", f"must be 0 on {self.device}: a CPU alone audits")
         return policy
 
     def _check_delta_layers(self, policy: AttentionPolicy) -> None:

@@ -46,6 +46,7 @@ COST: dict[str, Any] = {
         "early_termination": {"terminated_ratio": 0.8, "skipped_ratio": 0.3},
     },
     "verify": {"verifications": 2, "drafted": 4, "accepted": 1, "tokens_per_verification": 1.5, "dense_steps": 1},
+    "audit": {"steps": 2, "true_share": 0.75, "output_error": 0.125, "p": 0.875, "reached": 0.5},
     "prefill": {"policy": "dense", "tokens": 90, "cached_tokens": 10, "attended_ratio": 1.0, "kv_read_ratio": 1.0},
 }
 # 100, 101, 102 and 103 tokens; queries behind 10 to 99.
@@ -139,6 +140,10 @@ async def test_an_answer_is_counted_once_with_all_it_tells(measured: Deployment,
     assert found[key("winnow_drafted_tokens_total", **quest)] == 4
     assert found[key("winnow_accepted_tokens_total", **quest)] == 1
     assert found[key("winnow_tokens_per_verification_sum", **quest)] == 1.5
+    assert found[key("winnow_audited_steps_total", **quest)] == 2
+    assert found[key("winnow_audited_share_sum", **quest)] == 0.75
+    assert found[key("winnow_audited_output_error_sum", **quest)] == 0.125
+    assert found[key("winnow_audited_shortfall_sum", **quest)] == 0.125
 
 
 @pytest.mark.parametrize(
@@ -350,7 +355,8 @@ def test_no_part_of_an_answer_is_parsed_twice(monkeypatch: pytest.MonkeyPatch, s
 
 _NAMES = (
     "meta_info attention choices usage decode prefill verify early_termination policy steps tokens context_tokens "
-    "completion_tokens attended_ratio kv_read_ratio terminated_ratio verifications drafted tokens_per_verification"
+    "completion_tokens attended_ratio kv_read_ratio terminated_ratio verifications drafted tokens_per_verification "
+    "audit true_share output_error p"
 ).split()
 _JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),

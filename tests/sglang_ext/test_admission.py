@@ -223,6 +223,14 @@ def test_a_prompt_is_not_released_where_that_is_not_served(difference: dict[str,
         check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(MODEL, **difference)))
 
 
+def test_a_request_is_not_audited_on_cuda() -> None:
+    policy = '{"decode": {"policy": "quest"}, "audit": 0.5}'
+    body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}
+    check_request(GenerateReqInput(**body), LIMITS)
+    with pytest.raises(ValueError, match=r"^attention.audit: must be 0 on cuda: a CPU alone audits$"):
+        check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(MODEL, device="cuda")))
+
+
 def test_verification_is_refused_where_the_server_does_not_verify() -> None:
     policy = '{"decode": {"policy": "quest"}, "verify": {"draft_tokens": 2}}'
     body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}

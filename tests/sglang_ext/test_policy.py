@@ -255,7 +255,7 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
             "attention.decode.early_termination: unknown field; it belongs beside 'decode', not into it",
         ),
         (decode(policy="snapkv", p=1), "attention.decode.p: unknown field; there are policy, sinks, budget_ratio, "),
-        ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination, verify, keep"),
+        ({"decod": {}}, "attention.decod: unknown field; there are decode, prefill, early_termination, verify, keep, "),
         ({"keep": "yes"}, "attention.keep: must be a valid boolean"),
         (
             {"verify": {}},
@@ -277,6 +277,12 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
             {**decode(policy="pyramidkv", release=True), "keep": True},
             "attention.keep: must not be given together with decode.release: nothing of the prompt is kept",
         ),
+        (
+            {**decode(policy="quest"), "verify": {}, "audit": 0.5},
+            "attention.audit: must not be given together with verify, which checks every token",
+        ),
+        ({"audit": 1.5}, "attention.audit: must be less than or equal to 1"),
+        ({"audit": "all"}, "attention.audit: must be "),
         (decode(policy="snapkv", release=1), "attention.decode.release: must be a valid boolean"),
         (decode(policy="quest", release=True), "attention.decode.release: unknown field; there are policy, "),
         ({**decode(policy="quest"), "verify": True}, "attention.verify: must be an object"),

@@ -46,6 +46,11 @@ class Field(IntEnum):
     VERIFICATIONS = 21  # passes that checked drafts
     DRAFTED = 22  # tokens
     ACCEPTED = 23  # of them
+    AUDITED_STEPS = 24
+    AUDITED_HEADS = 25  # query heads, summed over layers and audited steps; so are the next three
+    AUDITED_SHARE = 26  # of the attention mass
+    AUDITED_ERROR = 27  # of the output, relative to dense attention's
+    AUDITED_REACHED = 28  # query heads that held the share p
 
 
 FIELDS = len(Field)
@@ -60,6 +65,7 @@ _ALIKE_ON_ALL_RANKS: Final = (
     Field.VERIFICATIONS,
     Field.DRAFTED,
     Field.ACCEPTED,
+    Field.AUDITED_STEPS,
 )
 
 

@@ -14,7 +14,7 @@ import json
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
@@ -53,6 +53,7 @@ class AttentionPolicy(Contract):
         keep: whether the KV of the answer, which is not dense, is kept for later turns with the same policy, which
             then need not compute it. Such requests share prefixes, prompts too, among themselves alone. A dense answer
             is kept for everybody, whatever this says.
+        audit: the share of decode steps that are computed densely, too, to tell what they lost; None for the server's.
     """
 
     decode: DecodePolicy = Dense()
@@ -61,6 +62,7 @@ class AttentionPolicy(Contract):
     verify: Verification | None = None
     # Left out where it is false: runtimes that do not know it serve all other policies.
     keep: bool = Field(default=False, exclude_if=operator.not_)
+    audit: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, exclude_if=lambda share: share is None)
 
     @field_validator("verify")
     @classmethod
@@ -83,6 +85,13 @@ class AttentionPolicy(Contract):
         if keep and (decode := info.data.get("decode")) is not None and decode.releases_prompt:
             refuse("must not be given together with decode.release: nothing of the prompt is kept")
         return keep
+
+    @field_validator("audit")
+    @classmethod
+    def _not_of_dense_answers(cls, audit: float | None, info: ValidationInfo) -> float | None:
+        if audit and info.data.get("verify") is not None:
+            refuse("must not be given together with verify, which checks every token")
+        return audit
 
     @property
     def is_dense(self) -> bool:
@@ -117,7 +126,7 @@ class AttentionPolicy(Contract):
         It is of all that decides the KV which is kept: of the prompt, and of an answer that is to be kept.
         """
         if self.keeps_sparse_answer:
-            return f"winnow-kept-{_digest(self)}"
+            return f"winnow-kept-{_digest(self.model_copy(update={'audit': None}))}"
         return None if self.has_dense_prefill else f"winnow-{_digest(self.prefill)}"
 
     def warnings(self) -> list[str]:

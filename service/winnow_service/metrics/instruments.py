@@ -188,6 +188,29 @@ class Metrics:
             *_DECODE,
         )
 
+        self.audited_steps = self._counter(
+            "winnow_audited_steps_total",
+            "Decode steps that were computed densely, too, to tell what they lost.",
+            *_DECODE,
+        )
+        self.audited_share = self._histogram(
+            "winnow_audited_share",
+            "Of each audited answer: attention mass of what was attended to by that of the context, in audited steps.",
+            _SHARES,
+            *_DECODE,
+        )
+        self.audited_error = self._histogram(
+            "winnow_audited_output_error",
+            "Of each audited answer: distance of attention outputs from dense ones by the length of these.",
+            _SHARES,
+            *_DECODE,
+        )
+        self.audited_shortfall = self._histogram(
+            "winnow_audited_shortfall",
+            "Of each audited answer of a policy that promises a share p: how far the share held is below p.",
+            _SHARES,
+            *_DECODE,
+        )
         self.verifications = self._counter(
             "winnow_verifications_total", "Dense passes that checked drafts, of answers that were verified.", *_DECODE
         )

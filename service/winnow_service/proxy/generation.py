@@ -145,6 +145,7 @@ class Generation:
         self._metrics.decode_steps.labels(policy, self._model, "sparse").inc(max(0, steps - dense))
         self._count_termination((policy, self._model), section(decode, "early_termination"))
         self._count_verification((policy, self._model), section(facts, "verify"))
+        self._count_audit((policy, self._model), section(facts, "audit"))
 
     def _count_cost(self, labels: tuple[str, str, str], facts: Statistics, context: float) -> None:
         attended, read = amount(facts, "attended_ratio"), amount(facts, "kv_read_ratio")
@@ -163,6 +164,16 @@ class Generation:
             self._metrics.early_terminations.labels(*labels).inc(terminated > 0)
         if skipped is not None:
             self._metrics.skipped_ratio.labels(*labels).observe(skipped)
+
+    def _count_audit(self, labels: tuple[str, str], facts: Statistics) -> None:
+        self._metrics.audited_steps.labels(*labels).inc(amount(facts, "steps") or 0)
+        share, error, promised = (amount(facts, field) for field in ("true_share", "output_error", "p"))
+        if share is not None:
+            self._metrics.audited_share.labels(*labels).observe(share)
+            if promised is not None:
+                self._metrics.audited_shortfall.labels(*labels).observe(max(0, promised - share))
+        if error is not None:
+            self._metrics.audited_error.labels(*labels).observe(error)
 
     def _count_verification(self, labels: tuple[str, str], facts: Statistics) -> None:
         if not facts:

@@ -127,8 +127,8 @@ def test_decode_rows(record: FidelityRecord) -> None:
 def test_a_narrow_cache_is_compared_with_a_wide_one(folder: Path, text: Path, tmp_path: Path) -> None:
     everything = '{"decode": {"policy": "quest", "budget": 4096, "full_layers": 0}}'
     output = tmp_path / "record.json"
-    arguments = ["--model", folder, "--text-folder", text, "--context", "256", "--prompts", "2", "--tokens", "5"]
-    arguments += ["--device", "cpu", "--no-oracles", "--scored", "32", "--output", output]
+    arguments: list[str | Path] = ["--model", folder, "--text-folder", text, "--context", "256", "--prompts", "2"]
+    arguments += ["--tokens", "5", "--device", "cpu", "--no-oracles", "--scored", "32", "--output", output]
     for policy in (everything, QUEST, LOWBIT, PREFILL):
         arguments += ["--policy", policy]
     result = _invoke(*arguments, "--kv-cache-dtype", "fp8_e4m3")

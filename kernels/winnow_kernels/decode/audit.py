@@ -1,0 +1,111 @@
+"""Auditing decode steps: what a sparse step attended to, and came to, beside dense attention with the same queries.
+
+The dense side is computed from the KV cache as it is, in float32, and changes nothing. It says what one step lost in
+one layer: its queries, and the cache, are those of a sequence whose earlier tokens were attended to sparsely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from winnow_kernels.attend.gather import Meter
+from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.statistics import Field, Statistics
+
+
+def is_audited(step: int, share: float, phase: float) -> bool:
+    """Return whether a request's decode step is among the ``share`` that is audited, as evenly spaced as can be.
+
+    Args:
+        step: its number, from 1 on.
+        share: from 0 to 1.
+        phase: from 0 to 1, below 1; the request's own, so that requests take turns.
+    """
+    return math.floor(step * share + phase) > math.floor((step - 1) * share + phase)
+
+
+def exact_attention(queries: Tensor, slots: Tensor, cache: LayerCache, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to a whole context.
+
+    Args:
+        queries: [query heads, head dim].
+        slots: int64 [tokens].
+        cache: the layer's KV cache.
+        scale: what scores are multiplied by before the softmax.
+
+    Returns:
+        The output, float32 [query heads, head dim], and the log-sum-exp of the scores, float32 [query heads].
+    """
+    keys, values = (pool[slots].float().transpose(0, 1) for pool in (cache.keys, cache.values))
+    scores = (queries.float().unflatten(0, (cache.kv_heads, -1)) @ keys.mT) * scale
+    return (scores.softmax(-1) @ values).flatten(0, 1), scores.logsumexp(-1).flatten()
+
+
+class AuditedMeter(Meter):
+    """A meter that keeps what the last layer's attended tokens weigh.
+
+    Attributes:
+        mass: log-sum-exp of their scores, float32 [requests, query heads]; None where all was attended to.
+    """
+
+    mass: Tensor | None = None
+
+    def note_mass(self, log_sum_exp: Tensor) -> None:
+        self.mass = log_sum_exp
+
+
+@dataclass(frozen=True)
+class AuditedRow:
+    """A row of a batch whose step is audited.
+
+    Attributes:
+        row: its number.
+        p: the share of the attention that its policy promises each query head; None if it promises none.
+    """
+
+    row: int
+    p: float | None
+
+
+class Audit:
+    """The audit of one decode step of some requests that share a policy."""
+
+    def __init__(self, rows: Sequence[AuditedRow], context: Context) -> None:
+        self._rows = rows
+        self._context = context
+        # Of each row: query heads of all layers, and over them sums of shares, of errors, and of those that reach p.
+        self._sums = torch.zeros(len(rows), 4, dtype=torch.float64, device=context.device)
+
+    def add(self, queries: Tensor, output: Tensor, mass: Tensor | None, cache: LayerCache, scale: float) -> None:
+        """Audit a layer.
+
+        Args:
+            queries: [requests, query heads, head dim].
+            output: what the step came to, the same shape.
+            mass: as ``AuditedMeter.mass``, without early termination's tiles that were not read.
+            cache: the layer's KV cache.
+            scale: what scores are multiplied by before the softmax.
+        """
+        for sums, audited in zip(self._sums, self._rows, strict=True):
+            slots = self._context.slots[audited.row, : self._context.lengths[audited.row]]
+            exact, all_mass = exact_attention(queries[audited.row], slots, cache, scale)
+            # Rounding may make a part more than the whole.
+            shares = torch.ones_like(all_mass) if mass is None else (mass[audited.row] - all_mass).exp().clamp_max(1)
+            lost = torch.linalg.vector_norm(output[audited.row].float() - exact, dim=-1)
+            sums[0] += len(shares)
+            sums[1] += shares.double().sum()
+            sums[2] += (lost / torch.linalg.vector_norm(exact, dim=-1)).double().sum()
+            sums[3] += 0 if audited.p is None else int((shares >= audited.p).sum())
+
+    def count(self, statistics: Statistics, table_rows: Tensor) -> None:
+        """Add the audited rows' sums to the statistics; ``table_rows`` are those of all rows, int64 [requests]."""
+        own = table_rows[[audited.row for audited in self._rows]]
+        statistics.add(own, Field.AUDITED_STEPS, 1.0)
+        fields = (Field.AUDITED_HEADS, Field.AUDITED_SHARE, Field.AUDITED_ERROR, Field.AUDITED_REACHED)
+        for column, field in enumerate(fields):
+            statistics.add(own, field, self._sums[:, column])

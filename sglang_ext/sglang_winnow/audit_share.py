@@ -1,0 +1,49 @@
+"""Which share of a request's decode steps is audited: by its own word, or else by the server's."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from functools import cache
+from typing import Final
+
+from winnow_kernels.contract.fields import Parameters
+from winnow_kernels.policies.attention_policy import AttentionPolicy
+
+# The share of decode steps that is audited of requests that do not say.
+ENVIRONMENT: Final = "WINNOW_AUDIT"
+
+
+@cache
+def server_share() -> float:
+    """Return the share of decode steps that the server audits by default.
+
+    Raises:
+        ValueError: the environment sets what is no share.
+    """
+    text = os.environ.get(ENVIRONMENT, "0")
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{ENVIRONMENT}: must be a share of decode steps from 0 to 1; it is {text}")
+    return share
+
+
+def audited_share(policy: AttentionPolicy) -> float:
+    """Return the share of a request's decode steps that is audited; 0 of what dense attention answers."""
+    if policy.answers_densely:
+        return 0.0
+    return server_share() if policy.audit is None else policy.audit
+
+
+def phase_of(request_id: str) -> float:
+    """Return a request's phase (``is_audited``): the same on all ranks."""
+    return zlib.crc32(request_id.encode()) / 2**32
+
+
+def promised_share(parameters: Parameters) -> float | None:
+    """Return the share of the attention that a decode policy promises each query head; None if it promises none."""
+    share = getattr(parameters, "p", None)
+    return share if isinstance(share, float) else None

@@ -1,0 +1,196 @@
+"""Audited decode steps: shares and errors are those that float64 finds in the same cache, and nothing else changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_winnow import request_policy
+from sglang_winnow.answer import answer
+from sglang_winnow.audit_share import ENVIRONMENT, audited_share, phase_of, server_share
+from sglang_winnow.decode_plan import DecodePlan
+from tests.kernels.attention_float64 import attend_head
+from tests.kernels.caches import random_cache
+from tests.sglang_ext.test_plans import CPU, DIM, GROUP, KV_HEADS, LAYERS, PAGE_SIZE, SCALE, SLOTS, Pass
+from winnow_kernels.attend.reference import Attended, attend
+from winnow_kernels.decode import step
+from winnow_kernels.decode.audit import is_audited
+from winnow_kernels.decode.statistics import Field
+from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.policies.attention_policy import parse_policy
+from winnow_kernels.selection.tokens import Selection
+
+LENGTHS = [150, 163, 240, 301]
+SEEDS = 50
+POLICIES: dict[str, dict[str, Any]] = {
+    "streaming_llm": {"window": 32},
+    "quoka": {"budget": 48},
+    "sparq": {"budget": 48, "channels": 8},
+    "lowbit_top_k": {"budget": 96},
+    "lowbit_top_p": {"p": 0.5},
+}
+
+
+@pytest.fixture(autouse=True)
+def _every_length_is_sparse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(request_policy, "crossover_tokens", lambda _policy: 0)
+    server_share.cache_clear()
+    yield
+    server_share.cache_clear()
+
+
+@pytest.fixture
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[Selection]:
+    """What is selected from now on, a layer's after another's."""
+    seen: list[Selection] = []
+
+    def attend_and_note(queries: Tensor, cache: Any, selection: Selection, *others: Any) -> Attended:
+        seen.append(selection)
+        return attend(queries, cache, selection, *others)
+
+    monkeypatch.setattr(step, "attend", attend_and_note)
+    return seen
+
+
+def _decode(own: Pass) -> list[Tensor]:
+    plan = DecodePlan(own.context, own.lengths, own.rows, own.states, SCALE, own.indexes, own.statistics)
+    outputs = [
+        plan.attend(layer, own.queries(len(own.lengths), layer), cache, SCALE, None)
+        for layer, cache in enumerate(own.indexes.caches)
+    ]
+    plan.finish()
+    return outputs
+
+
+def _pass(policy: dict[str, Any], seed: int) -> Pass:
+    own = Pass(LENGTHS, [policy] * len(LENGTHS))
+    caches = [random_cache(SLOTS, KV_HEADS, DIM, 10 * seed + layer) for layer in range(LAYERS)]
+    own.indexes = Indexes(caches, PAGE_SIZE, CPU)
+    return own
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_shares_and_errors_are_those_of_float64(name: str, selections: list[Selection]) -> None:
+    """A thousand steps in all."""
+    decode = {"policy": name, **POLICIES[name]}
+    p = decode.get("p")
+    for seed in range(SEEDS):
+        own = _pass({"decode": decode, "audit": 1.0}, seed)
+        selections.clear()
+        outputs = _decode(own)
+        assert len(selections) == LAYERS
+        for row, length in enumerate(LENGTHS):
+            shares, errors = [], []
+            slots = own.context.slots[row, :length]
+            for layer, cache in enumerate(own.indexes.caches):
+                grouped = own.queries(len(LENGTHS), layer)[row].unflatten(0, (KV_HEADS, GROUP))
+                for head in range(KV_HEADS):
+                    chosen = selections[layer].slots[row, head, : int(selections[layer].counts[row, head])]
+                    whole, all_mass = attend_head(
+                        grouped[head], cache.keys[slots, head], cache.values[slots, head], SCALE
+                    )
+                    _, mass = attend_head(grouped[head], cache.keys[chosen, head], cache.values[chosen, head], SCALE)
+                    found = outputs[layer][row].unflatten(0, (KV_HEADS, GROUP))[head]
+                    shares += (mass - all_mass).exp().tolist()
+                    errors += ((found - whole).norm(dim=-1) / whole.norm(dim=-1)).tolist()
+            told = own.statistics.rows[own.rows[row]]
+            assert float(told[Field.AUDITED_STEPS]) == 1
+            assert float(told[Field.AUDITED_HEADS]) == len(shares) == LAYERS * KV_HEADS * GROUP
+            assert float(told[Field.AUDITED_SHARE]) == pytest.approx(sum(shares), rel=1e-5)
+            assert float(told[Field.AUDITED_ERROR]) == pytest.approx(sum(errors), rel=1e-4)
+            reached = 0 if p is None else sum(share >= p for share in shares)
+            assert float(told[Field.AUDITED_REACHED]) == reached
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        *({"policy": name, **fields} for name, fields in POLICIES.items()),
+        {"policy": "quest", "budget": 48, "full_layers": 1},
+        {"policy": "delta", "budget": 48, "recency": 16, "full_layers": 1, "delta_layers": [1]},
+        {"policy": "tactic", "p": 0.5, "full_layers": 1},
+    ],
+    ids=lambda decode: str(decode["policy"]),
+)
+@pytest.mark.parametrize("early_termination", [None, {"scale": 0.5, "direction": 0.5, "patience": 1}])
+def test_nothing_else_changes(decode: dict[str, Any], early_termination: dict[str, Any] | None) -> None:
+    policy = {"decode": decode} | ({} if early_termination is None else {"early_termination": early_termination})
+    plain, audited = _pass(policy, 1), _pass(policy | {"audit": 1.0}, 1)
+    for one, other in zip(_decode(plain), _decode(audited), strict=True):
+        assert torch.equal(one, other)
+    beside = [field for field in Field if not field.name.startswith("AUDITED")]
+    assert torch.equal(plain.statistics.rows[:, beside], audited.statistics.rows[:, beside])
+    told = audited.statistics.rows[audited.rows]
+    assert torch.equal(told[:, Field.AUDITED_STEPS], torch.ones(len(LENGTHS), dtype=torch.float64))
+    shares = told[:, Field.AUDITED_SHARE] / told[:, Field.AUDITED_HEADS]
+    # Of the shorter contexts tactic reads everything.
+    assert bool(((shares > 0) & (shares <= 1)).all())
+    assert float(shares.min()) < 0.95
+    assert float(told[:, Field.AUDITED_ERROR].max()) > 0.01
+    assert plain.told(Field.AUDITED_STEPS) == [0] * len(LENGTHS)
+
+
+def test_requests_of_one_batch_are_audited_each_by_its_own_share() -> None:
+    policies = [{"decode": {"policy": "quoka", "budget": 48}, "audit": share} for share in (0.0, 1.0, 0.0, 1.0)]
+    own = Pass(LENGTHS, policies)
+    _decode(own)
+    assert own.told(Field.AUDITED_STEPS) == [0, 1, 0, 1]
+
+
+def test_dense_steps_are_not_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_policy, "crossover_tokens", lambda _policy: 200)
+    own = Pass(LENGTHS, [{"decode": {"policy": "quoka", "budget": 48}, "audit": 1.0}] * 3 + [{"audit": 1.0}])
+    _decode(own)
+    assert own.told(Field.AUDITED_STEPS) == [0, 0, 1, 0]
+
+
+@given(share=st.floats(0, 1), steps=st.integers(1, 400), request=st.text(max_size=8))
+def test_as_many_steps_are_audited_as_asked_for(share: float, steps: int, request: str) -> None:
+    phase = phase_of(request)
+    assert 0 <= phase < 1
+    audited = sum(is_audited(number, share, phase) for number in range(1, steps + 1))
+    assert math.floor(steps * share) <= audited <= math.ceil(steps * share)
+
+
+def test_a_request_may_ask_for_another_share_than_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    quest = parse_policy({"decode": {"policy": "quest"}})
+    asking = parse_policy({"decode": {"policy": "quest"}, "audit": 0})
+    assert audited_share(quest) == 0
+    server_share.cache_clear()
+    monkeypatch.setenv(ENVIRONMENT, "0.25")
+    assert (audited_share(quest), audited_share(asking)) == (0.25, 0)
+    assert audited_share(parse_policy({})) == 0
+    assert audited_share(parse_policy({"decode": {"policy": "quest"}, "verify": {}})) == 0
+
+
+@pytest.mark.parametrize("text", ["", "2", "-0.1", "nan", "some"])
+def test_a_share_of_the_server_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(ENVIRONMENT, text)
+    with pytest.raises(ValueError, match=f"{ENVIRONMENT}: must be a share of decode steps from 0 to 1; it is {text}"):
+        server_share()
+
+
+def test_auditing_changes_no_namespace() -> None:
+    kept = {"decode": {"policy": "quest"}, "keep": True}
+    assert parse_policy(kept).namespace() == parse_policy({**kept, "audit": 0.5}).namespace()
+
+
+def test_the_answer_tells_what_was_audited() -> None:
+    own = _pass({"decode": {"policy": "lowbit_top_p", "p": 0.5}, "audit": 1.0}, 3)
+    _decode(own)
+    [policy] = {state.policy for state in own.states}
+    told = answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 1.0)["audit"]
+    assert (told["steps"], told["p"]) == (1, 0.5)
+    assert 0.5 < told["true_share"] < 1
+    assert 0 < told["output_error"] < 1
+    assert 0 < told["reached"] <= 1
+    assert answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 0.0)["audit"] is None
+    nothing = answer(torch.zeros(len(Field), dtype=torch.float64), policy, 0, 0, 0, 0, 0, 0.01)["audit"]
+    assert nothing == {"steps": 0, "true_share": None, "output_error": None, "p": 0.5, "reached": None}
