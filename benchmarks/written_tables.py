@@ -128,6 +128,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity-contexts": ("fidelity.json", fidelity_tables.contexts_table),
     "fidelity-changes": ("fidelity-changes.json", fidelity_tables.changes_table),
     "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
+    "fidelity-gemma": ("fidelity-gemma.json", fidelity_tables.contexts_table),
+    "fidelity-fp8": ("fidelity-fp8.json", fidelity_tables.fidelity_table),
     "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
     "policies": ("../../docs/policy.schema.json", policies_table),
     "options": ("../../sglang_ext/sglang_winnow/server_options.py", options_table),

@@ -69,6 +69,25 @@ def server(small_server: Runtime) -> Iterator[Server]:
         yield Server(http, small_server.log)
 
 
+def test_an_audited_answer_is_the_same_and_tells_what_it_lost(server: Server) -> None:
+    for policy in (STREAMING, {"decode": {"policy": "lowbit_top_p", "p": 0.5}}):
+        plain = server.post("/generate", body(prompt(400, 3), policy, 20))
+        audited = server.post("/generate", body(prompt(400, 3), policy | {"audit": 0.5}, 20))
+        assert audited["output_ids"] == plain["output_ids"]
+        assert plain["meta_info"]["attention"]["audit"] is None
+        audit = audited["meta_info"]["attention"]["audit"]
+        assert audit["steps"] in (9, 10)
+        assert 0 < audit["true_share"] < 1
+        assert audit["output_error"] > 0
+        assert (audit["reached"] is None) == (policy == STREAMING)
+        audited["meta_info"]["attention"]["audit"] = None
+        assert audited["meta_info"]["attention"]["decode"] == plain["meta_info"]["attention"]["decode"]
+    chat = {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    custom = {"custom_params": {"attention": json.dumps(STREAMING | {"audit": 1.0})}}
+    told = server.post("/v1/chat/completions", chat | custom)["attention"]["audit"]
+    assert told["steps"] > 0
+
+
 def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
     for path in ("/server_info", "/get_server_info"):
         information = server.http.get(path).json()["winnow"]
