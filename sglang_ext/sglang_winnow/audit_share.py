@@ -32,8 +32,11 @@ def server_share() -> float:
 
 
 def audited_share(policy: AttentionPolicy) -> float:
-    """Return the share of a request's decode steps that is audited; 0 of what dense attention answers."""
-    if policy.answers_densely:
+    """Return the share of a request's decode steps that is audited.
+
+    It is 0 of what dense attention answers, and of a prompt that is released: dense attention has nothing to read.
+    """
+    if policy.answers_densely or policy.decode.releases_prompt:
         return 0.0
     return server_share() if policy.audit is None else policy.audit
 

@@ -137,6 +137,29 @@ def test_nothing_else_changes(decode: dict[str, Any], early_termination: dict[st
     assert plain.told(Field.AUDITED_STEPS) == [0] * len(LENGTHS)
 
 
+@pytest.mark.parametrize(
+    "policies",
+    [
+        [{"policy": "quest", "budget": 48, "full_layers": count} for count in (0, 1, 2, 1)],
+        [
+            {"policy": "delta", "budget": 48, "recency": 16, "full_layers": 0, "delta_layers": layers}
+            for layers in ([0], [1], [0, 2], [0, 1])
+        ],
+    ],
+    ids=["quest", "delta"],
+)
+def test_rows_that_attend_otherwise_than_others_are_audited_as_alone(policies: list[dict[str, Any]]) -> None:
+    together = Pass(LENGTHS, [{"decode": decode, "audit": 1.0} for decode in policies])
+    _decode(together)
+    for row, decode in enumerate(policies):
+        alone = Pass(LENGTHS, [{"decode": decode, "audit": 1.0}] * len(LENGTHS))
+        _decode(alone)
+        for field in (Field.AUDITED_SHARE, Field.AUDITED_ERROR, Field.DECODE_ATTENDED):
+            assert together.told(field)[row] == pytest.approx(alone.told(field)[row], rel=1e-5)
+        heads = together.told(Field.AUDITED_HEADS)[row]
+        assert together.told(Field.AUDITED_SHARE)[row] < 0.95 * heads
+
+
 def test_requests_of_one_batch_are_audited_each_by_its_own_share() -> None:
     policies = [{"decode": {"policy": "quoka", "budget": 48}, "audit": share} for share in (0.0, 1.0, 0.0, 1.0)]
     own = Pass(LENGTHS, policies)
@@ -167,6 +190,7 @@ def test_a_request_may_ask_for_another_share_than_the_server(monkeypatch: pytest
     monkeypatch.setenv(ENVIRONMENT, "0.25")
     assert (audited_share(quest), audited_share(asking)) == (0.25, 0)
     assert audited_share(parse_policy({})) == 0
+    assert audited_share(parse_policy({"decode": {"policy": "snapkv", "release": True}})) == 0
     assert audited_share(parse_policy({"decode": {"policy": "quest"}, "verify": {}})) == 0
 
 

@@ -281,6 +281,10 @@ def test_the_canonical_form_is_what_other_programs_have_stored() -> None:
             {**decode(policy="quest"), "verify": {}, "audit": 0.5},
             "attention.audit: must not be given together with verify, which checks every token",
         ),
+        (
+            {**decode(policy="snapkv", release=True), "audit": 0.5},
+            "attention.audit: must not be given together with decode.release: the rest of the prompt is gone",
+        ),
         ({"audit": 1.5}, "attention.audit: must be less than or equal to 1"),
         ({"audit": "all"}, "attention.audit: must be "),
         (decode(policy="snapkv", release=1), "attention.decode.release: must be a valid boolean"),

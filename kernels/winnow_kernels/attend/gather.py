@@ -54,6 +54,16 @@ class Meter:
         A server has no use for it. Who compares it with exact attention's keeps it.
         """
 
+    def of_rows(self, rows: int) -> Meter:
+        """Return an empty meter for ``rows`` of the requests, which is to be added to this one."""
+        return Meter(rows, self.attended.device)
+
+    def add(self, part: Meter, rows: list[int]) -> None:
+        """Add what ``part``, of ``of_rows``, has counted of some of the requests."""
+        for column in Count:
+            name = column.name.lower()
+            getattr(self, name)[rows] += getattr(part, name)
+
     def count_bytes(self, amounts: Tensor | int) -> None:
         """Count bytes read, int64 [requests] or the same for all: an index, or keys without their values."""
         self.read_bytes += amounts

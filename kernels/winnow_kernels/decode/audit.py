@@ -50,13 +50,24 @@ class AuditedMeter(Meter):
     """A meter that keeps what the last layer's attended tokens weigh.
 
     Attributes:
-        mass: log-sum-exp of their scores, float32 [requests, query heads]; None where all was attended to.
+        mass: log-sum-exp of their scores, float32 [requests, query heads], infinite of requests that attended to all;
+            None if all of them did.
     """
 
     mass: Tensor | None = None
 
     def note_mass(self, log_sum_exp: Tensor) -> None:
         self.mass = log_sum_exp
+
+    def of_rows(self, rows: int) -> AuditedMeter:
+        return AuditedMeter(rows, self.attended.device)
+
+    def add(self, part: Meter, rows: list[int]) -> None:
+        super().add(part, rows)
+        if isinstance(part, AuditedMeter) and part.mass is not None:
+            if self.mass is None:
+                self.mass = part.mass.new_full((len(self.attended), part.mass.shape[1]), torch.inf)
+            self.mass[rows] = part.mass
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Audit:
         Args:
             queries: [requests, query heads, head dim].
             output: what the step came to, the same shape.
-            mass: as ``AuditedMeter.mass``, without early termination's tiles that were not read.
+            mass: as ``AuditedMeter.mass``; of early termination, of what it has read.
             cache: the layer's KV cache.
             scale: what scores are multiplied by before the softmax.
         """

@@ -28,11 +28,10 @@ def attend_rows(rows: Sequence[int], attend: Attend, queries: Tensor, meter: Met
     if len(rows) == len(queries):
         output.copy_(attend(queries, meter))
         return
-    own = Meter(len(rows), queries.device)
+    own = meter.of_rows(len(rows))
     indices = list(rows)
     output[indices] = attend(queries[indices], own)
-    for name, counts in vars(own).items():
-        getattr(meter, name)[indices] += counts
+    meter.add(own, indices)
 
 
 def termination_of(termination: Termination | None, rows: Sequence[int]) -> Termination | None:

@@ -91,6 +91,8 @@ class AttentionPolicy(Contract):
     def _not_of_dense_answers(cls, audit: float | None, info: ValidationInfo) -> float | None:
         if audit and info.data.get("verify") is not None:
             refuse("must not be given together with verify, which checks every token")
+        if audit and (decode := info.data.get("decode")) is not None and decode.releases_prompt:
+            refuse("must not be given together with decode.release: the rest of the prompt is gone")
         return audit
 
     @property
