@@ -497,6 +497,12 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             {"decode": {"policy": "tactic"}, "verify": {"draft_tokens": 2}},
         ),
         (
+            {"max_audit": 0.01},
+            {"decode": {"policy": "tactic"}, "audit": 0.5},
+            "attention.audit",
+            {"decode": {"policy": "tactic"}, "audit": 0.01},
+        ),
+        (
             {"max_draft_tokens": 8},
             {"decode": {"policy": "tactic"}, "verify": {"draft_tokens": "auto"}},
             "attention.verify.draft_tokens",
@@ -552,6 +558,7 @@ def test_a_client_is_told_that_a_bound_lowered_its_sinks() -> None:
             "keep": st.booleans(),
             "verify": st.booleans(),
             "max_draft_tokens": st.integers(1, 16),
+            "max_audit": st.floats(0, 1),
         },
     ),
 )
@@ -578,6 +585,7 @@ REFUSED_BOUNDS: list[tuple[dict[str, Any], str]] = [
     ({"min_p": 0}, "greater than 0"),
     ({"max_budget": 1}, "greater than or equal to 16"),
     ({"max_draft_tokens": 17}, "less than or equal to 16"),
+    ({"max_audit": 1.5}, "less than or equal to 1"),
     ({"on_violation": "ignore"}, "'refuse' or 'clamp'"),
     ({"other": 1}, "not permitted"),
 ]

@@ -60,6 +60,7 @@ class Bounds(BaseModel):
         verify: whether drafts may be verified. Without it the answer would be another one, so that it is never left
             out: where it is forbidden, it refuses.
         max_draft_tokens: that are drafted at once, at most.
+        max_audit: highest share of decode steps that may be audited, each of which costs a dense one.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
@@ -76,6 +77,7 @@ class Bounds(BaseModel):
     keep: bool = True
     verify: bool = True
     max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
+    max_audit: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -128,6 +130,7 @@ class Bounds(BaseModel):
             yield _Violation(asked, "attention", "keep", "must be absent", None)
         if policy.verify is not None:
             yield from self._of_drafts(asked["verify"])
+        yield from _out_of_range(asked, "attention", "audit", None, self.max_audit)
 
     def _of_drafts(self, part: dict[str, Any]) -> Iterator[_Violation]:
         path, most = "attention.verify", self.max_draft_tokens
