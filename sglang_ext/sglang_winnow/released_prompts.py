@@ -20,7 +20,7 @@ from sglang_winnow.hooks import Hook
 from sglang_winnow.metrics import METRICS, RELEASED_TOKENS, UNCACHED_TOKENS
 from sglang_winnow.request_state import Released, RequestState
 from sglang_winnow.sglang_versions.prefix_cache import shared_length
-from sglang_winnow.sglang_versions.requests import committed_length, end_row, slot_of
+from sglang_winnow.sglang_versions.requests import allocated_length, committed_length, end_row, slot_of
 from winnow_kernels.decode.compaction import compact, room_for
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def free_row(req: Req, tree_cache: BasePrefixCache, *_: object, **__: object) ->
     _free(released, allocator)
     # A page is left to SGLang, which holds a row without any for one that was freed.
     begin, end = shared_length(req) + allocator.page_size, committed_length(req)
-    row = tree_cache.req_to_token_pool.req_to_token[slot_of(req), begin:end]
+    row = tree_cache.req_to_token_pool.req_to_token[slot_of(req), begin : allocated_length(req)]
     allocator.free(row[row >= allocator.page_size].long())
     METRICS.add(UNCACHED_TOKENS, max(0, end - req.winnow_state.prompt_length))
     end_row(req, begin)

@@ -21,6 +21,11 @@ def committed_length(request: Req) -> int:
     return int(request.kv.kv_committed_len if runs(KV_OF_REQUEST) else request.kv_committed_len)
 
 
+def allocated_length(request: Req) -> int:
+    """Return how many tokens the request has slots for: on a server that verifies, for drafts that may come."""
+    return int(request.kv.kv_allocated_len)
+
+
 def end_row(request: Req, length: int) -> None:
     """Let the request's row end with its first ``length`` tokens: SGLang frees, and inserts, nothing behind them."""
     (request.kv if runs(KV_OF_REQUEST) else request).kv_committed_len = length
