@@ -17,7 +17,7 @@ from winnow_kernels.attend.dense import attend_all
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.audit import Audit, AuditedMeter
+from winnow_kernels.decode.audit import Audit
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.decode.step import DecodeStep
@@ -50,11 +50,9 @@ class _Group:
     def attend(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
         """Attend in a layer, and audit it."""
         self.meter.count_context(self.step.context, cache)
-        if isinstance(self.meter, AuditedMeter):
-            self.meter.mass = None
         output = self.step.attend(layer, queries, cache, self.meter)
-        if self.audit is not None and isinstance(self.meter, AuditedMeter):
-            self.audit.add(queries, output, self.meter.mass, cache, self.step.scale)
+        if self.audit is not None:
+            self.audit.add(queries, output, cache, self.step.scale)
         return output
 
     def forget_contexts_of_drafts(self) -> None:
@@ -154,8 +152,8 @@ def _group(
         batch = PolicyBatch(own, own_lengths, own_states, scale, termination, indexes, own_table_rows, statistics)
         step = declaration_of(own_states[0].decode).step(batch)
     audited = [] if name == _DENSE else audited_rows(own_states, own_lengths, indexes.page_size)
-    meter = (AuditedMeter if audited else Meter)(len(rows), context.device)
     audit = Audit(audited, own) if audited else None
+    meter = Meter(len(rows), context.device) if audit is None else audit.meter
     return _Group(None if everything else index, own_table_rows, step, meter, drafting[index], audit)
 
 

@@ -90,7 +90,6 @@ def free_row(req: Req, tree_cache: BasePrefixCache, *_: object, **__: object) ->
     allocator.free(row[row >= allocator.page_size].long())
     METRICS.add(UNCACHED_TOKENS, max(0, end - req.winnow_state.prompt_length))
     end_row(req, begin)
-    req.winnow_state.released = Released(released.tokens)
     req.winnow_state.kept.moved_to = None
 
 

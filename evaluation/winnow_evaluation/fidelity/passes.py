@@ -18,6 +18,7 @@ from winnow_evaluation.fidelity.prefilled import PAGE_SIZE
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.decode.audit import AuditedMeter
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.decode.step import DecodeStep
@@ -126,7 +127,7 @@ class PolicyPass(Pass):
             statistics=statistics,
         )
         step = declaration_of(policy.decode).step(of_policy)
-        return _Group(rows, step, _MeasuringMeter(len(own_states), device))
+        return _Group(rows, step, AuditedMeter(len(own_states), device))
 
 
 class ExactPass(Pass):
@@ -185,17 +186,6 @@ class ExactPass(Pass):
         self.meter.context_bytes += tokens * (2 * cache.vector_bytes)
 
 
-class _MeasuringMeter(Meter):
-    """A meter that keeps what the layer's attended tokens weigh; None where a step attended to everything."""
-
-    def __init__(self, requests: int, device: torch.device) -> None:
-        super().__init__(requests, device)
-        self.mass: Tensor | None = None
-
-    def note_mass(self, log_sum_exp: Tensor) -> None:
-        self.mass = log_sum_exp
-
-
 _KEPT_BESIDE: Final = ("mass",)
 
 
@@ -218,7 +208,7 @@ class _Group:
 
     rows: slice
     step: DecodeStep
-    meter: _MeasuringMeter
+    meter: AuditedMeter
     reported: Tensor | None = None
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
