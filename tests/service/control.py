@@ -60,12 +60,17 @@ async def runtime() -> AsyncIterator[tuple[FakeRuntime, str]]:
 
 
 async def make_key(client: httpx.AsyncClient, admin_key: str = ADMIN_KEY, **settings: Any) -> dict[str, Any]:
-    """Make a key and return it as it was shown."""
+    """Make a key and return it as it was shown; a store that a busy machine keeps waiting is asked again."""
     body = {"name": "test", "scopes": ["infer"], **settings}
-    answer = await client.post("/v1/keys", json=body, headers=bearer(admin_key))
+
+    async def made() -> httpx.Response | None:
+        answer = await client.post("/v1/keys", json=body, headers=bearer(admin_key))
+        return None if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else answer
+
+    answer = await eventually(made)
     assert answer.status_code == 201, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    key: dict[str, Any] = answer.json()
+    return key
 
 
 @dataclass(frozen=True)

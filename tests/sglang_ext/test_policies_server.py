@@ -217,6 +217,7 @@ def test_the_answer_counts_what_streaming_llm_reads(server: Server) -> None:
         "estimated_share": None,
         "early_termination": None,
         "kept_tokens": None,
+        "released_tokens": None,
     }
     assert attention["prefill"] == {
         "policy": "dense",
