@@ -53,6 +53,8 @@ class BatchTiming:
         tpot: median over the steps in which all requests decode.
         tpot_spread: of these steps, (third quartile − first quartile) ÷ median.
         mean_tpot: over the same steps; unlike their median it is fair to answers of which several tokens come at once.
+        p99_gap: 99th percentile of what a token waits for after the one before, over the same steps; nothing where both
+            came together.
         steps: how many these are.
         throughput: output tokens per second, from the first request sent to the last token.
         cached_tokens: of all prompts.
@@ -67,6 +69,7 @@ class BatchTiming:
     tpot: float
     tpot_spread: float
     mean_tpot: float
+    p99_gap: float
     steps: int
     throughput: float
     cached_tokens: int
@@ -106,6 +109,9 @@ def timing_of(streams: Sequence[Stream]) -> BatchTiming:
         (after - before) / (tokens - tokens_before) for (before, tokens_before), (after, tokens) in pairwise(inside)
     ]
     low, tpot, high = statistics.quantiles(gaps, n=4, method="inclusive")
+    between = [0.0] * (inside[-1][1] - inside[0][1] - len(gaps)) + [
+        after - before for (before, _), (after, _) in pairwise(inside)
+    ]
     waits = [stream.ttft for stream in streams]
     first_sent = min(stream.sent for stream in streams)
     last = max(stream.arrivals[-1][0] for stream in streams)
@@ -115,6 +121,7 @@ def timing_of(streams: Sequence[Stream]) -> BatchTiming:
         tpot=tpot,
         tpot_spread=(high - low) / tpot,
         mean_tpot=(inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]),
+        p99_gap=statistics.quantiles(between, n=100, method="inclusive")[-1],
         steps=inside[-1][1] - inside[0][1],
         throughput=sum(stream.tokens for stream in streams) / (last - first_sent),
         cached_tokens=sum(stream.cached_tokens for stream in streams),
@@ -147,6 +154,7 @@ def median_timing(timings: Sequence[BatchTiming]) -> BatchTiming:
         tpot=median("tpot"),
         tpot_spread=median("tpot_spread"),
         mean_tpot=median("mean_tpot"),
+        p99_gap=median("p99_gap"),
         steps=sum(timing.steps for timing in timings),
         throughput=median("throughput"),
         cached_tokens=max(timing.cached_tokens for timing in timings),

@@ -102,12 +102,14 @@ class Contestant:
         name: in rows.
         policy: as requests ask for it; None for dense.
         mixed: whether every other request is dense.
+        watches_dense: whether, of a mixed batch, it is the tokens of a dense request that are watched.
         attending: the share of the context that it is to attend to, for which a ``p`` is searched; None for its own.
     """
 
     name: str
     policy: Mapping[str, Any] | None
     mixed: bool = False
+    watches_dense: bool = False
     attending: float | None = None
 
     def with_share(self, p: float) -> Contestant:
@@ -116,8 +118,9 @@ class Contestant:
         return replace(self, policy={**self.policy, "decode": {**self.policy["decode"], "p": p}})
 
     def policies(self, batch: int) -> list[Mapping[str, Any] | None]:
-        """Return the policy of each request. In a mixed batch the first, whose tokens are watched, is sparse."""
-        return [None if self.mixed and index % 2 else self.policy for index in range(batch)]
+        """Return the policy of each request: the first's tokens are watched."""
+        dense = 0 if self.watches_dense else 1
+        return [None if self.mixed and index % 2 == dense else self.policy for index in range(batch)]
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,8 @@ def run(
         list[str] | None, typer.Option(help="NAME, or NAME=JSON of the request's attention; may be repeated.")
     ] = None,
     mixed: Annotated[
-        list[str] | None, typer.Option(help="The same, for every other request of a batch; the others are dense.")
+        list[str] | None,
+        typer.Option(help="The same, for every other request of a batch; the others are dense. Both are timed."),
     ] = None,
     attending: Annotated[
         list[str] | None,
@@ -237,7 +241,7 @@ def run(
         )
     shape = shape_named(model)
     contestants = [parse_contestant(text) for text in policy or []]
-    contestants += [parse_contestant(text, mixed=True) for text in mixed or []]
+    contestants += [half for text in mixed or [] for half in halves_of(parse_contestant(text))]
     contestants = with_attending(contestants, attending or [])
     cells = [Cell(tokens, requests) for tokens in numbers(context) for requests in numbers(batch)]
     plan = Plan(
@@ -302,7 +306,7 @@ def merge(
     console.print(table(whole.rows))
 
 
-def parse_contestant(text: str, *, mixed: bool = False) -> Contestant:
+def parse_contestant(text: str) -> Contestant:
     """Read ``NAME``, a decode policy with its defaults, or ``NAME=JSON``.
 
     Raises:
@@ -314,7 +318,16 @@ def parse_contestant(text: str, *, mixed: bool = False) -> Contestant:
         parse_policy(asked)
     except ValueError as error:
         raise typer.BadParameter(f"{text}: {error}", param_hint="--policy") from error
-    return Contestant(f"half {name}, half dense" if mixed else name, asked, mixed)
+    return Contestant(name, asked)
+
+
+def halves_of(contestant: Contestant) -> list[Contestant]:
+    """Return it for every other request of a batch: once its own tokens are watched, once those of a dense request."""
+    name = contestant.name
+    return [
+        replace(contestant, name=f"half {name}, half dense", mixed=True),
+        replace(contestant, name=f"dense beside half {name}", mixed=True, watches_dense=True),
+    ]
 
 
 def with_attending(contestants: Sequence[Contestant], asked: Sequence[str]) -> list[Contestant]:
@@ -548,6 +561,7 @@ def progress(measured: Measured) -> str:
     return (
         f"{measured.backend}, {cell.context:,} × {cell.batch}, {measured.contestant.name}: "
         f"TTFT {timing.ttft:.3f} s, TPOT {timing.tpot * 1e3:.2f} ms, {timing.mean_tpot * 1e3:.2f} on average, "
+        f"p99 {timing.p99_gap * 1e3:.2f}, "
         f"over {timing.steps} steps, "
         f"{timing.throughput:.0f} tokens/s, {timing.cached_tokens} tokens cached, {timing.batches} batches"
     )
@@ -599,6 +613,7 @@ def _rows(measured: Measured, model: str) -> Iterator[Row]:
     figures: list[tuple[str, float, str, float | None]] = [
         ("tpot", timing.tpot * 1e3, "ms", timing.tpot_spread),
         ("mean tpot", timing.mean_tpot * 1e3, "ms", None),
+        ("p99 between tokens", timing.p99_gap * 1e3, "ms", None),
     ]
     # Pages that happen to be cached are of no account; a prompt asked before is cached but for its last page.
     if 2 * timing.cached_tokens < measured.cell.context * measured.cell.batch:

@@ -2,9 +2,9 @@
 
 A round of a batch has as many decode passes as its longest draft, and then one pass that checks:
 
-- In the first, every row takes part. A row that is not verified gets its next token there, as on any other server, and
-  so does one that is, where its policy attends to everything or a draft would not pay. Any other that is verified
-  drafts with its own sparse policy, as in the passes that follow.
+- In decode passes every row takes part. A row that is not verified gets its next tokens there, one in each, as on any
+  other server, and so does one that is, where its policy attends to everything or a draft would not pay. Any other that
+  is verified drafts with its own sparse policy. Rows that ask for more than tokens take part in the first pass alone.
 - The last pass attends densely, from the newest accepted token and the drafts behind it. It writes their keys and
   values over those of the drafts: what is committed is dense attention's, the newest accepted token's too.
 

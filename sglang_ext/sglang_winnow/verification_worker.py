@@ -18,6 +18,7 @@ from sglang_winnow.next_tokens import CheckedTokens, NextTokens
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.reporting import note_rows
 from sglang_winnow.request_policy import drafts, reads_everything
+from sglang_winnow.round_rows import decoded_tokens
 from sglang_winnow.round_times import ASSUMED, BatchSize, Clock, RoundTimes
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
@@ -81,7 +82,11 @@ class VerificationWorker(BaseSpecWorker):
         limits = self._limits(batch, on_host.tolist(), size)
         begin = self._times.clock.mark()
         verified = [row for row, limit in enumerate(limits) if limit]
-        accepted = torch.ones_like(lengths)
+        decoded = decoded_tokens(
+            batch, limits, on_host.tolist(), self.target_worker.model_runner.model_config.context_len
+        )
+        # Checked rows come to more: that is known when they have been.
+        accepted = to_device(torch.tensor([max(1, count) for count in decoded]), lengths.device)
         if on_publish is not None and not verified:
             # Known before the pass: the next one can be prepared while it runs.
             on_publish(lengths + 1)
@@ -90,10 +95,12 @@ class VerificationWorker(BaseSpecWorker):
         result = self._decode(_part(batch, None), bonus, lengths, on_host)
         tokens[:, 0] = result.next_token_ids
         if verified:
-            drafted = self._draft(batch, verified, limits, result, lengths, on_host, sampling)
+            index = to_device(torch.tensor(verified), lengths.device)
+            tokens[index, 0] = result.logits_output.next_token_logits[index].argmax(-1)
+            self._draft(batch, limits, decoded, tokens, lengths, on_host, sampling)
             was_drafted = self._times.clock.mark()
             for rows in self._parts(verified, limits):
-                self._verify(batch, rows, limits, bonus, drafted, tokens, accepted, on_host, sampling)
+                self._verify(batch, rows, limits, bonus, tokens, accepted, on_host, sampling)
             self._times.note_round(size, begin, was_drafted, max(limits))
             self._learn(batch, verified, limits, accepted, size)
         elif self._is_dense(batch, on_host.tolist()):
@@ -162,25 +169,28 @@ class VerificationWorker(BaseSpecWorker):
     def _draft(
         self,
         batch: ScheduleBatch,
-        rows: list[int],
         limits: list[int],
-        first: GenerationBatchResult,
+        decoded: list[int],
+        tokens: Tensor,
         lengths: Tensor,
         on_host: Tensor,
         sampling: CheckSampling,
-    ) -> Tensor:
-        """Return what ``rows`` draft, int64 [rows of the batch, ``WIDTH``]: the most probable token after each."""
-        drafted = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
-        drafted[:, 0] = first.logits_output.next_token_logits.argmax(-1)
+    ) -> None:
+        """Fill in what follows the first of ``tokens``: drafts, the most probable each, and what other rows draw."""
+        sampler = self.target_worker.model_runner.sampler
         for step in range(1, max(limits)):
-            own = [row for row in rows if limits[row] > step]
-            index = to_device(torch.tensor(own), lengths.device)
-            part = _part(batch, own)
-            cached, known = lengths[index] + step, on_host[own] + step
-            output = self._decode(part, drafted[index, step - 1], cached, known, sample=False).logits_output
-            sampling.adjust(output.next_token_logits, own, drafted, step)
-            drafted[index, step] = output.next_token_logits.argmax(-1)
-        return drafted
+            drafting = [row for row, limit in enumerate(limits) if limit > step]
+            others = [row for row, count in enumerate(decoded) if count > step]
+            index = to_device(torch.tensor(drafting + others), lengths.device)
+            newest, cached, known = tokens[index, step - 1], lengths[index] + step, on_host[drafting + others] + step
+            part, count = _part(batch, drafting + others), len(drafting)
+            output = self._decode(part, newest, cached, known, sample=False).logits_output
+            logits, output.next_token_logits = output.next_token_logits.tensor_split([count])
+            sampling.adjust(logits, drafting, tokens, step)
+            tokens[index[:count], step] = logits.argmax(-1)
+            if others:
+                drawn = sampling.draw(sampler, output, others, newest[count:, None], cached[count:])
+                tokens[index[count:], step] = drawn[:, 0]
 
     def _parts(self, rows: list[int], limits: list[int]) -> Iterator[list[int]]:
         """Yield ``rows`` in parts, each for a pass that checks as many tokens of every row."""
@@ -199,13 +209,12 @@ class VerificationWorker(BaseSpecWorker):
         rows: list[int],
         limits: list[int],
         bonus: Tensor,
-        drafted: Tensor,
         tokens: Tensor,
         accepted: Tensor,
         on_host: Tensor,
         sampling: CheckSampling,
     ) -> None:
-        """Check what ``rows`` have drafted; fill in their ``tokens`` and how many of these are ``accepted``.
+        """Check the drafts that ``rows`` have as ``tokens``; fill in what is drawn, and how many are ``accepted``.
 
         Where a row has drafted fewer than others, nothing is asked of the tokens that fill it up.
         """
@@ -218,7 +227,8 @@ class VerificationWorker(BaseSpecWorker):
         positions = cached[:, None] + torch.arange(width, device=cached.device)
         slots = part.req_to_token_pool.req_to_token[part.req_pool_indices[:, None], positions]
         part.forward_mode = ForwardMode.TARGET_VERIFY
-        part.input_ids = torch.cat((bonus[index, None], drafted[index, : width - 1]), 1).flatten()
+        drafted = tokens[index, : width - 1]
+        part.input_ids = torch.cat((bonus[index, None], drafted), 1).flatten()
         part.out_cache_loc = slots.flatten().to(torch.int64)
         part.prefix_lens, part.extend_lens = on_host[rows].tolist(), [width] * len(rows)
         part.seq_lens, part.seq_lens_cpu, part.seq_lens_sum = cached + width, on_host[rows] + width, None
@@ -232,7 +242,7 @@ class VerificationWorker(BaseSpecWorker):
         limit = to_device(torch.tensor([limits[row] for row in rows]), bonus.device)
         standing = simulated_acceptance(limit)
         if standing is None:
-            standing = standing_drafts(drafted[index, : width - 1], own, limit)
+            standing = standing_drafts(drafted, own, limit)
         accepted[index] = 1 + standing
         tokens[index, :width] = own
         (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
@@ -261,7 +271,7 @@ def _part(batch: ScheduleBatch, rows: list[int] | None) -> ScheduleBatch:
     if rows is None:
         return part
     part.return_logprob = False
-    if len(rows) == len(batch.reqs):
+    if rows == list(range(len(batch.reqs))):
         return part
     index = to_device(torch.tensor(rows), batch.seq_lens.device)
     part.reqs = [batch.reqs[row] for row in rows]

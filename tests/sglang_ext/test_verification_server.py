@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def ask(server: Server, text: str, attention: Mapping[str, Any] | None = None, *
     return server.http.post("/generate", json=body_of(text, attention, **asked)).raise_for_status().json()
 
 
+def streamed(server: Server, body: dict[str, Any]) -> list[Any]:
+    """Return what a streamed answer had come to at each of its events."""
+    with server.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
 LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
 
@@ -168,9 +177,29 @@ def test_rows_that_are_not_verified_answer_as_they_would_alone(server: Server) -
     alone = [ask(server, text, attention)["output_ids"] for attention in asked]
     assert alone[2] != alone[0]
     verified = [policy("quest", drafts) for drafts in (3, 4, 5)]
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda attention: ask(server, text, attention)["output_ids"], [*asked, *verified]))
-    assert answers == [*alone, *([alone[0]] * len(verified))]
+    drawn = {"temperature": 0.7, "top_k": 1}
+    jobs: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [(attention, {}) for attention in [*asked, *verified]]
+    jobs += [(None, drawn), (None, {"presence_penalty": 0.0, "logprobs": True})]
+    with ThreadPoolExecutor(9) as pool:
+        answers = list(pool.map(lambda job: ask(server, text, job[0], **job[1])["output_ids"], jobs))
+    assert answers == [*alone, *([alone[0]] * (len(verified) + 2))]
+
+
+@pytest.mark.parametrize("first", ["verified", "dense"])
+def test_rows_that_are_not_verified_get_a_token_with_every_draft(server: Server, first: str) -> None:
+    text = prompt(8)
+    dense = ask(server, text, max_new_tokens=160)["output_ids"]
+    jobs: list[Any] = [
+        lambda: ask(server, text, policy("quest", 8), max_new_tokens=160)["output_ids"],
+        lambda: [event["output_ids"] for event in streamed(server, body_of(text, max_new_tokens=160))],
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        order = (0, 1) if first == "verified" else (1, 0)
+        found = {number: pool.submit(jobs[number]) for number in order}
+        verified, seen = found[0].result(), found[1].result()
+    assert verified == dense
+    assert seen[-1] == dense
+    assert max(len(after) - len(before) for before, after in pairwise(seen)) == 8
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 11])
@@ -369,11 +398,8 @@ def test_log_probabilities_of_a_stream_end_where_the_answer_does(server: Server)
     stop = ask(server, text)["output_ids"][5]
     ends: dict[str, Any] = {"stop_token_ids": [stop], "ignore_eos": False}
     expected = ask(server, text, logprobs=True, **ends)
-    body = body_of(text, policy("quest", 4), logprobs=True, **ends) | {"stream": True}
-    with server.http.stream("POST", "/generate", json=body) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    assert_the_same(json.loads(lines[-2]), expected)
+    *_, last = streamed(server, body_of(text, policy("quest", 4), logprobs=True, **ends))
+    assert_the_same(last, expected)
 
 
 def test_sampled_answers_obey_their_grammar(server: Server) -> None:

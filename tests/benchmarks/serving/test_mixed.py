@@ -41,7 +41,9 @@ def test_a_cap_needs_a_policy_that_takes_it() -> None:
 
 
 def measured(contestant: Contestant, milliseconds: float, context: int = 32768) -> Measured:
-    timing = BatchTiming(1.0, 2.0, milliseconds / 1e3, 0.01, milliseconds / 1e3, 100, 800.0, 0, None, None)
+    timing = BatchTiming(
+        1.0, 2.0, milliseconds / 1e3, 0.01, milliseconds / 1e3, milliseconds / 1e3, 100, 800.0, 0, None, None
+    )
     return Measured("winnow", Cell(context, 8), contestant, 128, timing, 300_000, None)
 
 

@@ -21,6 +21,7 @@ from benchmarks.serving.serve import (
     Prompts,
     arguments_of,
     environment_of,
+    halves_of,
     kinds_asked,
     measure,
     parse_contestant,
@@ -34,7 +35,7 @@ from benchmarks.serving.server_plugins import NOOP_ATTENTION
 from sglang_winnow.delta_profiles import delta_profile
 
 MODEL = "Llama-3.1-8B"
-TIMING = BatchTiming(1.0, 2.0, 0.010, 0.01, 0.010, 100, 800.0, 0, None, None)
+TIMING = BatchTiming(1.0, 2.0, 0.010, 0.01, 0.010, 0.012, 100, 800.0, 0, None, None)
 
 
 def timing(tpot: float, **more: Any) -> BatchTiming:
@@ -86,6 +87,7 @@ def test_only_steps_in_which_all_decode_count() -> None:
     assert found.tpot_spread == pytest.approx(0, abs=1e-9)
     assert found.mean_tpot == pytest.approx(0.1)
     assert found.steps == 8
+    assert 0.1 < found.p99_gap <= 0.2
     assert (found.ttft, found.longest_ttft) == pytest.approx((5.475, 9.95))
     assert found.throughput == pytest.approx((70 + 11) / (11.49 + 1))
     assert (found.kv_read_ratio, found.attended_ratio) == pytest.approx((0.3, 0.2))
@@ -100,6 +102,8 @@ def test_tokens_that_come_together_after_unequal_times() -> None:
     found = timing_of([stream])
     assert found.mean_tpot == pytest.approx((seconds[-1] - seconds[2]) / (tokens[-1] - tokens[2]))
     assert found.tpot != pytest.approx(found.mean_tpot)
+    # Tokens that come with others wait for nothing, the first of them for all.
+    assert found.p99_gap == pytest.approx(0.4)
 
 
 def test_too_few_steps_together() -> None:
@@ -113,9 +117,11 @@ def test_policies() -> None:
     asked = {"decode": {"policy": "quest", "budget": 64}}
     named = parse_contestant("small=" + json.dumps(asked))
     assert (named.name, named.policy) == ("small", asked)
-    mixed = parse_contestant("tactic", mixed=True)
+    mixed, beside = halves_of(parse_contestant("tactic"))
     assert mixed.name == "half tactic, half dense"
     assert mixed.policies(4) == [{"decode": {"policy": "tactic"}}, None] * 2
+    assert beside.name == "dense beside half tactic"
+    assert beside.policies(4) == [None, {"decode": {"policy": "tactic"}}] * 2
     assert kinds_asked([named, mixed, Contestant("dense", None)]) == {"quest", "tactic"}
     with pytest.raises(typer.BadParameter, match="nonsense"):
         parse_contestant("nonsense")
@@ -352,7 +358,11 @@ def test_rows_are_beside_the_fastest_dense_backend() -> None:
         measured("winnow", 0.004, "delta", kv_read_ratio=0.1, cached_tokens=8 * 32752),
     ]
     rows = rows_of(found, MODEL)
-    assert [row.parameters["figure"] for row in rows if row.policy == "delta"] == ["tpot", "mean tpot"]
+    assert [row.parameters["figure"] for row in rows if row.policy == "delta"] == [
+        "tpot",
+        "mean tpot",
+        "p99 between tokens",
+    ]
     [delta] = [row for row in rows if row.policy == "delta" and row.parameters["figure"] == "tpot"]
     assert (delta.dense, delta.measured) == pytest.approx((10, 4))
     assert delta.unit == "ms"
