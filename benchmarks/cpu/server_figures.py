@@ -188,9 +188,8 @@ def machine_line(record: dict[str, Any]) -> str:
     if record["commit"] and record["commit"]["modified"]:
         commit += " with changes"
     versions = record["versions"]
-    machine = (
-        f"{record['cpu']}, {record['cpu_threads']} threads, SGLang {versions['sglang']}, torch {versions['torch']}"
-    )
+    device = record.get("device") or f"{record['cpu']}, {record['cpu_threads']} threads"
+    machine = f"{device}, SGLang {versions['sglang']}, torch {versions['torch']}"
     return f"{machine}; commit {commit}, {record['date'][:10]}; {record['model']}."
 
 

@@ -1,4 +1,4 @@
-"""What verified answers come to on a CPU: tokens a check, what is read, and whether they are those of dense attention.
+"""What verified answers come to, one at a time: tokens a check, what is read, whether they are dense attention's.
 
     python -m benchmarks.cpu.verification ~/.cache/winnow/models/smollm2 --output verification.json
 
@@ -23,6 +23,7 @@ from rich.markdown import Markdown
 
 from benchmarks.cpu.verification_figures import Answer, markdown
 from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, request_body
+from benchmarks.records import header_from_outside
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.crossover import ENVIRONMENT
 from tests.runtime import runtime_server
@@ -64,6 +65,7 @@ def main(
     policy: Annotated[
         list[str] | None, typer.Option(help="JSON of a decode policy; all kinds if none is given.")
     ] = None,
+    server_argument: Annotated[list[str] | None, typer.Option(help="One more; may be repeated.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write JSON, after each policy.")] = None,
 ) -> None:
     """Measure, print a table, write JSON. Exit with 1 if an answer is not dense attention's."""
@@ -71,10 +73,11 @@ def main(
     lengths: list[int | str] = [int(number) if number.isdecimal() else number for number in drafts.split(",")]
     offline = OfflineModel(model, torch.device("cpu"))
     kinds = parse_tasks(text, (*KINDS, *TASKS))
-    texts = {kind: _prompts(offline, kind, context, tokens, prompts) for kind in kinds}
-    record = surroundings() | {"model": offline.name, "context": context, "tokens": tokens, "answers": []}
+    texts = {kind: prompts_of(offline, kind, context, tokens, prompts) for kind in kinds}
+    record = _surroundings() | {"model": offline.name, "context": context, "tokens": tokens, "answers": []}
     arguments = ["--attention-backend", NAME, "--speculative-algorithm", ALGORITHM]
     arguments += ["--max-total-tokens", str((context + tokens + 64) * prompts * len(kinds) + 4096)]
+    arguments += server_argument or []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with (
@@ -101,11 +104,17 @@ def main(
         raise typer.Exit(1)
 
 
-def _prompts(model: OfflineModel, kind: str, context: int, tokens: int, count: int) -> list[Continued]:
+def prompts_of(model: OfflineModel, kind: str, context: int, tokens: int, count: int) -> list[Continued]:
+    """Return ``count`` prompts of ``context`` tokens, of a kind of text or a task, with the ``tokens`` behind them."""
     if kind in TASKS:
         return from_tasks(model, [kind], context, tokens, count, seed=0)
     [of_text] = [known for known in KINDS if known == kind]
     return from_documents(model, [document.text for document in load_text("test", of_text)], context, tokens, count)
+
+
+def _surroundings() -> dict[str, Any]:
+    # A machine with a GPU serves on it.
+    return header_from_outside() if torch.cuda.is_available() else surroundings()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,194 @@
+"""Long answers of a real model to real text, all at once: what verification saves, and whose tokens they are.
+
+    python -m benchmarks.serving.verified_answers ~/.cache/winnow/models/smollm2-32k --output verified-answers.json
+
+Prompts are cut out of real text, as for ``winnow fidelity``, or are a task's of ``winnow eval``, and in the radix cache
+when answers begin. All are answered greedily by dense attention, then by half as many at once, then verified, with each
+policy. In 16 bits dense attention itself gives other tokens in a batch of another size: verified answers have no more
+of them to differ in.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Final
+
+import torch
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from benchmarks.cpu.verification import prompts_of
+from benchmarks.folders import RESULTS
+from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, request_body
+from benchmarks.records import Record, Row, header_from_outside
+from benchmarks.serving.serve import parse_contestant
+from sglang_winnow.backend_name import NAME
+from sglang_winnow.crossover import ENVIRONMENT
+from tests.runtime import runtime_server
+from winnow_evaluation.offline_model import OfflineModel
+from winnow_evaluation.options import parse_tasks
+from winnow_evaluation.tasks import TASKS
+from winnow_evaluation.text.documents import KINDS
+from winnow_evaluation.writing import markdown_table
+from winnow_kernels.contract.verification import ALGORITHM
+
+BENCH: Final = "verified answers"
+DENSE: Final = "dense"
+HALVES: Final = "dense, half as many at once"
+_DEFAULT: Final = (
+    'lowbit_top_k={"decode": {"policy": "lowbit_top_k", "budget": 512}, "verify": {"draft_tokens": 4}}',
+    'verified_pages={"decode": {"policy": "verified_pages", "budget": 1024}, "verify": {"draft_tokens": 4}}',
+)
+_OUTPUT: Final = RESULTS / "verified-answers.json"
+_STREAM_INTERVAL: Final = 128
+# SGLang keeps some of a cache to itself, and drafts need room behind each answer.
+_SPARE_TOKENS: Final = 128
+
+console = Console(width=150)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """All answers.
+
+    Attributes:
+        seconds: from the first request sent to the last answer's end.
+        tokens: of each.
+        cost: what each tells of its attention.
+    """
+
+    seconds: float
+    tokens: Sequence[Sequence[int]]
+    cost: Sequence[Mapping[str, Any]]
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of the model to serve.")],
+    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 32_000,
+    tokens: Annotated[int, typer.Option(min=3, help="Tokens of an answer.")] = 512,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts, of all kinds of text together.")] = 32,
+    text: Annotated[str, typer.Option(help="Kinds of text, or names of tasks, with commas between.")] = ",".join(KINDS),
+    policy: Annotated[list[str] | None, typer.Option(help="NAME=JSON of the request's attention.")] = None,
+    server_argument: Annotated[list[str] | None, typer.Option(help="One more; may be repeated.")] = None,
+    output: Annotated[Path, typer.Option(help="Where to write JSON, after each policy.")] = _OUTPUT,
+) -> None:
+    """Measure, print a table, write JSON."""
+    contestants = [parse_contestant(one) for one in policy or _DEFAULT]
+    offline = OfflineModel(model, torch.device("cpu"))
+    kinds = parse_tasks(text, (*KINDS, *TASKS))
+    each = -(-prompts // len(kinds))
+    found = [own.tokens for kind in kinds for own in prompts_of(offline, kind, context, tokens, each)][:prompts]
+    about = header_from_outside() | {"texts": kinds, "tokens": tokens}
+    arguments = ["--attention-backend", NAME, "--speculative-algorithm", ALGORITHM]
+    arguments += ["--max-total-tokens", str((context + tokens + _SPARE_TOKENS) * prompts)]
+    arguments += ["--max-running-requests", str(prompts), "--cuda-graph-max-bs", str(prompts)]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with (
+            runtime_server(model, *arguments, *(server_argument or []), log=log, **{ENVIRONMENT: "0"}) as runtime,
+            GenerateClient(runtime.url, prompts) as server,
+        ):
+            _ask(server, found, 2, None, prompts)
+            dense = _ask(server, found, tokens, None, prompts)
+            halves = _ask(server, found, tokens, None, prompts // 2)
+            rows += [
+                row_of(DENSE, dense, dense, offline.name, context),
+                row_of(HALVES, halves, dense, offline.name, context),
+            ]
+            for contestant in contestants:
+                # What is compiled or captured at its first use is not in it.
+                _ask(server, found[:2], 16, contestant.policy, prompts)
+                answered = _ask(server, found, tokens, contestant.policy, prompts)
+                rows.append(row_of(contestant.name, answered, dense, offline.name, context))
+                Record(about, rows).write(output)
+                console.print(Markdown(table_of(rows)))
+
+
+def row_of(name: str, answered: Answered, dense: Answered, model: str, context: int) -> Row:
+    """Return what answers took, beside those of dense attention."""
+    pairs = list(zip(answered.tokens, dense.tokens, strict=True))
+    checks = [cost["verify"] for cost in answered.cost if cost.get("verify")]
+    verifications = sum(check["verifications"] for check in checks)
+    accepted = sum(check["accepted"] for check in checks)
+    parameters = {
+        "tokens_per_check": 1 + accepted / verifications if verifications else None,
+        "kv_read_ratio": fmean(cost["decode"]["kv_read_ratio"] for cost in answered.cost),
+        "equal_answers": sum(list(own) == list(other) for own, other in pairs),
+        "equal_tokens": fmean(_equal_tokens(own, other) for own, other in pairs),
+    }
+    return Row(
+        bench=BENCH,
+        model=model,
+        policy=name,
+        parameters=parameters,
+        context=context,
+        batch=len(pairs),
+        dense=dense.seconds,
+        measured=answered.seconds,
+        unit="s",
+        speedup=dense.seconds / answered.seconds,
+        floor_ratio=None,
+    )
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """Return the rows as Markdown."""
+    headings = ("answers", "tokens a check", "KV read %", "seconds", "times as fast", "equal answers", "equal tokens")
+    cells = []
+    for row in rows:
+        told = row.parameters
+        checks = told["tokens_per_check"]
+        cells.append(
+            (
+                row.policy,
+                "" if checks is None else f"{checks:.2f}",
+                f"{told['kv_read_ratio']:.1%}".rstrip("%"),
+                f"{row.measured:.1f}",
+                f"{row.speedup:.2f}",
+                f"{told['equal_answers']} of {row.batch}",
+                f"{told['equal_tokens']:.0f}",
+            )
+        )
+    return markdown_table(headings, cells)
+
+
+def _equal_tokens(own: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two answers begin with in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=True)))
+
+
+def _ask(
+    server: GenerateClient,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    attention: Mapping[str, Any] | None,
+    at_once: int,
+) -> Answered:
+    def ask(body: str) -> tuple[list[int], Mapping[str, Any]]:
+        lines = list(server.events(body))
+        *_, (_, meta) = meta_of(lines)
+        return answer_of(line for _, line in lines), meta["attention"]
+
+    bodies = [
+        json.dumps(request_body(prompt, tokens, attention, stream_interval=_STREAM_INTERVAL)) for prompt in prompts
+    ]
+    found: list[tuple[list[int], Mapping[str, Any]]] = []
+    began = time.perf_counter()
+    with ThreadPoolExecutor(at_once) as pool:
+        for first in range(0, len(bodies), at_once):
+            found += pool.map(ask, bodies[first : first + at_once])
+    return Answered(time.perf_counter() - began, [own for own, _ in found], [cost for _, cost in found])
+
+
+if __name__ == "__main__":
+    typer.run(main)
