@@ -35,6 +35,7 @@ from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text.documents import KINDS, load_text
 from winnow_evaluation.writing import write_json
 from winnow_kernels.contract.verification import ALGORITHM
+from winnow_kernels.policies.registry import POLICIES_SETTING
 
 POLICIES: Final[tuple[Mapping[str, Any], ...]] = (
     {"policy": "lowbit_top_k", "budget": 128},
@@ -78,10 +79,11 @@ def main(
     arguments = ["--attention-backend", NAME, "--speculative-algorithm", ALGORITHM]
     arguments += ["--max-total-tokens", str((context + tokens + 64) * prompts * len(kinds) + 4096)]
     arguments += server_argument or []
+    environment = {ENVIRONMENT: "0", POLICIES_SETTING: ",".join(sorted({decode["policy"] for decode in policies}))}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with (
-            runtime_server(model, *arguments, log=log, **{ENVIRONMENT: "0"}) as runtime,
+            runtime_server(model, *arguments, log=log, **environment) as runtime,
             GenerateClient(runtime.url) as server,
         ):
             prompted = [(kind, number, own.tokens) for kind, of in texts.items() for number, own in enumerate(of)]

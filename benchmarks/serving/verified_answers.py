@@ -3,9 +3,9 @@
     python -m benchmarks.serving.verified_answers ~/.cache/winnow/models/smollm2-32k --output verified-answers.json
 
 Prompts are cut out of real text, as for ``winnow fidelity``, or are a task's of ``winnow eval``, and in the radix cache
-when answers begin. All are answered greedily by dense attention, then by half as many at once, then verified, with each
-policy. In 16 bits dense attention itself gives other tokens in a batch of another size: verified answers have no more
-of them to differ in.
+when answers begin. All are answered greedily by dense attention, then by half as many at once and one at a time, then
+verified, with each policy. In 16 bits dense attention itself gives other tokens in a batch of another size: verified
+answers are to differ no more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.cpu.verification import prompts_of
 from benchmarks.folders import RESULTS
 from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, request_body
 from benchmarks.records import Record, Row, header_from_outside
-from benchmarks.serving.serve import parse_contestant
+from benchmarks.serving.serve import kinds_asked, parse_contestant
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.crossover import ENVIRONMENT
 from tests.runtime import runtime_server
@@ -40,10 +40,12 @@ from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text.documents import KINDS
 from winnow_evaluation.writing import markdown_table
 from winnow_kernels.contract.verification import ALGORITHM
+from winnow_kernels.policies.registry import POLICIES_SETTING
 
 BENCH: Final = "verified answers"
 DENSE: Final = "dense"
 HALVES: Final = "dense, half as many at once"
+ALONE: Final = "dense, one at a time"
 _DEFAULT: Final = (
     'lowbit_top_k={"decode": {"policy": "lowbit_top_k", "budget": 512}, "verify": {"draft_tokens": 4}}',
     'verified_pages={"decode": {"policy": "verified_pages", "budget": 1024}, "verify": {"draft_tokens": 4}}',
@@ -91,20 +93,20 @@ def main(
     arguments = ["--attention-backend", NAME, "--speculative-algorithm", ALGORITHM]
     arguments += ["--max-total-tokens", str((context + tokens + _SPARE_TOKENS) * prompts)]
     arguments += ["--max-running-requests", str(prompts), "--cuda-graph-max-bs", str(prompts)]
+    environment = {ENVIRONMENT: "0", POLICIES_SETTING: ",".join(sorted(kinds_asked(contestants)))}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with (
-            runtime_server(model, *arguments, *(server_argument or []), log=log, **{ENVIRONMENT: "0"}) as runtime,
+            runtime_server(model, *arguments, *(server_argument or []), log=log, **environment) as runtime,
             GenerateClient(runtime.url, prompts) as server,
         ):
             _ask(server, found, 2, None, prompts)
             dense = _ask(server, found, tokens, None, prompts)
-            halves = _ask(server, found, tokens, None, prompts // 2)
-            rows += [
-                row_of(DENSE, dense, dense, offline.name, context),
-                row_of(HALVES, halves, dense, offline.name, context),
-            ]
+            others = {HALVES: prompts // 2, ALONE: 1}
+            rows.append(row_of(DENSE, dense, dense, offline.name, context))
+            for name, at_once in others.items():
+                rows.append(row_of(name, _ask(server, found, tokens, None, at_once), dense, offline.name, context))
             for contestant in contestants:
                 # What is compiled or captured at its first use is not in it.
                 _ask(server, found[:2], 16, contestant.policy, prompts)

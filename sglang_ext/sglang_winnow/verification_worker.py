@@ -14,6 +14,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from sglang_winnow.check_sampling import CheckSampling, penalize_retracted
+from sglang_winnow.draft_length import agree, begin_round
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.reporting import note_rows
@@ -125,6 +126,7 @@ class VerificationWorker(BaseSpecWorker):
             for req, length in zip(batch.reqs, lengths, strict=True)
             if drafts(req.winnow_state, length + 1, page_size)
         ]
+        begin_round(drafting)
         # Before anybody drafts as many as pay, a dense pass tells what that is to be measured by.
         measures = self._measures and self._times.costs(size) is None and all(each.follows for each in drafting)
         limits = []
@@ -133,7 +135,7 @@ class VerificationWorker(BaseSpecWorker):
             state.rests = False
             if drafts(state, length + 1, page_size):
                 wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
-                limit = 0 if measures else max(0, state.draft_length.next(wanted))
+                limit = 0 if measures else state.draft_length.next(wanted)
                 state.rests = limit == 0
             limits.append(limit)
         return limits
@@ -142,10 +144,11 @@ class VerificationWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, rows: Sequence[int], limits: Sequence[int], accepted: Tensor, size: BatchSize
     ) -> None:
         """Let those who draft as many as pay learn from a round."""
-        costs = (self._times.costs(size) if self._measures else None) or ASSUMED
         come_to = accepted.tolist()
-        for row in rows:
-            batch.reqs[row].winnow_state.draft_length.note(limits[row], come_to[row] - 1, costs)
+        lengths = [batch.reqs[row].winnow_state.draft_length for row in rows]
+        for row, length in zip(rows, lengths, strict=True):
+            length.note(limits[row], come_to[row] - 1)
+        agree(lengths, (self._times.costs(size) if self._measures else None) or ASSUMED)
 
     def _is_dense(self, batch: ScheduleBatch, lengths: Sequence[int]) -> bool:
         """Return whether a pass in which nobody drafts was dense for everybody."""

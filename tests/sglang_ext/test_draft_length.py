@@ -3,37 +3,47 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.draft_length import MAX_RESTS, RESTS, DraftLength
-from sglang_winnow.round_times import RoundCosts
+from sglang_winnow.draft_length import MAX_RESTS, RESTS, DraftLength, agree, begin_round
+from sglang_winnow.round_times import ASSUMED, RoundCosts
 from winnow_kernels.contract.verification import AUTO, DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 
 FAR = 1000
+
+
+def next_of(*lengths: DraftLength, wanted: int = FAR) -> list[int]:
+    begin_round(lengths)
+    return [length.next(wanted) for length in lengths]
+
+
+def check(length: DraftLength, drafted: int, stood: int, costs: RoundCosts = ASSUMED) -> None:
+    length.note(drafted, stood)
+    agree([length], costs)
 
 
 @given(st.integers(1, MAX_DRAFT_TOKENS) | st.just(AUTO), st.lists(st.integers(0, MAX_DRAFT_TOKENS)), st.integers(0, 40))
 def test_a_check_comes_to_no_more_than_is_wanted(asked: int | str, stood: list[int], wanted: int) -> None:
     length = DraftLength(asked)
     for number in stood:
-        drafted = length.next(FAR)
+        [drafted] = next_of(length)
         assert drafted == asked or (asked == AUTO and 0 <= drafted <= MAX_DRAFT_TOKENS)
         if drafted:
-            length.note(drafted, min(number, drafted))
-    assert length.next(wanted) + 1 <= max(wanted, 0) or wanted == 0
+            check(length, drafted, min(number, drafted))
+    assert next_of(length, wanted=wanted)[0] + 1 <= max(wanted, 1)
 
 
 def test_who_names_a_number_gets_it_whatever_stands() -> None:
     length = DraftLength(6)
     for _ in range(20):
-        length.note(6, 0)
-        assert length.next(FAR) == 6
+        check(length, 6, 0)
+        assert next_of(length) == [6]
 
 
 def test_where_all_stand_more_are_drafted() -> None:
     length = DraftLength(AUTO)
-    drafted = [length.next(FAR)]
+    drafted = next_of(length)
     while len(drafted) < 30:
-        length.note(drafted[-1], drafted[-1])
-        drafted.append(length.next(FAR))
+        check(length, drafted[-1], drafted[-1])
+        drafted += next_of(length)
     assert drafted[0] == DEFAULT_DRAFT_TOKENS
     assert drafted == sorted(drafted)
     assert drafted[-1] == MAX_DRAFT_TOKENS
@@ -41,26 +51,26 @@ def test_where_all_stand_more_are_drafted() -> None:
 
 def test_where_none_stands_steps_are_dense_but_for_a_trial_now_and_then() -> None:
     length = DraftLength(AUTO)
-    while drafted := length.next(FAR):
-        length.note(drafted, 0)
+    while drafted := next_of(length)[0]:
+        check(length, drafted, 0)
     rests = RESTS
     # The first of them has been looked at.
-    steps = [0, *(length.next(FAR) for _ in range(RESTS))]
+    steps = [0, *(next_of(length)[0] for _ in range(RESTS - 1))]
     while rests < MAX_RESTS:
-        assert steps == [0] * rests + [1]
-        length.note(1, 0)
+        assert steps == [0] * (rests - 1) + [1]
+        check(length, 1, 0)
         rests *= 2
-        steps = [length.next(FAR) for _ in range(rests + 1)]
-    assert steps == [0] * MAX_RESTS + [1]
-    length.note(1, 0)
-    assert [length.next(FAR) for _ in range(MAX_RESTS + 1)] == [0] * MAX_RESTS + [1]
+        steps = [next_of(length)[0] for _ in range(rests)]
+    assert steps == [0] * (MAX_RESTS - 1) + [1]
+    check(length, 1, 0)
+    assert [next_of(length)[0] for _ in range(MAX_RESTS)] == [0] * (MAX_RESTS - 1) + [1]
 
 
 def test_where_one_stands_few_are_drafted() -> None:
     length = DraftLength(AUTO)
     for _ in range(60):
-        length.note(length.next(FAR), 1)
-    assert 1 <= length.next(FAR) <= 3
+        check(length, next_of(length)[0], 1)
+    assert 1 <= next_of(length)[0] <= 3
 
 
 def test_what_rounds_were_measured_to_cost_decides() -> None:
@@ -72,9 +82,9 @@ def test_what_rounds_were_measured_to_cost_decides() -> None:
     ]:
         length = DraftLength(AUTO)
         for _ in range(60):
-            if drafted := length.next(FAR):
-                length.note(drafted, min(drafted, 7), costs)
-        assert length.next(FAR) in expected, costs
+            if drafted := next_of(length)[0]:
+                check(length, drafted, min(drafted, 7), costs)
+        assert next_of(length)[0] in expected, costs
 
 
 def test_trials_cost_less_than_three_percent() -> None:
@@ -82,9 +92,38 @@ def test_trials_cost_less_than_three_percent() -> None:
     costs = RoundCosts(draft=1.0, check=1.2)
     length, seconds, steps = DraftLength(AUTO), 0.0, 0
     for _ in range(4000):
-        drafted = length.next(FAR)
+        [drafted] = next_of(length)
         seconds += costs.draft * drafted + costs.check if drafted else 1
         steps += 1
         if drafted:
-            length.note(drafted, 0, costs)
+            check(length, drafted, 0, costs)
     assert seconds / steps < 1.03
+
+
+def test_requests_of_a_batch_draft_alike() -> None:
+    """As many as pay for all of them together, and nobody else's number changes."""
+    costs = RoundCosts(draft=0.2, check=1.1)
+    standing = {DraftLength(AUTO): 6, DraftLength(AUTO): 1, DraftLength(3): 2}
+    for _ in range(60):
+        lengths = list(standing)
+        drafted = next_of(*lengths)
+        for length, number in zip(lengths, drafted, strict=True):
+            length.note(number, min(number, standing[length]))
+        agree(lengths, costs)
+    first, second, named = next_of(*standing)
+    assert named == 3
+    assert first == second
+    alone = DraftLength(AUTO)
+    for _ in range(60):
+        check(alone, next_of(alone)[0], 1, costs)
+    assert next_of(alone)[0] < first < MAX_DRAFT_TOKENS
+
+
+def test_where_one_tries_all_who_rest_do() -> None:
+    costs = RoundCosts(draft=1.0, check=1.2)
+    resting, newcomer = DraftLength(AUTO), DraftLength(AUTO)
+    while drafted := next_of(resting)[0]:
+        check(resting, drafted, 0, costs)
+    assert next_of(resting) == [0]
+    assert next_of(resting, newcomer) == [1, DEFAULT_DRAFT_TOKENS]
+    assert next_of(resting, DraftLength(4)) == [1, 4]

@@ -23,7 +23,7 @@ def request(**different: Any) -> Any:
     return SimpleNamespace(sampling_params=SimpleNamespace(**own), **fields)
 
 
-def counts(reqs: list[Any], limits: list[int], lengths: list[int] | None = None, **batch: bool) -> list[int]:
+def counts(reqs: list[Any], limits: list[int], lengths: list[int] | None = None, **batch: Any) -> list[int]:
     options = {"return_hidden_states": False, "has_custom_logit_processor": False, **batch}
     info = SimpleNamespace(has_custom_logit_processor=options.pop("has_custom_logit_processor"))
     given: Any = SimpleNamespace(reqs=reqs, sampling_info=info, **options)
@@ -53,7 +53,8 @@ def test_rows_that_ask_for_more_than_tokens_decode_one(asked: dict[str, Any]) ->
 
 @pytest.mark.parametrize("name", ["return_hidden_states", "has_custom_logit_processor"])
 def test_all_decode_one_where_the_batch_asks_for_more(name: str) -> None:
-    assert counts([request(), request()], [0, 4], **{name: True}) == [1, 0]
+    asked: dict[str, Any] = {name: True}
+    assert counts([request(), request()], [0, 4], **asked) == [1, 0]
 
 
 def test_rows_decode_no_more_than_they_want_and_the_context_holds() -> None:

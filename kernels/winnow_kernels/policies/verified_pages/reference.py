@@ -79,8 +79,8 @@ class CheckedPages(CheckObserver):
         sinks = min(self._budget.sinks, first)
         by_mass = masses[:, sinks:first].sort(dim=-1, descending=True, stable=True).indices[:, : self._budget.most]
         pages = F.pad((sinks + by_mass).sort(-1).values, (sinks, 0))
-        pages[:, :sinks] = torch.arange(sinks)
-        within = torch.arange(self._page_size)
+        pages[:, :sinks] = torch.arange(sinks, device=pages.device)
+        within = torch.arange(self._page_size, device=pages.device)
         self.kept[layer] = (pages[..., None] * self._page_size + within).flatten(1)
 
 
@@ -102,7 +102,8 @@ def page_masses(queries: Tensor, slots: Tensor, cache: LayerCache, scale: float,
     # One product for all new tokens and query heads of a KV head.
     rows = group(queries.float() * scale, cache.kv_heads).transpose(0, 1).flatten(1, 2)
     scores = (rows @ keys.mT).view(cache.kv_heads, new_tokens, -1, length)
-    later = torch.arange(length) > torch.arange(length - new_tokens, length)[:, None]
+    position = torch.arange(length, device=slots.device)
+    later = position > position[-new_tokens:, None]
     weights = scores.masked_fill_(later[:, None], -torch.inf).softmax(-1).mean((1, 2))
     return F.pad(weights, (0, -length % page_size)).unflatten(1, (-1, page_size)).sum(-1)
 
@@ -118,6 +119,6 @@ class VerifiedPagesStep(DecodeStep):
         self._since = torch.tensor([state.since for state in states], device=context.device)
 
     def select(self, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Selection:
-        kept = [state.kept[layer] for state in self._states]
-        counts = torch.tensor([[each.shape[1]] * cache.kv_heads for each in kept])
+        kept = [state.kept[layer].to(self.context.device) for state in self._states]
+        counts = torch.tensor([[each.shape[1]] * cache.kv_heads for each in kept], device=self.context.device)
         return select_kept(self.context, self._since, kept, counts)
