@@ -95,7 +95,7 @@ def agree(lengths: Sequence[DraftLength], costs: RoundCosts) -> None:
 
     def gain(tokens: int) -> float:
         total = sum(length.comes_to(tokens) for length in following)
-        return total / len(following) / (costs.check + costs.draft * tokens)
+        return total / len(following) / (costs.check(tokens) + costs.draft * tokens)
 
     best = max(range(1, MAX_DRAFT_TOKENS + 1), key=gain)
     for length in following:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from winnow_kernels.contract.verification import CHECKED_WIDTHS
+
 _MEMORY: Final = 0.9
 _MAX_UNREAD: Final = 64
+_DENSE: Final = "dense"
+_DRAFT: Final = "draft"
 
 
 @dataclass(frozen=True)
@@ -20,14 +25,19 @@ class RoundCosts:
 
     Attributes:
         draft: of a pass that drafts.
-        check: of the pass that checks, with all that a round takes beside passes.
+        checks: of what checks, with all that a round takes beside passes, for each of ``CHECKED_WIDTHS`` that is known.
     """
 
     draft: float
-    check: float
+    checks: Mapping[int, float]
+
+    def check(self, drafts: int) -> float:
+        """Return what it costs to check so many drafts of every row: that of the nearest width that is known."""
+        own = _width(drafts)
+        return self.checks[min(self.checks, key=lambda width: abs(width - own))]
 
 
-ASSUMED: Final = RoundCosts(draft=0.2, check=1.0)
+ASSUMED: Final = RoundCosts(draft=0.2, checks={CHECKED_WIDTHS[0]: 1.0})
 """As long as nothing has been measured."""
 
 
@@ -71,13 +81,17 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Measured:
-    """One part of a round, between two moments: so many passes of a kind."""
+    """One part of a round, between two moments: so many passes of a kind, or a check of a width."""
 
     size: BatchSize
-    kind: str
+    kind: str | int
     passes: int
     begin: Any
     end: Any
+
+
+def _width(drafts: int) -> int:
+    return CHECKED_WIDTHS[bisect_left(CHECKED_WIDTHS, drafts + 1)]
 
 
 class RoundTimes:
@@ -86,27 +100,29 @@ class RoundTimes:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._unread: deque[_Measured] = deque(maxlen=_MAX_UNREAD)
-        self._seconds: dict[tuple[BatchSize, str], float] = {}
-        self._begun: set[tuple[BatchSize, str]] = set()
+        self._seconds: dict[tuple[BatchSize, str | int], float] = {}
+        self._begun: set[tuple[BatchSize, str | int]] = set()
 
     def costs(self, size: BatchSize) -> RoundCosts | None:
         """Return what rounds of a batch of ``size`` cost; None while no dense pass of one has been measured."""
         self._read()
-        dense, draft, check = (self._seconds.get((size, kind)) for kind in ("dense", "draft", "check"))
+        dense, draft = (self._seconds.get((size, kind)) for kind in (_DENSE, _DRAFT))
+        checks = {width: self._seconds.get((size, width)) for width in CHECKED_WIDTHS}
         if dense is None:
             return None
-        if draft is None or check is None:
+        known = {width: seconds / dense for width, seconds in checks.items() if seconds is not None}
+        if draft is None or not known:
             return ASSUMED
-        return RoundCosts(draft / dense, check / dense)
+        return RoundCosts(draft / dense, known)
 
     def note_dense(self, size: BatchSize, begin: Any) -> None:
         """Note a round of one dense decode pass, from ``begin`` until now."""
-        self._unread.append(_Measured(size, "dense", 1, begin, self.clock.mark()))
+        self._unread.append(_Measured(size, _DENSE, 1, begin, self.clock.mark()))
 
     def note_round(self, size: BatchSize, begin: Any, drafted: Any, drafts: int) -> None:
         """Note a round of ``drafts`` passes, from ``begin`` to ``drafted``, and of checks until now."""
-        self._unread.append(_Measured(size, "draft", drafts, begin, drafted))
-        self._unread.append(_Measured(size, "check", 1, drafted, self.clock.mark()))
+        self._unread.append(_Measured(size, _DRAFT, drafts, begin, drafted))
+        self._unread.append(_Measured(size, _width(drafts), 1, drafted, self.clock.mark()))
 
     def _read(self) -> None:
         while self._unread:

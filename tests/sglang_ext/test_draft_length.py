@@ -76,9 +76,9 @@ def test_where_one_stands_few_are_drafted() -> None:
 def test_what_rounds_were_measured_to_cost_decides() -> None:
     """Where a draft takes as long as a dense step nothing pays; where it takes little, many do."""
     for costs, expected in [
-        (RoundCosts(draft=1.0, check=1.2), range(1)),
-        (RoundCosts(draft=0.01, check=1.0), range(12, MAX_DRAFT_TOKENS + 1)),
-        (RoundCosts(draft=0.3, check=1.3), range(3, 9)),
+        (RoundCosts(draft=1.0, checks={2: 1.2}), range(1)),
+        (RoundCosts(draft=0.01, checks={2: 1.0}), range(12, MAX_DRAFT_TOKENS + 1)),
+        (RoundCosts(draft=0.3, checks={2: 1.3}), range(3, 9)),
     ]:
         length = DraftLength(AUTO)
         for _ in range(60):
@@ -89,11 +89,11 @@ def test_what_rounds_were_measured_to_cost_decides() -> None:
 
 def test_trials_cost_less_than_three_percent() -> None:
     """A trial with one draft takes at most a draft and a check more than the dense step in its place."""
-    costs = RoundCosts(draft=1.0, check=1.2)
+    costs = RoundCosts(draft=1.0, checks={2: 1.2})
     length, seconds, steps = DraftLength(AUTO), 0.0, 0
     for _ in range(4000):
         [drafted] = next_of(length)
-        seconds += costs.draft * drafted + costs.check if drafted else 1
+        seconds += costs.draft * drafted + costs.check(drafted) if drafted else 1
         steps += 1
         if drafted:
             check(length, drafted, 0, costs)
@@ -102,7 +102,7 @@ def test_trials_cost_less_than_three_percent() -> None:
 
 def test_requests_of_a_batch_draft_alike() -> None:
     """As many as pay for all of them together, and nobody else's number changes."""
-    costs = RoundCosts(draft=0.2, check=1.1)
+    costs = RoundCosts(draft=0.2, checks={2: 1.1})
     standing = {DraftLength(AUTO): 6, DraftLength(AUTO): 1, DraftLength(3): 2}
     for _ in range(60):
         lengths = list(standing)
@@ -120,10 +120,20 @@ def test_requests_of_a_batch_draft_alike() -> None:
 
 
 def test_where_one_tries_all_who_rest_do() -> None:
-    costs = RoundCosts(draft=1.0, check=1.2)
+    costs = RoundCosts(draft=1.0, checks={2: 1.2})
     resting, newcomer = DraftLength(AUTO), DraftLength(AUTO)
     while drafted := next_of(resting)[0]:
         check(resting, drafted, 0, costs)
     assert next_of(resting) == [0]
     assert next_of(resting, newcomer) == [1, DEFAULT_DRAFT_TOKENS]
     assert next_of(resting, DraftLength(4)) == [1, 4]
+
+
+def test_a_wide_check_that_takes_longer_pays_less() -> None:
+    """In batches of many rows it takes several passes."""
+    for wide, expected in [(1.0, MAX_DRAFT_TOKENS), (8.0, 8)]:
+        length = DraftLength(AUTO)
+        for _ in range(60):
+            [drafted] = next_of(length)
+            check(length, drafted, drafted, RoundCosts(draft=0.1, checks={2: 1.0, 9: 1.0, 17: wide}))
+        assert next_of(length) == [expected]

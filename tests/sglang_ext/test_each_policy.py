@@ -40,7 +40,14 @@ def test_each_policy_is_answered_and_dense_requests_do_not_notice(tmp_path: Path
     assert after["meta_info"]["attention"]["prefill"]["cached_tokens"] > 0
 
 
-@pytest.mark.parametrize("scheduling", [[], ["--disable-overlap-schedule"]], ids=["overlap", "synchronous"])
+# With overlap, ``test_verification_server`` has a server verify in the short tests.
+@pytest.mark.parametrize(
+    "scheduling",
+    [
+        pytest.param([], marks=pytest.mark.full, id="overlap"),
+        pytest.param(["--disable-overlap-schedule"], id="synchronous"),
+    ],
+)
 def test_verified_answers_of_each_policy_are_those_of_dense_attention(tmp_path: Path, scheduling: list[str]) -> None:
     prompt = prompt_of(500, 1, SHAPE.vocab_size)
     with serve(tmp_path, "--speculative-algorithm", "WINNOW", *scheduling) as runtime:

@@ -56,7 +56,13 @@ def test_costs_are_relative_to_dense_passes_of_such_batches() -> None:
     found = times.costs(SIZE)
     assert found is not None
     assert found.draft == pytest.approx(0.25)
-    assert found.check == pytest.approx(1.5)
+    # Four drafts are checked five tokens wide, three as well; what is not known is like the nearest.
+    assert [found.check(drafts) for drafts in (3, 4, 8)] == pytest.approx([1.5, 1.5, 1.5])
+    for _ in range(5):
+        round_of(times, clock, 8, 0.5, 8.0)
+    found = times.costs(SIZE)
+    assert found is not None
+    assert [found.check(drafts) for drafts in (1, 4, 5, 16)] == pytest.approx([1.5, 1.5, 4.0, 4.0])
     assert times.costs(BatchSize.of([900, 2000])) is None
 
 
@@ -69,7 +75,7 @@ def test_one_pass_that_was_held_up_does_not_tell() -> None:
     round_of(times, clock, 1, 1.0, 1.0)
     found = times.costs(SIZE)
     assert found is not None
-    assert found.check > 0.75
+    assert found.check(1) > 0.75
 
 
 def test_nothing_waits_for_the_device() -> None:

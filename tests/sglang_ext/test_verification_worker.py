@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.environ import envs
 
-from sglang_winnow.device.check_graphs import WIDTHS, CheckGraphs
+from sglang_winnow.device.check_graphs import CheckGraphs
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from sglang_winnow.verification_worker import WIDTH, standing_drafts
-from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS
+from winnow_kernels.contract.verification import CHECKED_WIDTHS, MAX_CHECKED_TOKENS
 
 TOKENS = st.integers(0, 2)
 
@@ -51,6 +51,6 @@ def test_rows_are_filled_up_to_the_next_graph() -> None:
     graphs._graphs = {}
     assert [graphs.width(tokens) for tokens in (2, 4, 17)] == [2, 4, 17]
     assert graphs.rows(4) == MAX_CHECKED_TOKENS // 4
-    graphs._graphs = {width: object() for width in WIDTHS}
+    graphs._graphs = {width: object() for width in CHECKED_WIDTHS}
     assert [graphs.width(tokens) for tokens in (2, 3, 4, 5, 6, 10, 17)] == [2, 3, 5, 5, 9, 17, 17]
-    assert WIDTHS[-1] == WIDTH
+    assert CHECKED_WIDTHS[-1] == WIDTH

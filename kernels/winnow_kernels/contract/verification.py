@@ -15,6 +15,8 @@ MAX_DRAFT_TOKENS: Final = 16
 DEFAULT_DRAFT_TOKENS: Final = 4
 MAX_CHECKED_TOKENS: Final = 256
 """Of one pass on CUDA: buffers are made for as many. More are checked in several passes."""
+CHECKED_WIDTHS: Final = (2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
+"""Tokens a row of a check that CUDA graphs are captured for; rows with fewer are filled up."""
 
 
 def _draft_tokens(value: Any) -> int | str:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from torch import Tensor
 
-from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS, MAX_DRAFT_TOKENS
+from winnow_kernels.contract.verification import CHECKED_WIDTHS, MAX_CHECKED_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-WIDTHS: Final = (2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
-"""Tokens a row that there are graphs for; rows with fewer are filled up."""
 
 
 class CheckGraphs:
@@ -36,12 +33,12 @@ class CheckGraphs:
         self._logits = GraphSharedOutput(device=torch.device(runner.device), max_rows=MAX_CHECKED_TOKENS)
         decode = runner.decode_cuda_graph_runner
         if isinstance(decode, DecodeCudaGraphRunner):
-            widths = [width for width in WIDTHS if min(decode.capture_bs) * width <= MAX_CHECKED_TOKENS]
+            widths = [width for width in CHECKED_WIDTHS if min(decode.capture_bs) * width <= MAX_CHECKED_TOKENS]
             self._graphs = {width: self._captured(width) for width in widths}
 
     def width(self, tokens: int) -> int:
         """Return how many tokens a row a pass has that checks so many: those of the next graph."""
-        return WIDTHS[bisect_left(WIDTHS, tokens)] if self._graphs else tokens
+        return CHECKED_WIDTHS[bisect_left(CHECKED_WIDTHS, tokens)] if self._graphs else tokens
 
     def rows(self, tokens: int) -> int:
         """Return how many rows a pass can have that checks so many tokens of each."""

@@ -59,6 +59,7 @@ def test_logits_have_the_gain_as_their_deviation(plugin: ModuleType) -> None:
     assert PEAKED_ATTENTION.notice == plugin.IN_PLACE
 
 
+@pytest.mark.full
 def test_a_server_with_it_attends_to_few_tokens(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", ModelShape())
     prompt = torch.randint(2, 512, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
