@@ -51,6 +51,7 @@ from benchmarks.serving.tables import (
     serve_table,
     served_table,
     ttft_table,
+    verified_answers_table,
     verified_table,
 )
 
@@ -166,7 +167,9 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "service-overhead": ("service-overhead.json", overhead_table),
     "verification": ("verification.json", verification_table),
     "verification-32k": ("verification-32k.json", verification_table),
+    "verification-32k-gpu": ("verification-32k-gpu.json", verification_table),
     "verification-pages": ("verification-pages.json", verification_table),
+    "verified-answers": ("verified-answers.json", verified_answers_table),
     "cpu-server": ("cpu-server.json", cpu_server_table),
     "cpu-conversations": ("cpu-conversations.json", conversations_table),
     "service": ("service.json", service_table),

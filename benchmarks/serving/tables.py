@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.markdown_tables import in_thousands
-from benchmarks.records import Record, case_of, devices_of, headers_of
+from benchmarks.records import Record, Row, case_of, devices_of, headers_of
 from benchmarks.serving.ttft_growth import growths_of, name_of
 from winnow_evaluation.writing import markdown_table, percent
 
@@ -40,23 +41,69 @@ def served_table(path: Path) -> str:
 def verified_table(path: Path) -> str:
     """Return what a token of a verified answer takes, where a check comes to so many tokens as was simulated."""
     record = Record.read(path)
+    runs = headers_of(record)
+    mean, waits = (
+        {_place(row): row for row in record.rows if row.parameters["figure"] == figure}
+        for figure in ("mean tpot", "p99 between tokens")
+    )
+    dense: dict[tuple[int, str], float] = {}
+    for (run, case, _, policy), row in mean.items():
+        if policy == "dense":
+            dense[run, case] = min(row.measured, dense.get((run, case), row.measured))
     rows = []
-    for row in record.rows:
+    for place, row in mean.items():
+        run, case, backend, policy = place
         parameters = row.parameters
-        if parameters["figure"] == "mean tpot":
-            verify = (parameters["attention"] or {}).get("verify")
-            rows.append(
-                (
-                    case_of(row),
-                    f"{row.policy}, {parameters['backend']}" if row.policy == "dense" else row.policy,
-                    "" if verify is None else str(verify["draft_tokens"]),
-                    f"{row.measured:.2f}",
-                    "" if row.speedup is None else f"{row.speedup:.2f}",
-                    percent(parameters["kv_read_ratio"]),
-                )
+        verify = (parameters["attention"] or {}).get("verify")
+        waited = waits.get(place)
+        rows.append(
+            (
+                case,
+                f"{policy}, {backend}" if policy == "dense" else policy,
+                "" if verify is None else str(verify["draft_tokens"]),
+                "" if verify is None else runs[run]["winnow_environment"]["SGLANG_SIMULATE_ACC_LEN"],
+                f"{row.measured:.2f}",
+                f"{dense[run, case] / row.measured:.2f}",
+                "" if waited is None else f"{waited.measured:.0f}",
+                percent(parameters["kv_read_ratio"]),
             )
-    headings = ("context", "answers", "drafted for a check", "ms a token", "times as fast as dense", "KV read %")
-    return markdown_table(headings, rows) + devices_of(record)
+        )
+    headings = ("context", "answers", "drafted for a check", "tokens a check", "ms a token", "times as fast as dense")
+    return markdown_table((*headings, "p99 between tokens, ms", "KV read %"), rows) + devices_of(record)
+
+
+def verified_answers_table(path: Path) -> str:
+    """Return what long answers of a real model took, and how many tokens are those of dense attention."""
+    record = Record.read(path)
+    header = record.header
+    what = f"{record.rows[0].model}, {record.rows[0].context:,} tokens of context, answers of {header['tokens']} tokens"
+    return f"{what}, {', '.join(header['texts'])}.\n\n{answers_markdown(record.rows)}{devices_of(record)}"
+
+
+def answers_markdown(rows: Sequence[Row]) -> str:
+    """Return rows of ``benchmarks.serving.verified_answers`` as Markdown."""
+    cells = []
+    for row in rows:
+        told = row.parameters
+        checks = told["tokens_per_check"]
+        cells.append(
+            (
+                row.policy,
+                "" if checks is None else f"{checks:.2f}",
+                percent(told["kv_read_ratio"]),
+                f"{row.measured:.1f}",
+                f"{row.speedup:.2f}",
+                f"{told['equal_answers']} of {row.batch}",
+                f"{told['equal_tokens']:.0f}",
+            )
+        )
+    headings = ("answers", "tokens a check", "KV read %", "seconds", "times as fast")
+    return markdown_table((*headings, "equal to dense attention's", "equal tokens at the beginning"), cells)
+
+
+def _place(row: Row) -> tuple[int, str, str, str]:
+    """Return a row's run, context and requests, backend, and policy."""
+    return row.parameters.get("run", 0), case_of(row), row.parameters["backend"], row.policy
 
 
 def mixed_table(path: Path) -> str:

@@ -31,6 +31,7 @@ from benchmarks.folders import RESULTS
 from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, request_body
 from benchmarks.records import Record, Row, header_from_outside
 from benchmarks.serving.serve import kinds_asked, parse_contestant
+from benchmarks.serving.tables import answers_markdown
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.crossover import ENVIRONMENT
 from tests.runtime import runtime_server
@@ -38,7 +39,6 @@ from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.options import parse_tasks
 from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text.documents import KINDS
-from winnow_evaluation.writing import markdown_table
 from winnow_kernels.contract.verification import ALGORITHM
 from winnow_kernels.policies.registry import POLICIES_SETTING
 
@@ -113,7 +113,7 @@ def main(
                 answered = _ask(server, found, tokens, contestant.policy, prompts)
                 rows.append(row_of(contestant.name, answered, dense, offline.name, context))
                 Record(about, rows).write(output)
-                console.print(Markdown(table_of(rows)))
+                console.print(Markdown(answers_markdown(rows)))
 
 
 def row_of(name: str, answered: Answered, dense: Answered, model: str, context: int) -> Row:
@@ -141,27 +141,6 @@ def row_of(name: str, answered: Answered, dense: Answered, model: str, context: 
         speedup=dense.seconds / answered.seconds,
         floor_ratio=None,
     )
-
-
-def table_of(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown."""
-    headings = ("answers", "tokens a check", "KV read %", "seconds", "times as fast", "equal answers", "equal tokens")
-    cells = []
-    for row in rows:
-        told = row.parameters
-        checks = told["tokens_per_check"]
-        cells.append(
-            (
-                row.policy,
-                "" if checks is None else f"{checks:.2f}",
-                f"{told['kv_read_ratio']:.1%}".rstrip("%"),
-                f"{row.measured:.1f}",
-                f"{row.speedup:.2f}",
-                f"{told['equal_answers']} of {row.batch}",
-                f"{told['equal_tokens']:.0f}",
-            )
-        )
-    return markdown_table(headings, cells)
 
 
 def _equal_tokens(own: Sequence[int], other: Sequence[int]) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.records import Record, Row
-from benchmarks.serving.tables import verified_table
+from benchmarks.serving.tables import verified_answers_table, verified_table
+from benchmarks.serving.verified_answers import Answered, row_of
 
 
-def row(policy: str, figure: str, **parameters: object) -> Row:
+def row(policy: str, figure: str, measured: float, **parameters: object) -> Row:
     return Row(
         bench="serve",
         model="Llama-3.1-8B",
@@ -16,10 +18,10 @@ def row(policy: str, figure: str, **parameters: object) -> Row:
         parameters={"figure": figure, "backend": "winnow", "attention": None, "kv_read_ratio": 0.25, **parameters},
         context=32768,
         batch=8,
-        dense=12.0,
-        measured=8.0,
+        dense=None,
+        measured=measured,
         unit="ms",
-        speedup=1.5,
+        speedup=None,
         floor_ratio=None,
         spread=None,
     )
@@ -28,8 +30,39 @@ def row(policy: str, figure: str, **parameters: object) -> Row:
 def test_verified_answers_have_their_mean_time_a_token(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     asked = {"decode": {"policy": "snapkv"}, "verify": {"draft_tokens": 4}}
-    rows = [row("dense", "mean tpot"), row("a", "tpot", attention=asked), row("a", "mean tpot", attention=asked)]
-    Record({"device": "H200", "commit": {"id": "abc", "modified": False}}, rows).write(path)
-    lines = verified_table(path).splitlines()
-    assert [line.split(" | ")[1:4] for line in lines[2:4]] == [["dense, winnow", "", "8.00"], ["a", "4", "8.00"]]
-    assert sum(line.startswith("| 32K") for line in lines) == 2
+    rows = [
+        row("dense", "mean tpot", 12.0),
+        row("dense", "mean tpot", 11.0, backend="flashinfer"),
+        row("a", "tpot", 7.0, attention=asked),
+        row("a", "mean tpot", 8.0, attention=asked),
+        row("a", "p99 between tokens", 40.0, attention=asked),
+        row("dense", "mean tpot", 16.0, run=1),
+        row("dense beside half a", "mean tpot", 10.0, run=1, attention=asked),
+    ]
+    header = {"device": "H200", "commit": {"id": "abc", "modified": False}}
+    header |= {"winnow_environment": {"SGLANG_SIMULATE_ACC_LEN": "4.1"}}
+    Record({"runs": [header, header]}, rows).write(path)
+    lines = [line.strip("| ").split(" | ") for line in verified_table(path).splitlines() if line.startswith("| 32K")]
+    assert [line[1:7] for line in lines] == [
+        ["dense, winnow", "", "", "12.00", "0.92", ""],
+        ["dense, flashinfer", "", "", "11.00", "1.00", ""],
+        ["a", "4", "4.1", "8.00", "1.38", "40"],
+        ["dense, winnow", "", "", "16.00", "1.00", ""],
+        ["dense beside half a", "4", "4.1", "10.00", "1.60", ""],
+    ]
+
+
+def test_answers_of_a_real_model_are_beside_dense_ones(tmp_path: Path) -> None:
+    def cost(**verify: int) -> dict[str, Any]:
+        return {"decode": {"kv_read_ratio": 0.25}} | ({"verify": verify} if verify else {})
+
+    dense = Answered(4.0, [[1, 2, 3], [4, 5, 6]], [cost(), cost()])
+    checked = cost(verifications=2, accepted=6)
+    verified = Answered(2.0, [[1, 2, 3], [4, 7, 6]], [checked, checked])
+    path = tmp_path / "record.json"
+    header = {"device": "H200", "commit": {"id": "abc", "modified": False}, "texts": ["prose"], "tokens": 3}
+    rows = [row_of(name, own, dense, "smollm2", 32000) for name, own in (("dense", dense), ("a", verified))]
+    Record(header, rows).write(path)
+    table = verified_answers_table(path)
+    assert "| dense |  | 25.0 | 4.0 | 1.00 | 2 of 2 | 3 |" in table
+    assert "| a | 4.00 | 25.0 | 2.0 | 2.00 | 1 of 2 | 2 |" in table
