@@ -173,14 +173,17 @@ def test_long_answers_are_those_of_dense_attention(name: str, tmp_path: Path) ->
 
 def test_rows_that_are_not_verified_answer_as_they_would_alone(server: Server) -> None:
     text = prompt(7)
-    asked: list[dict[str, Any] | None] = [None, *(policy(name) for name in ("quest", "streaming_llm", "snapkv"))]
+    released = {"decode": {"policy": "snapkv", "budget": 64, "release": True}}
+    terminated = policy("tactic") | {"early_termination": {"scale": 0.2, "direction": 0.2, "patience": 1}}
+    audited = policy("quest") | {"audit": 0.5}
+    asked: list[dict[str, Any] | None] = [None, policy("quest"), policy("streaming_llm"), released, terminated, audited]
     alone = [ask(server, text, attention)["output_ids"] for attention in asked]
     assert alone[2] != alone[0]
     verified = [policy("quest", drafts) for drafts in (3, 4, 5)]
     drawn = {"temperature": 0.7, "top_k": 1}
     jobs: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [(attention, {}) for attention in [*asked, *verified]]
     jobs += [(None, drawn), (None, {"presence_penalty": 0.0, "logprobs": True})]
-    with ThreadPoolExecutor(9) as pool:
+    with ThreadPoolExecutor(len(jobs)) as pool:
         answers = list(pool.map(lambda job: ask(server, text, job[0], **job[1])["output_ids"], jobs))
     assert answers == [*alone, *([alone[0]] * (len(verified) + 2))]
 
