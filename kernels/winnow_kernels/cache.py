@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -28,10 +28,12 @@ class LayerCache:
     Attributes:
         keys: [slots, KV heads, head dim], rotated, of the server's KV dtype.
         values: [slots, KV heads, head dim].
+        windowed: whether the layer has a sliding window: policies do not act there, and indexes leave it out.
     """
 
     keys: Tensor
     values: Tensor
+    windowed: bool = field(default=False, kw_only=True)
 
     @property
     def slots(self) -> int:

@@ -77,7 +77,8 @@ class PrefilledBatch:
         self.lengths = [len(prompt) for prompt in prompts]
         capacity = -(-(max(self.lengths) + room) // PAGE_SIZE) * PAGE_SIZE
         self.slots = torch.arange(len(prompts) * capacity, device=model.device).view(len(prompts), capacity)
-        self.caches = [self._empty_cache(cache_dtype or model.cache_dtype) for _ in range(model.layers)]
+        dtype = cache_dtype or model.cache_dtype
+        self.caches = [self._empty_cache(dtype, windowed=sees is not None) for sees in model.windows]
         self.indexes = Indexes(self.caches, PAGE_SIZE, model.device)
         self.indexes.made[ClusterIndex] = ClusterIndex(self.caches, self.indexes.generations, span)
         self.scale = 0.0
@@ -127,7 +128,7 @@ class PrefilledBatch:
         _store(cache, slots, keys, values)
         pages = (slots // PAGE_SIZE).unique()
         for index in self.indexes.made.values():
-            if isinstance(index, PageIndex) and self.model.windows[layer] is None:
+            if isinstance(index, PageIndex) and not cache.windowed:
                 index.build(layer, cache, pages)
 
     def use_codes(self, bits: int) -> KeyCodes:
@@ -160,10 +161,10 @@ class PrefilledBatch:
                 state.kept.record(layer, queries, state.prompt_length - len(queries))
         return state
 
-    def _empty_cache(self, dtype: torch.dtype) -> LayerCache:
+    def _empty_cache(self, dtype: torch.dtype, *, windowed: bool) -> LayerCache:
         shape = (self.slots.numel(), self.model.kv_heads, self.model.head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=self.model.device) for _ in range(2))
-        return LayerCache(keys, values)
+        return LayerCache(keys, values, windowed=windowed)
 
     def _prefill(self, row: int, prompt: Sequence[int], scored: int, window: int, chunk: int) -> Tensor:
         tokens = torch.tensor([prompt], device=self.model.device)

@@ -466,7 +466,8 @@ class ClusterIndex:
         page_size = self.generations.page_size
         slots = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
         for cache, layer in zip(self.caches, self.layers, strict=True):
-            layer.build(cache, entries, slots, begins, left_out)
+            if not cache.windowed:
+                layer.build(cache, entries, slots, begins, left_out)
 
     def _launch(self, entries: Tensor, pages: Tensor, begins: Tensor, left_out: Tensor) -> None:
         tokens = pages.shape[1] * self.generations.page_size

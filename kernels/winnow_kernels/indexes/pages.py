@@ -96,9 +96,10 @@ class PageIndex(ABC):
         return len(missing)
 
     def build_layers(self, pages: Tensor) -> None:
-        """Compute the entries of ``pages``, int64 [n], in all layers."""
+        """Compute the entries of ``pages``, int64 [n], in all layers without a window."""
         for layer, cache in enumerate(self.caches):
-            self.build(layer, cache, pages)
+            if not cache.windowed:
+                self.build(layer, cache, pages)
 
     @abstractmethod
     def build(self, layer: int, cache: LayerCache, pages: Tensor) -> None:
