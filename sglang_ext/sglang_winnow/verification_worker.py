@@ -14,7 +14,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from sglang_winnow.check_sampling import CheckSampling, penalize_retracted
-from sglang_winnow.draft_length import agree, begin_round
+from sglang_winnow.draft_length import DraftLength, agree, begin_round
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.reporting import note_rows
@@ -121,23 +121,23 @@ class VerificationWorker(BaseSpecWorker):
     def _limits(self, batch: ScheduleBatch, lengths: Sequence[int], size: BatchSize) -> list[int]:
         """Return how many tokens each row drafts in this round; note who rests."""
         page_size = self.target_worker.model_runner.page_size
-        drafting = [
-            req.winnow_state.draft_length
-            for req, length in zip(batch.reqs, lengths, strict=True)
-            if drafts(req.winnow_state, length + 1, page_size)
-        ]
-        begin_round(drafting)
+        drafting: dict[int, DraftLength] = {}
+        for row, (req, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
+            # Of the last round: who rested would be taken to attend to everything.
+            req.winnow_state.rests = False
+            if drafts(req.winnow_state, length + 1, page_size):
+                drafting[row] = req.winnow_state.draft_length
+        begin_round(list(drafting.values()))
         # Before anybody drafts as many as pay, a dense pass tells what that is to be measured by.
-        measures = self._measures and self._times.costs(size) is None and all(each.follows for each in drafting)
-        limits = []
-        for req, length in zip(batch.reqs, lengths, strict=True):
-            state, limit = req.winnow_state, 0
-            state.rests = False
-            if drafts(state, length + 1, page_size):
-                wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
-                limit = 0 if measures else state.draft_length.next(wanted)
-                state.rests = limit == 0
-            limits.append(limit)
+        measures = (
+            self._measures and self._times.costs(size) is None and all(each.follows for each in drafting.values())
+        )
+        limits = [0] * len(batch.reqs)
+        for row, draft_length in drafting.items():
+            req = batch.reqs[row]
+            wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
+            limits[row] = 0 if measures else draft_length.next(wanted)
+            req.winnow_state.rests = limits[row] == 0
         return limits
 
     def _learn(

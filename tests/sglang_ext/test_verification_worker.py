@@ -1,7 +1,8 @@
-"""Which drafts of a check stand, and graphs of how many tokens it takes."""
+"""Which drafts of a check stand, graphs of how many tokens it takes, and who drafts in a round."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 from sglang.srt.environ import envs
 
 from sglang_winnow.device.check_graphs import CheckGraphs
+from sglang_winnow.draft_length import RESTS, agree
+from sglang_winnow.request_state import RequestState
+from sglang_winnow.round_times import ASSUMED, BatchSize
 from sglang_winnow.simulated_acceptance import simulated_acceptance
-from sglang_winnow.verification_worker import WIDTH, standing_drafts
-from winnow_kernels.contract.verification import CHECKED_WIDTHS, MAX_CHECKED_TOKENS
+from sglang_winnow.verification_worker import WIDTH, VerificationWorker, standing_drafts
+from winnow_kernels.contract.verification import AUTO, CHECKED_WIDTHS, DEFAULT_DRAFT_TOKENS, MAX_CHECKED_TOKENS
+from winnow_kernels.policies.attention_policy import parse_policy
 
 TOKENS = st.integers(0, 2)
 
@@ -54,3 +59,27 @@ def test_rows_are_filled_up_to_the_next_graph() -> None:
     graphs._graphs = {width: object() for width in CHECKED_WIDTHS}
     assert [graphs.width(tokens) for tokens in (2, 3, 4, 5, 6, 10, 17)] == [2, 3, 5, 5, 9, 17, 17]
     assert CHECKED_WIDTHS[-1] == WIDTH
+
+
+def test_who_rests_tries_again() -> None:
+    """A request that rests is dense for as many rounds, and then drafts a single token."""
+    policy = parse_policy({"decode": {"policy": "quest"}, "verify": {"draft_tokens": AUTO}})
+    state = RequestState(policy, 200_000)
+    req = SimpleNamespace(winnow_state=state, sampling_params=SimpleNamespace(max_new_tokens=5000), output_ids=[])
+    worker: Any = object.__new__(VerificationWorker)
+    worker._target_worker = SimpleNamespace(model_runner=SimpleNamespace(page_size=16))
+    worker._measures = False
+    batch: Any = SimpleNamespace(reqs=[req])
+    lengths = [200_001]
+
+    def limit() -> int:
+        [own] = worker._limits(batch, lengths, BatchSize.of(lengths))
+        assert state.rests == (own == 0)
+        return int(own)
+
+    assert limit() == DEFAULT_DRAFT_TOKENS
+    assert state.draft_length is not None
+    for _ in range(100):
+        state.draft_length.note(4, 0)
+    agree([state.draft_length], ASSUMED)
+    assert [limit() for _ in range(RESTS)] == [0] * (RESTS - 1) + [1]
