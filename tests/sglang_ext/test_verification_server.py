@@ -205,6 +205,20 @@ def test_rows_that_are_not_verified_get_a_token_with_every_draft(server: Server,
     assert max(len(after) - len(before) for before, after in pairwise(seen)) == 8
 
 
+def test_an_answer_beside_drafts_ends_where_it_would_alone(server: Server) -> None:
+    text, others = prompt(9), policy("quest", 8)
+    dense = ask(server, text, max_new_tokens=60)["output_ids"]
+    stop = [token for place, token in enumerate(dense) if token not in dense[:place]][-1]
+    assert dense.index(stop) > 1
+    ends: list[dict[str, Any]] = [{"stop_token_ids": [stop], "ignore_eos": False}, {"max_new_tokens": 21}]
+    alone = [ask(server, text, **{"max_new_tokens": 60, **end})["output_ids"] for end in ends]
+    with ThreadPoolExecutor(3) as pool:
+        long = pool.submit(ask, server, text, others, max_new_tokens=200)
+        answers = [pool.submit(ask, server, text, **{"max_new_tokens": 60, **end}) for end in ends]
+        assert [answer.result()["output_ids"] for answer in answers] == alone
+        long.result()
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 11])
 def test_an_answer_ends_inside_a_draft(server: Server, limit: int) -> None:
     text = prompt(3)
