@@ -4,7 +4,8 @@
 
 Prompts are cut out of real text, as for ``winnow fidelity``, or are a task's of ``winnow eval``. Each is answered by
 dense attention, and then with every policy, greedily: the server drafts with it and checks. All answers must be the
-dense one's. The policies act at every length, and find the prompt in the cache.
+dense one's, as far as dense attention gives the same in a batch: that is told beside. The policies act at every length,
+and find the prompt in the cache.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -84,11 +86,12 @@ def main(
         log = Path(folder) / "log"
         with (
             runtime_server(model, *arguments, log=log, **environment) as runtime,
-            GenerateClient(runtime.url) as server,
+            GenerateClient(runtime.url, prompts * len(kinds)) as server,
         ):
             prompted = [(kind, number, own.tokens) for kind, of in texts.items() for number, own in enumerate(of)]
             for _, _, prompt in prompted:
                 _ask(server, prompt, 2, None)
+            record["dense_equal"] = _equal_in_a_batch(server, [prompt for _, _, prompt in prompted], tokens)
             for decode in policies:
                 for length in lengths:
                     attention = {"decode": decode, "verify": {"draft_tokens": length}}
@@ -131,6 +134,14 @@ class _Found:
     tokens: Sequence[int]
     seconds: float
     attention: Mapping[str, Any]
+
+
+def _equal_in_a_batch(server: GenerateClient, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+    """Return how many dense answers are the same to all prompts at once as to one at a time."""
+    alone = [_ask(server, prompt, tokens, None).tokens for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = pool.map(lambda prompt: _ask(server, prompt, tokens, None).tokens, prompts)
+        return sum(list(own) == list(other) for own, other in zip(alone, together, strict=True))
 
 
 def _ask(server: GenerateClient, prompt: Sequence[int], tokens: int, attention: Mapping[str, Any] | None) -> _Found:

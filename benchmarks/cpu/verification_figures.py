@@ -105,6 +105,9 @@ def markdown(record: dict[str, Any]) -> str:
             ]
         )
     what = f"{record['context']:,} tokens of context, answers of {record['tokens']} tokens."
+    if (equal := record.get("dense_equal")) is not None:
+        what += f" Of {len({(answer.text, answer.prompt) for answer in answers})} dense answers {equal} are the same"
+        what += " to all prompts at once as to one at a time."
     return f"{machine_line(record)} {what}\n\n{markdown_table(headings, rows)}".rstrip()
 
 

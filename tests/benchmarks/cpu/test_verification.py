@@ -23,9 +23,9 @@ def cost(verifications: int, drafted: int, accepted: int, read: float) -> dict[s
     return {"decode": {"steps": 20, "kv_read_ratio": read}, "verify": verify}
 
 
-def table(*answers: Answer) -> str:
-    record = {"model": "smollm2", "context": 7680, "tokens": 21, "answers": [asdict(answer) for answer in answers]}
-    record = json.loads(json.dumps(surroundings() | record))
+def table(*answers: Answer, **more: Any) -> str:
+    own = {"model": "smollm2", "context": 7680, "tokens": 21, "answers": [asdict(answer) for answer in answers]}
+    record = json.loads(json.dumps(surroundings() | own | more))
     record["versions"]["sglang"] = "0.5.16"
     return markdown(record)
 
@@ -35,6 +35,9 @@ def test_a_row_tells_what_checks_come_to_and_what_is_read() -> None:
     prose = Answer.of("prose", 0, DECODE, 4, True, 1.5, cost(5, 16, 15, 6.6 / 20))
     code = Answer.of("code", 0, DECODE, 4, False, 0.5, cost(4, 16, 16, 5.6 / 20))
     assert "| `lowbit_top_k` 1,024 | 4 | 4.00 | 5.00 | 96.9 | 10.0 | 30.5 | 1.00 | 1 of 2 |" in table(prose, code)
+    beside = "Of 2 dense answers 1 are the same to all prompts at once as to one at a time."
+    assert beside in table(prose, code, dense_equal=1)
+    assert beside not in table(prose, code)
 
 
 @pytest.mark.parametrize("drafts", [4, "auto"])
