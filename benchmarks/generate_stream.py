@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import httpx
@@ -54,6 +55,21 @@ def answer_of(lines: Iterable[str]) -> list[int]:
     return tokens
 
 
+@dataclass(frozen=True)
+class WholeAnswer:
+    """A whole answer.
+
+    Attributes:
+        tokens: its ids.
+        seconds: from its first token to its last.
+        attention: what its attention cost.
+    """
+
+    tokens: Sequence[int]
+    seconds: float
+    attention: Mapping[str, Any]
+
+
 class GenerateClient:
     """A running server. Use it as a context manager."""
 
@@ -83,3 +99,15 @@ class GenerateClient:
             response.raise_for_status()
             for line in response.iter_lines():
                 yield time.perf_counter(), line
+
+    def answer(self, body: str) -> WholeAnswer:
+        """Send a request; return its whole answer.
+
+        Raises:
+            httpx.HTTPError: the server refuses.
+            RuntimeError: it fails.
+        """
+        lines = list(self.events(body))
+        metas = list(meta_of(lines))
+        (first, _), (last, meta) = metas[0], metas[-1]
+        return WholeAnswer(answer_of(line for _, line in lines), last - first, meta["attention"])

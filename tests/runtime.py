@@ -16,7 +16,7 @@ import httpx
 from tests.ports import free_port
 from winnow_kernels.policies.registry import DECODE_POLICIES, POLICIES_SETTING
 
-START_SECONDS = 400
+START_SECONDS = 280
 STOP_SECONDS = 30
 
 

@@ -14,7 +14,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from benchmarks.cpu.verification_figures import Answer, markdown
-from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, request_body
+from benchmarks.generate_stream import GenerateClient, WholeAnswer, request_body
 from benchmarks.records import header_from_outside
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.crossover import ENVIRONMENT
@@ -122,20 +122,6 @@ def _surroundings() -> dict[str, Any]:
     return header_from_outside() if torch.cuda.is_available() else surroundings()
 
 
-@dataclass(frozen=True)
-class _Found:
-    """An answer.
-
-    Attributes:
-        seconds: from its first token to its last.
-        attention: what its attention cost.
-    """
-
-    tokens: Sequence[int]
-    seconds: float
-    attention: Mapping[str, Any]
-
-
 def _equal_in_a_batch(server: GenerateClient, prompts: Sequence[Sequence[int]], tokens: int) -> int:
     """Return how many dense answers are the same to all prompts at once as to one at a time."""
     alone = [_ask(server, prompt, tokens, None).tokens for prompt in prompts]
@@ -144,10 +130,10 @@ def _equal_in_a_batch(server: GenerateClient, prompts: Sequence[Sequence[int]], 
         return sum(list(own) == list(other) for own, other in zip(alone, together, strict=True))
 
 
-def _ask(server: GenerateClient, prompt: Sequence[int], tokens: int, attention: Mapping[str, Any] | None) -> _Found:
-    lines = list(server.events(json.dumps(request_body(prompt, tokens, attention))))
-    (first, _), *_, (last, meta) = meta_of(lines)
-    return _Found(answer_of(line for _, line in lines), last - first, meta["attention"])
+def _ask(
+    server: GenerateClient, prompt: Sequence[int], tokens: int, attention: Mapping[str, Any] | None
+) -> WholeAnswer:
+    return server.answer(json.dumps(request_body(prompt, tokens, attention)))
 
 
 if __name__ == "__main__":

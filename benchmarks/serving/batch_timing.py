@@ -109,9 +109,8 @@ def timing_of(streams: Sequence[Stream]) -> BatchTiming:
         (after - before) / (tokens - tokens_before) for (before, tokens_before), (after, tokens) in pairwise(inside)
     ]
     low, tpot, high = statistics.quantiles(gaps, n=4, method="inclusive")
-    between = [0.0] * (inside[-1][1] - inside[0][1] - len(gaps)) + [
-        after - before for (before, _), (after, _) in pairwise(inside)
-    ]
+    together = inside[-1][1] - inside[0][1] - len(gaps)
+    between = [*([0.0] * together), *(after - before for (before, _), (after, _) in pairwise(inside))]
     waits = [stream.ttft for stream in streams]
     first_sent = min(stream.sent for stream in streams)
     last = max(stream.arrivals[-1][0] for stream in streams)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Final
@@ -28,10 +27,11 @@ from rich.markdown import Markdown
 
 from benchmarks.cpu.verification import prompts_of
 from benchmarks.folders import RESULTS
-from benchmarks.generate_stream import GenerateClient, answer_of, meta_of, request_body
+from benchmarks.generate_stream import GenerateClient, WholeAnswer, request_body
 from benchmarks.records import Record, Row, header_from_outside
 from benchmarks.serving.serve import kinds_asked, parse_contestant
 from benchmarks.serving.tables import answers_markdown
+from benchmarks.serving.tp_equality import equal_tokens
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.crossover import ENVIRONMENT
 from tests.runtime import runtime_server
@@ -126,7 +126,7 @@ def row_of(name: str, answered: Answered, dense: Answered, model: str, context: 
         "tokens_per_check": 1 + accepted / verifications if verifications else None,
         "kv_read_ratio": fmean(cost["decode"]["kv_read_ratio"] for cost in answered.cost),
         "equal_answers": sum(list(own) == list(other) for own, other in pairs),
-        "equal_tokens": fmean(_equal_tokens(own, other) for own, other in pairs),
+        "equal_tokens": fmean(equal_tokens(own, other) for own, other in pairs),
     }
     return Row(
         bench=BENCH,
@@ -143,11 +143,6 @@ def row_of(name: str, answered: Answered, dense: Answered, model: str, context: 
     )
 
 
-def _equal_tokens(own: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two answers begin with in common."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=True)))
-
-
 def _ask(
     server: GenerateClient,
     prompts: Sequence[Sequence[int]],
@@ -155,20 +150,15 @@ def _ask(
     attention: Mapping[str, Any] | None,
     at_once: int,
 ) -> Answered:
-    def ask(body: str) -> tuple[list[int], Mapping[str, Any]]:
-        lines = list(server.events(body))
-        *_, (_, meta) = meta_of(lines)
-        return answer_of(line for _, line in lines), meta["attention"]
-
     bodies = [
         json.dumps(request_body(prompt, tokens, attention, stream_interval=_STREAM_INTERVAL)) for prompt in prompts
     ]
-    found: list[tuple[list[int], Mapping[str, Any]]] = []
+    found: list[WholeAnswer] = []
     began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
         for first in range(0, len(bodies), at_once):
-            found += pool.map(ask, bodies[first : first + at_once])
-    return Answered(time.perf_counter() - began, [own for own, _ in found], [cost for _, cost in found])
+            found += pool.map(server.answer, bodies[first : first + at_once])
+    return Answered(time.perf_counter() - began, [own.tokens for own in found], [own.attention for own in found])
 
 
 if __name__ == "__main__":

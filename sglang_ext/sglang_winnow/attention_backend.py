@@ -45,8 +45,10 @@ class WinnowAttentionBackend(AttentionBackend):
         self._scale = layers[0].scaling
         self._last_layer = layers[-1].layer_id
         self._full_layers = [layer.layer_id for layer in layers if _window_of(layer) is None]
-        windowed = {layer.layer_id for layer in layers if _window_of(layer) is not None}
-        caches = [replace(self._cache(layer), windowed=layer in windowed) for layer in range(self._last_layer + 1)]
+        caches = [
+            replace(self._cache(layer), windowed=layer not in self._full_layers)
+            for layer in range(self._last_layer + 1)
+        ]
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics, len(layers) - len(self._full_layers))

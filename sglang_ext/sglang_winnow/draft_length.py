@@ -98,5 +98,6 @@ def agree(lengths: Sequence[DraftLength], costs: RoundCosts) -> None:
         return total / len(following) / (costs.check(tokens) + costs.draft * tokens)
 
     best = max(range(1, MAX_DRAFT_TOKENS + 1), key=gain)
+    pays = gain(best) > 1
     for length in following:
-        length.set(best, pays=gain(best) > 1)
+        length.set(best, pays=pays)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from winnow_kernels.contract.verification import CHECKED_WIDTHS
+from winnow_kernels.contract.verification import CHECKED_WIDTHS, checked_width
 
 _MEMORY: Final = 0.9
 _MAX_UNREAD: Final = 64
@@ -33,7 +32,7 @@ class RoundCosts:
 
     def check(self, drafts: int) -> float:
         """Return what it costs to check so many drafts of every row: that of the nearest width that is known."""
-        own = _width(drafts)
+        own = checked_width(drafts + 1)
         return self.checks[min(self.checks, key=lambda width: abs(width - own))]
 
 
@@ -90,10 +89,6 @@ class _Measured:
     end: Any
 
 
-def _width(drafts: int) -> int:
-    return CHECKED_WIDTHS[bisect_left(CHECKED_WIDTHS, drafts + 1)]
-
-
 class RoundTimes:
     """Fading means of what passes take, by the size of the batch. Nothing waits for the device."""
 
@@ -122,7 +117,7 @@ class RoundTimes:
     def note_round(self, size: BatchSize, begin: Any, drafted: Any, drafts: int) -> None:
         """Note a round of ``drafts`` passes, from ``begin`` to ``drafted``, and of checks until now."""
         self._unread.append(_Measured(size, _DRAFT, drafts, begin, drafted))
-        self._unread.append(_Measured(size, _width(drafts), 1, drafted, self.clock.mark()))
+        self._unread.append(_Measured(size, checked_width(drafts + 1), 1, drafted, self.clock.mark()))
 
     def _read(self) -> None:
         while self._unread:

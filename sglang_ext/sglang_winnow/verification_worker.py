@@ -79,32 +79,34 @@ class VerificationWorker(BaseSpecWorker):
     def _round(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
         bonus, lengths = batch.spec_info.bonus_tokens, batch.seq_lens
         on_host = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else lengths.cpu()
-        size = BatchSize.of(on_host.tolist())
-        limits = self._limits(batch, on_host.tolist(), size)
+        known = on_host.tolist()
+        size = BatchSize.of(known)
+        limits = self._limits(batch, known, size)
         begin = self._times.clock.mark()
         verified = [row for row, limit in enumerate(limits) if limit]
-        decoded = decoded_tokens(
-            batch, limits, on_host.tolist(), self.target_worker.model_runner.model_config.context_len
-        )
-        # Checked rows come to more: that is known when they have been.
-        accepted = to_device(torch.tensor([max(1, count) for count in decoded]), lengths.device)
+        accepted = torch.ones_like(lengths)
         if on_publish is not None and not verified:
             # Known before the pass: the next one can be prepared while it runs.
             on_publish(lengths + 1)
-        sampling = CheckSampling(batch, limits, on_host.tolist())
+        sampling = CheckSampling(batch, limits, known)
         tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
         result = self._decode(_part(batch, None), bonus, lengths, on_host)
         tokens[:, 0] = result.next_token_ids
         if verified:
             index = to_device(torch.tensor(verified), lengths.device)
             tokens[index, 0] = result.logits_output.next_token_logits[index].argmax(-1)
+            decoded = decoded_tokens(batch, limits, known, self.target_worker.model_runner.model_config.context_len)
             self._draft(batch, limits, decoded, tokens, lengths, on_host, sampling)
+            # What checked rows come to is known when they have been.
+            accepted = to_device(
+                torch.tensor([max(1, count) for count in decoded], dtype=lengths.dtype), lengths.device
+            )
             was_drafted = self._times.clock.mark()
             for rows in self._parts(verified, limits):
                 self._verify(batch, rows, limits, bonus, tokens, accepted, on_host, sampling)
             self._times.note_round(size, begin, was_drafted, max(limits))
             self._learn(batch, verified, limits, accepted, size)
-        elif self._is_dense(batch, on_host.tolist()):
+        elif self._is_dense(batch, known):
             self._times.note_dense(size, begin)
         sampling.finish(result.logits_output)
         if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import PlainValidator, WithJsonSchema
@@ -17,6 +18,11 @@ MAX_CHECKED_TOKENS: Final = 256
 """Of one pass on CUDA: buffers are made for as many. More are checked in several passes."""
 CHECKED_WIDTHS: Final = (2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
 """Tokens a row of a check that CUDA graphs are captured for; rows with fewer are filled up."""
+
+
+def checked_width(tokens: int) -> int:
+    """Return which of ``CHECKED_WIDTHS`` a check of so many tokens a row has: the next one."""
+    return CHECKED_WIDTHS[bisect_left(CHECKED_WIDTHS, tokens)]
 
 
 def _draft_tokens(value: Any) -> int | str:

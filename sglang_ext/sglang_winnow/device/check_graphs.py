@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from torch import Tensor
 
-from winnow_kernels.contract.verification import CHECKED_WIDTHS, MAX_CHECKED_TOKENS
+from winnow_kernels.contract.verification import CHECKED_WIDTHS, MAX_CHECKED_TOKENS, checked_width
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -38,7 +37,7 @@ class CheckGraphs:
 
     def width(self, tokens: int) -> int:
         """Return how many tokens a row a pass has that checks so many: those of the next graph."""
-        return CHECKED_WIDTHS[bisect_left(CHECKED_WIDTHS, tokens)] if self._graphs else tokens
+        return checked_width(tokens) if self._graphs else tokens
 
     def rows(self, tokens: int) -> int:
         """Return how many rows a pass can have that checks so many tokens of each."""
