@@ -30,11 +30,15 @@ BLOCK_BYTES: Final = 32 << 10
 
 _SPLITS = tl.constexpr(SPLITS)
 _TILE = tl.constexpr(TILE)
+_QUARTERS = tl.constexpr(4)
+_SMALL_BLOCK: Final = tl.constexpr(32)
 _FEWEST_TILES = tl.constexpr(4)
 _MAX_TILES = tl.constexpr(64)
 _MAX_ROUNDS: Final = 3
 _SHARED_BYTES: Final = 227 << 10
 _OTHER_BYTES: Final = 8 << 10
+_FEW_REGISTERS: Final = 128
+_PROGRAMS_OF_FEW_REGISTERS: Final = 4
 _NO_MASS = tl.constexpr(NO_MASS)
 _LOG2_E: Final = 1.4426950408889634
 
@@ -67,11 +71,12 @@ class PageLogs(NamedTuple):
     """How much attention each page gets from each query, of rows that ask for it.
 
     Attributes:
-        pointer: float32 [tokens, query heads, ``width``]; logarithms to base 2 of what exponentials of a page's scaled
-            scores add up to. Of rows that do not ask, and of pages that a query sees nothing of, they mean nothing or
-            are at most ``NO_MASS``, -inf too.
+        pointer: float32 [rows, KV heads, ``width``, queries], the queries being the new tokens of a row times the query
+            heads of a KV head's group, a token's heads together; logarithms to base 2 of what exponentials of a page's
+            scaled scores add up to. Of rows that do not ask, and of pages that a query sees nothing of, they mean
+            nothing or are at most ``NO_MASS``, -inf too.
         asking: int32 [rows]; not 0 of those that ask.
-        width: pages of a query.
+        width: pages of a row and KV head.
     """
 
     pointer: Pointer
@@ -89,6 +94,7 @@ class CheckLaunch:
         splits: of a context of a few thousand tokens or more.
         warps: of a program.
         stages: of its loop over tiles.
+        registers: of a thread, at most; as many as the compiler likes if None.
     """
 
     block: int
@@ -96,6 +102,7 @@ class CheckLaunch:
     splits: int
     warps: int = 4
     stages: int = 2
+    registers: int | None = None
 
     @classmethod
     def of(cls, rows: int, queries: int, cache: LayerCache) -> CheckLaunch:
@@ -104,13 +111,19 @@ class CheckLaunch:
         block = max(16, min(BLOCK_BYTES // vector_bytes, triton.next_power_of_2(queries)))
         blocks = triton.cdiv(queries, block)
         stages = 2 if vector_bytes <= 512 else 1
-        tiles_bytes = stages * 2 * TILE * vector_bytes
-        at_once = programs_on(cache.keys.device, max(1, _SHARED_BYTES // (tiles_bytes + _OTHER_BYTES)))
+        registers = None
+        if block <= _SMALL_BLOCK.value and vector_bytes <= 256:
+            # While one waits for its tile, and for its warps, the others compute.
+            registers, of_multiprocessor = _FEW_REGISTERS, _PROGRAMS_OF_FEW_REGISTERS
+        else:
+            tiles_bytes = stages * 2 * TILE * vector_bytes
+            of_multiprocessor = max(1, _SHARED_BYTES // (tiles_bytes + _OTHER_BYTES))
+        at_once = programs_on(cache.keys.device, of_multiprocessor)
         programs = rows * cache.kv_heads * blocks
         rounds = [at_once * rounds // programs for rounds in range(1, _MAX_ROUNDS + 1)]
         fitting = [splits for splits in rounds if 1 <= splits <= SPLITS]
         splits = fitting[-1] if fitting else min(SPLITS, max(1, rounds[0]))
-        return cls(block, blocks, splits, stages=stages)
+        return cls(block, blocks, splits, stages=stages, registers=registers)
 
 
 def attend_new(
@@ -160,6 +173,7 @@ def attend_new(
         aimed_splits=launch.splits,
         stages=launch.stages,
         num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
     _merge_kernel[(tokens, query_heads)](
         partial,
@@ -180,7 +194,7 @@ def _tiles_of_split(tiles: tl.tensor, aimed_splits: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_kernel(
+def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
     queries: Vectors,
     cache: KeysAndValues,
     rows: Rows,
@@ -217,12 +231,15 @@ def _attend_kernel(
     )
     position = tl.where(is_query, length - new_tokens + new_token, -1)
     table_ptr = rows.page_table + row * rows.table_stride
-    in_tile = tl.arange(0, _TILE)
+    in_tile = _tokens_of_tile()
     if leaves_logs:
-        of_logs = (token * (heads.kv_heads * heads.group) + head) * page_logs.width
+        queries_of_pair: tl.constexpr = new_tokens * heads.group
+        of_logs = (row * heads.kv_heads + kv_head) * page_logs.width * queries_of_pair + member
         is_asked = is_query & (tl.load(page_logs.asking + row) != 0)
     highest = tl.full([block], _NO_MASS, tl.float32)
-    mass = tl.zeros([block], tl.float32)
+    # Sums over a whole tile make the warps of a small block wait for each other; of a large one each has whole rows.
+    parts: tl.constexpr = _QUARTERS if leaves_logs or block <= _SMALL_BLOCK else 1
+    mass = tl.zeros([block, parts], tl.float32)
     weighted = tl.zeros([block, heads.dim_block], tl.float32)
     for tile in tl.range(begin, tl.minimum(begin + of_split, tiles), num_stages=stages):
         seen = tile * _TILE + in_tile
@@ -239,11 +256,13 @@ def _attend_kernel(
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         fade = tl.exp2(highest - higher)
         weights = tl.exp2(scores - higher[:, None])
-        mass = mass * fade + tl.sum(weights, axis=1)
+        of_parts = _sums_of_parts(weights, parts)
+        mass = mass * fade[:, None] + of_parts
         weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
         highest = higher
         if leaves_logs:
-            _leave_logs(page_logs, rows, of_logs, is_asked, weights, higher, tile, length)
+            _leave_logs(page_logs, rows, of_logs, is_asked, queries_of_pair, of_parts, higher, tile, length)
+    mass = tl.sum(mass, axis=1)
     saw = mass > 0.0
     # Of padding, and of queries before all that a split has, nothing is seen: neither logarithms nor quotients of 0.
     mass = tl.where(saw, mass, 1.0)
@@ -257,25 +276,46 @@ def _attend_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tokens_of_tile() -> tl.tensor:
+    """Return the order in which a tile's tokens are taken: 8 of each quarter, and the next 8 of each.
+
+    Tensor cores hand out scores in columns of 8, in turn to four warps. So each warp has a quarter to itself, and sums
+    over it need no other's.
+    """
+    column = tl.arange(0, _TILE)
+    quarter: tl.constexpr = _TILE // _QUARTERS
+    return column // 8 % _QUARTERS * quarter + column // (8 * _QUARTERS) * 8 + column % 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums_of_parts(weights: tl.tensor, parts: tl.constexpr) -> tl.tensor:
+    """Return the sums of ``weights``, [queries, tokens of a tile] as they are taken, over its quarters or all of it."""
+    columns: tl.constexpr = 8 * _QUARTERS // parts
+    by_part = tl.reshape(weights, [weights.shape[0], _TILE // (columns * parts), parts, columns])
+    return tl.sum(tl.sum(by_part, axis=3), axis=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _leave_logs(
     page_logs: PageLogs,
     rows: Rows,
     of_queries: tl.tensor,
     is_asked: tl.tensor,
-    weights: tl.tensor,
+    queries_of_pair: tl.constexpr,
+    of_quarters: tl.tensor,
     highest: tl.tensor,
     tile: tl.tensor,
     length: tl.tensor,
 ) -> None:
-    """Store the logarithms of a tile's pages: of ``weights``, [queries, tokens], relative to ``highest``, [queries]."""
+    """Store the logarithms of a tile's pages, from sums of [queries, quarters] relative to ``highest``, [queries]."""
     pages: tl.constexpr = _TILE // rows.page_size
-    of_pages = tl.sum(tl.reshape(weights, [weights.shape[0], pages, rows.page_size]), axis=2)
+    of_pages = tl.sum(tl.reshape(of_quarters, [of_quarters.shape[0], pages, _QUARTERS // pages]), axis=2)
     page = tile * pages + tl.arange(0, pages)
     # Of nothing the logarithm is -inf, of which an exponential is 0 again.
     has_mass = of_pages > 0.0
     logs = tl.log2(tl.where(has_mass, of_pages, 1.0)) + highest[:, None]
     tl.store(
-        page_logs.pointer + of_queries[:, None] + page[None, :],
+        page_logs.pointer + of_queries[:, None] + page[None, :] * queries_of_pair,
         tl.where(has_mass, logs, float("-inf")),
         mask=is_asked[:, None] & (page * rows.page_size < length)[None, :],
     )

@@ -20,7 +20,8 @@ from winnow_kernels.kernel_arguments import Pointer, Rows
 from winnow_kernels.selection.gpu_pages import warps_of
 from winnow_kernels.selection.gpu_threshold import LOWEST, ordered, threshold
 
-_PAGES_WEIGHED: Final = 256
+_PAGES_WEIGHED: Final = 64
+_QUERIES_WEIGHED: Final = 32
 _PAGES_COMPACTED: Final = tl.constexpr(1024)
 _SINKS_AT_ONCE: Final = tl.constexpr(64)
 
@@ -87,7 +88,15 @@ def choose(
     shape = {"new_tokens": new_tokens, "group": queries, "kv_heads": kv_heads}
     of_rows = (budgets, Rows.of(batch))
     _weigh_kernel[(triton.cdiv(pages, _PAGES_WEIGHED), kv_heads, batch.rows)](
-        *of_rows, logs, totals, masses, pages, block=_PAGES_WEIGHED, num_warps=2, **shape
+        *of_rows,
+        logs,
+        totals,
+        masses,
+        pages,
+        block=_PAGES_WEIGHED,
+        queries_at_once=min(_QUERIES_WEIGHED, triton.next_power_of_2(new_tokens * queries)),
+        num_warps=4,
+        **shape,
     )
     layers = kept.offsets.shape[1]
     _keep_kernel[(kv_heads, batch.rows)](
@@ -124,6 +133,7 @@ def _weigh_kernel(
     group: tl.constexpr,
     kv_heads: tl.constexpr,
     block: tl.constexpr,
+    queries_at_once: tl.constexpr,
 ) -> None:
     """Grid: blocks of pages × KV heads × rows."""
     begin = tl.program_id(0) * block
@@ -136,13 +146,20 @@ def _weigh_kernel(
     if begin >= end:
         return
     page = begin + tl.arange(0, block)
+    pair = row * kv_heads + kv_head
+    queries: tl.constexpr = new_tokens * group
     mass = tl.zeros([block], tl.float32)
-    for query in range(new_tokens * group):
+    for first in tl.static_range(0, queries, queries_at_once):
+        query = first + tl.arange(0, queries_at_once)
         of_head = (row * new_tokens + query // group) * (kv_heads * group) + kv_head * group + query % group
-        own = tl.load(logs.pointer + of_head * logs.width + page, mask=page < end, other=0.0)
-        mass += tl.exp2(own - tl.load(totals_ptr + of_head))
-    target = masses_ptr + (row * kv_heads + kv_head) * pages + page
-    tl.store(target, mass, mask=page < end)
+        total = tl.load(totals_ptr + of_head, mask=query < queries, other=0.0)
+        own = tl.load(
+            logs.pointer + (pair * logs.width + page)[:, None] * queries + query[None, :],
+            mask=(page < end)[:, None] & (query < queries)[None, :],
+            other=float("-inf"),
+        )
+        mass += tl.sum(tl.exp2(own - total[None, :]), axis=1)
+    tl.store(masses_ptr + pair * pages + page, mass, mask=page < end)
 
 
 @triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
