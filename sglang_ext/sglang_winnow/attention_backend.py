@@ -17,7 +17,7 @@ from sglang_winnow.mixed_plan import MixedPlan
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.released_prompts import is_due, release
-from sglang_winnow.request_state import RequestTable
+from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.verification_plan import VerificationPlan
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Statistics
@@ -64,6 +64,10 @@ class WinnowAttentionBackend(AttentionBackend):
         """
         self.requests.begin(requests)
         self._decoding = decoding
+
+    def can_decode_ahead(self, _states: Sequence[RequestState], _length_bounds: Sequence[int]) -> bool:
+        """Return whether a decode pass could be launched before lengths are known: here they always are."""
+        return True
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass."""

@@ -30,12 +30,13 @@ def decoded_tokens(
     counts = []
     for req, limit, length in zip(batch.reqs, limits, lengths, strict=True):
         wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
-        most = passes if _asks_for_tokens_alone(req) else 1
+        most = passes if asks_for_tokens_alone(req) else 1
         counts.append(0 if limit else max(1, min(most, wanted, context_length - length)))
     return counts
 
 
-def _asks_for_tokens_alone(req: Req) -> bool:
+def asks_for_tokens_alone(req: Req) -> bool:
+    """Return whether a request's tokens depend on nothing that the host learns of those before, nor tell more."""
     # Of SGLang's releases only the later ones have masks of what could be drawn.
     masks = getattr(req, "return_sampling_mask", False)
     return not (req.return_logprob or req.grammar is not None or masks or is_penalized(req))

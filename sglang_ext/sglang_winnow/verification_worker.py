@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -14,6 +14,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from sglang_winnow.check_sampling import CheckSampling, penalize_retracted
+from sglang_winnow.draft_ahead import DraftsAhead, can_draft_ahead
 from sglang_winnow.draft_length import DraftLength, agree, begin_round
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
 from sglang_winnow.ranks import attention_ranks
@@ -24,9 +25,10 @@ from sglang_winnow.round_times import ASSUMED, BatchSize, Clock, RoundTimes
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.decode.ranks import ALONE
-from winnow_kernels.host_tensors import to_device
+from winnow_kernels.host_tensors import OnHost, to_device
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
@@ -36,6 +38,26 @@ WIDTH: Final = MAX_DRAFT_TOKENS + 1
 """Tokens that a round yields for a row, at most: all drafts, and the one that follows them."""
 
 
+class _Check(NamedTuple):
+    """A pass that has checked.
+
+    Attributes:
+        rows: of the batch.
+        places: int64 [rows], the same.
+        output: what the pass came to.
+        drawn: int64 [rows, width], behind the newest accepted token and each draft.
+        accepted: int64 [rows], the drafts that stand, and one more token.
+        on_host: the same.
+    """
+
+    rows: list[int]
+    places: Tensor
+    output: LogitsProcessorOutput
+    drawn: Tensor
+    accepted: Tensor
+    on_host: OnHost
+
+
 class VerificationWorker(BaseSpecWorker):
     """Drafts and checks with the one model that there is."""
 
@@ -43,6 +65,8 @@ class VerificationWorker(BaseSpecWorker):
         super().__init__()
         self._target_worker = target_worker
         self._graphs: CheckGraphs | None = None
+        self._context_length: int = target_worker.model_runner.model_config.context_len
+        self._ahead: DraftsAhead | None = None
         self._times = RoundTimes(Clock(torch.device(target_worker.model_runner.device)))
         # Several ranks must draft alike, and would measure different times.
         self._measures = attention_ranks() is ALONE
@@ -66,6 +90,8 @@ class VerificationWorker(BaseSpecWorker):
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
         else:
+            # Who was retracted is prefilled, and has other slots.
+            self._ahead = None
             penalize_retracted(batch)
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens.clone()
@@ -84,40 +110,51 @@ class VerificationWorker(BaseSpecWorker):
         limits = self._limits(batch, known, size)
         begin = self._times.clock.mark()
         verified = [row for row, limit in enumerate(limits) if limit]
-        accepted = torch.ones_like(lengths)
         if on_publish is not None and not verified:
             # Known before the pass: the next one can be prepared while it runs.
             on_publish(lengths + 1)
         sampling = CheckSampling(batch, limits, known)
         tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
-        result = self._decode(_part(batch, None), bonus, lengths, on_host)
-        tokens[:, 0] = result.next_token_ids
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (drafts_ahead := ahead.of(batch.reqs, limits)) is not None:
+            result, begin = ahead.result, ahead.begin
+            tokens[:, 0] = drafts_ahead
+        else:
+            result = self._decode(_part(batch, None), bonus, lengths, on_host)
+            tokens[:, 0] = result.next_token_ids
+            if verified:
+                index = to_device(torch.tensor(verified), lengths.device)
+                tokens[index, 0] = result.logits_output.next_token_logits[index].argmax(-1)
+        result.accept_lens = torch.ones_like(lengths, dtype=torch.int32)
+        checks: list[_Check] = []
         if verified:
-            index = to_device(torch.tensor(verified), lengths.device)
-            tokens[index, 0] = result.logits_output.next_token_logits[index].argmax(-1)
-            decoded = decoded_tokens(batch, limits, known, self.target_worker.model_runner.model_config.context_len)
+            decoded = decoded_tokens(batch, limits, known, self._context_length)
             self._draft(batch, limits, decoded, tokens, lengths, on_host, sampling)
             # What checked rows come to is known when they have been.
-            accepted = to_device(
-                torch.tensor([max(1, count) for count in decoded], dtype=lengths.dtype), lengths.device
-            )
+            counts = torch.tensor([max(1, count) for count in decoded], dtype=torch.int32)
+            result.accept_lens = to_device(counts, lengths.device)
             was_drafted = self._times.clock.mark()
             for rows in self._parts(verified, limits):
-                self._verify(batch, rows, limits, bonus, tokens, accepted, on_host, sampling)
+                checks.append(self._verify(batch, rows, limits, bonus, tokens, on_host, sampling))
+                result.accept_lens[checks[-1].places] = checks[-1].accepted.to(torch.int32)
             self._times.note_round(size, begin, was_drafted, max(limits))
-            self._learn(batch, verified, limits, accepted, size)
         elif self._is_dense(batch, known):
             self._times.note_dense(size, begin)
+        result.next_token_ids = tokens.flatten()
+        result.new_seq_lens = lengths + result.accept_lens
+        if on_publish is not None and verified:
+            on_publish(result.new_seq_lens)
+        newest = tokens.gather(1, (result.accept_lens.long() - 1)[:, None])[:, 0]
+        result.next_draft_input = NextTokens(newest)
+        note_rows(result, self.target_worker, batch)
+        if can_draft_ahead(batch, limits, known, self._context_length):
+            self._draft_ahead(batch, limits, newest, result, on_host)
+        if checks:
+            # Only now does the host wait for the device.
+            self._learn(batch, limits, checks, sampling, size)
         sampling.finish(result.logits_output)
         if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
             result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
-        result.next_token_ids = tokens.flatten()
-        result.accept_lens = accepted.to(torch.int32)
-        result.new_seq_lens = lengths + accepted
-        if on_publish is not None and verified:
-            on_publish(result.new_seq_lens)
-        result.next_draft_input = NextTokens(tokens.gather(1, (accepted - 1)[:, None])[:, 0])
-        note_rows(result, self.target_worker, batch)
         return result
 
     def _limits(self, batch: ScheduleBatch, lengths: Sequence[int], size: BatchSize) -> list[int]:
@@ -143,14 +180,22 @@ class VerificationWorker(BaseSpecWorker):
         return limits
 
     def _learn(
-        self, batch: ScheduleBatch, rows: Sequence[int], limits: Sequence[int], accepted: Tensor, size: BatchSize
+        self,
+        batch: ScheduleBatch,
+        limits: Sequence[int],
+        checks: Sequence[_Check],
+        sampling: CheckSampling,
+        size: BatchSize,
     ) -> None:
-        """Let those who draft as many as pay learn from a round."""
-        come_to = accepted.tolist()
-        lengths = [batch.reqs[row].winnow_state.draft_length for row in rows]
-        for row, length in zip(rows, lengths, strict=True):
-            length.note(limits[row], come_to[row] - 1)
-        agree(lengths, (self._times.costs(size) if self._measures else None) or ASSUMED)
+        """Note what checks have come to; let those who draft as many as pay learn from it."""
+        drafting: list[DraftLength] = []
+        for check in checks:
+            accepted = check.on_host.tolist()
+            sampling.note(check.output, check.rows, check.drawn, accepted)
+            for row, count in zip(check.rows, accepted, strict=True):
+                drafting.append(batch.reqs[row].winnow_state.draft_length)
+                drafting[-1].note(limits[row], count - 1)
+        agree(drafting, (self._times.costs(size) if self._measures else None) or ASSUMED)
 
     def _is_dense(self, batch: ScheduleBatch, lengths: Sequence[int]) -> bool:
         """Return whether a pass in which nobody drafts was dense for everybody."""
@@ -158,13 +203,41 @@ class VerificationWorker(BaseSpecWorker):
         rows = zip(batch.reqs, lengths, strict=True)
         return all(reads_everything(req.winnow_state, length + 1, page_size) for req, length in rows)
 
+    def _draft_ahead(
+        self,
+        batch: ScheduleBatch,
+        limits: Sequence[int],
+        newest: Tensor,
+        result: GenerationBatchResult,
+        on_host: Tensor,
+    ) -> None:
+        """Launch the pass that drafts first in the next round, behind the ``newest`` tokens of this one."""
+        accepted = result.accept_lens
+        most = torch.tensor(limits) + 1 if accepted.is_cuda else accepted
+        bounds = on_host + most
+        states = [req.winnow_state for req in batch.reqs]
+        if not self.target_worker.model_runner.attn_backend.can_decode_ahead(states, (bounds + 1).tolist()):
+            return
+        begin = self._times.clock.mark()
+        # Found before the host knows who has ended, and gives their slots to others.
+        slots = _slots_at(batch, result.new_seq_lens)
+        part = _part(batch, None)
+        output = self._decode(part, newest, result.new_seq_lens, bounds, sample=False, slots=slots)
+        self._ahead = DraftsAhead(list(batch.reqs), output.logits_output.next_token_logits.argmax(-1), output, begin)
+
     def _decode(
-        self, part: ScheduleBatch, tokens: Tensor, cached: Tensor, on_host: Tensor, *, sample: bool = True
+        self,
+        part: ScheduleBatch,
+        tokens: Tensor,
+        cached: Tensor,
+        on_host: Tensor,
+        *,
+        sample: bool = True,
+        slots: Tensor | None = None,
     ) -> GenerationBatchResult:
-        table = part.req_to_token_pool.req_to_token
         part.forward_mode = ForwardMode.DECODE
         part.input_ids = tokens
-        part.out_cache_loc = table[part.req_pool_indices, cached].to(torch.int64)
+        part.out_cache_loc = _slots_at(part, cached) if slots is None else slots
         part.seq_lens = cached + 1
         part.seq_lens_cpu = on_host + 1
         part.seq_lens_sum = None
@@ -215,11 +288,10 @@ class VerificationWorker(BaseSpecWorker):
         limits: list[int],
         bonus: Tensor,
         tokens: Tensor,
-        accepted: Tensor,
         on_host: Tensor,
         sampling: CheckSampling,
-    ) -> None:
-        """Check the drafts that ``rows`` have as ``tokens``; fill in what is drawn, and how many are ``accepted``.
+    ) -> _Check:
+        """Check the drafts that ``rows`` have as ``tokens``, and fill in what is drawn.
 
         Where a row has drafted fewer than others, nothing is asked of the tokens that fill it up.
         """
@@ -238,7 +310,7 @@ class VerificationWorker(BaseSpecWorker):
         part.prefix_lens, part.extend_lens = on_host[rows].tolist(), [width] * len(rows)
         part.seq_lens, part.seq_lens_cpu, part.seq_lens_sum = cached + width, on_host[rows] + width, None
         # What lies beyond the longest context is of rows that have drafted less: it is not looked at.
-        last = runner.model_config.context_len - 1
+        last = self._context_length - 1
         part.spec_info = CheckedTokens(positions.clamp_max(last).flatten(), width)
         with nullcontext() if self._graphs is None else self._graphs.checking(width):
             checked = self.target_worker.forward_batch_generation(part, is_verify=True).logits_output
@@ -248,12 +320,12 @@ class VerificationWorker(BaseSpecWorker):
         standing = simulated_acceptance(limit)
         if standing is None:
             standing = standing_drafts(drafted, own, limit)
-        accepted[index] = 1 + standing
+        accepted = 1 + standing
         tokens[index, :width] = own
-        (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
-        sampling.note(checked, rows, own, [1 + stood for stood in standing.tolist()])
+        (runner.attn_backend if self._graphs is None else self._graphs).accept(accepted)
         for row in rows:
             batch.reqs[row].winnow_state.written_anew(int(on_host[row]))
+        return _Check(rows, index, checked, own, accepted, OnHost(accepted))
 
 
 def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
@@ -268,6 +340,11 @@ def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
     """
     is_draft = torch.arange(drafted.shape[1], device=drafted.device) < limits[:, None]
     return ((drafted == drawn[:, :-1]) & is_draft).long().cumprod(1).sum(1)
+
+
+def _slots_at(batch: ScheduleBatch, positions: Tensor) -> Tensor:
+    """Return the KV slots, int64 [rows], that a batch's rows have at their ``positions``, int64 [rows]."""
+    return batch.req_to_token_pool.req_to_token[batch.req_pool_indices, positions].to(torch.int64)
 
 
 def _part(batch: ScheduleBatch, rows: list[int] | None) -> ScheduleBatch:

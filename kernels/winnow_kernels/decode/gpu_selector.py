@@ -117,8 +117,20 @@ class Selector:
         del step
         return None
 
-    def observe(self, layer: int, new_tokens: int, step: Step, partial: CheckPartial) -> None:
-        """See a layer of a check, after its attention; ``partial`` has the log-sum-exps of the rows' tokens."""
+    def observe(self, layer: int, new_tokens: int, part: Step, rows: slice, whole: Step, partial: CheckPartial) -> None:
+        """See ``rows`` of a layer of a check, after their attention.
+
+        Args:
+            layer: its number.
+            new_tokens: that are checked, of each row.
+            part: the step of these rows.
+            rows: which of the whole step they are.
+            whole: the step of all.
+            partial: has the log-sum-exps of the rows' tokens.
+        """
+
+    def observed(self, layer: int, new_tokens: int, step: Step) -> None:
+        """See a layer of a check after all its rows have been."""
 
 
 class PageIndexSelector(Selector):

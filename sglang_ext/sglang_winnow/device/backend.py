@@ -121,6 +121,10 @@ class WinnowDeviceBackend(AttentionBackend):
             if self.variants[self.label] != needed:
                 METRICS.add(SUPERSET_STEPS, graph=self.label)
 
+    def can_decode_ahead(self, states: Sequence[RequestState], length_bounds: Sequence[int]) -> bool:
+        """Return whether a decode pass could be launched that has contexts of up to so many tokens."""
+        return self._decode.is_prepared(states, length_bounds)
+
     def compile(self, rows: int) -> None:
         """Compile the kernels of decode steps of ``rows`` rows, before graphs are captured of them."""
         self._decode.compile(self.variants.values(), rows, self._query_heads)

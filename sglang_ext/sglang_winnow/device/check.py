@@ -128,7 +128,9 @@ class CheckBackend(AttentionBackend):
                 page_logs=logs[0] if logs else None,
             )
             for observer in observers:
-                observer.observe(layer, self._width, part, self._partial)
+                observer.observe(layer, self._width, part, rows, step, self._partial)
+        for observer in observers:
+            observer.observed(layer, self._width, step)
 
     def accept(self, accepted: Tensor) -> None:
         """Count the last pass, and the steps that dense decoding would have taken to what it has come to.

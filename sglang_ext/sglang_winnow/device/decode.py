@@ -143,6 +143,14 @@ class DeviceDecode:
             layers.update(declared.own_layers(state.decode))
         return Variant(frozenset(kinds - {DENSE_KIND}), ordered, frozenset(layers))
 
+    def is_prepared(self, states: Sequence[RequestState], length_bounds: Sequence[int]) -> bool:
+        """Return whether no request would ``enter`` anew at a context of up to so many tokens."""
+        for state, length in zip(states, length_bounds, strict=True):
+            kind = declaration_of(state.decode).kind
+            if kind != DENSE_KIND and self._selectors[kind].stage(state, length) != state.stage:
+                return False
+        return True
+
     def prepare(
         self,
         variant: Variant,

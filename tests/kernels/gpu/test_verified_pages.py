@@ -20,7 +20,7 @@ from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.snapkv import gpu as stored_gpu
 from winnow_kernels.policies.snapkv.gpu import StoredRows
-from winnow_kernels.policies.verified_pages.gpu import BudgetRows, KeptPages, choose
+from winnow_kernels.policies.verified_pages.gpu import BudgetRows, KeptPages, keep, weigh
 from winnow_kernels.policies.verified_pages.parameters import VerifiedPages
 from winnow_kernels.policies.verified_pages.reference import CheckedPages, PageBudget, VerifiedPagesStep
 
@@ -99,9 +99,10 @@ def chosen(case: Case, device: torch.device) -> tuple[KeptPages, Tensor, DecodeB
     plain = torch.empty_like(queries)
     attend_new(queries, cache, batch, SCALE, partial, plain)
     torch.testing.assert_close(output, plain, rtol=1e-5, atol=1e-6)
-    masses = torch.full((rows, case.kv_heads, pages), torch.nan, dtype=torch.float32, device=device)
-    for layer in range(LAYERS):
-        choose(layer, case.new_tokens, batch, of_rows, page_logs, partial.totals, request_slots, kept, masses)
+    masses = torch.full((LAYERS, rows, case.kv_heads, pages), torch.nan, dtype=torch.float32, device=device)
+    for of_layer in masses:
+        weigh(case.new_tokens, batch, of_rows, page_logs, partial.totals, of_layer)
+    keep(0, case.new_tokens, batch, of_rows, masses, request_slots, kept)
     return kept, request_slots, batch
 
 
@@ -202,8 +203,9 @@ def _launch() -> None:
         partial = CheckPartial.empty(len(queries), 8 * group, cache)
         logs = PageLogs(torch.empty(64), asking.recent, pages)
         attend_new(queries, cache, batch, 0.1, partial, torch.empty_like(queries), page_logs=logs)
-        masses = torch.empty(2, 8, pages)
-        choose(LAYER, new_tokens, batch, asking, logs, partial.totals, torch.arange(2), kept, masses)
+        masses = torch.empty(1, 2, 8, pages)
+        weigh(new_tokens, batch, asking, logs, partial.totals, masses[0])
+        keep(LAYER, new_tokens, batch, asking, masses, torch.arange(2), kept)
 
 
 def test_fits_a_multiprocessor() -> None:

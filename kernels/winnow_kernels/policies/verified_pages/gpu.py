@@ -1,9 +1,10 @@
 """``verified_pages`` on a GPU (``reference``): pages chosen in the passes that check, out of their own attention.
 
 The attention of a check leaves the logarithm of each page's mass for every new token and query head: 4 bytes for each
-and page, that is 1 % of the bytes of keys and values for five tokens, a group of 4 and bf16 keys of 128. Two launches
-in each layer follow: ``weigh`` adds up the masses of a KV head, once log-sum-exps are known, and ``keep`` chooses. What
-is chosen waits in memory for the drafts, of which each layer has one launch, SnapKV's.
+and page, that is 1 % of the bytes of keys and values for five tokens, a group of 4 and bf16 keys of 128. A launch in
+each layer adds up the masses of a KV head, once log-sum-exps are known (``weigh``), and one for several layers, which
+together fill the device, chooses (``keep``). What is chosen waits in memory for the drafts, of which each layer has one
+launch, SnapKV's.
 """
 
 from __future__ import annotations
@@ -56,58 +57,77 @@ class BudgetRows(NamedTuple):
     sinks: Pointer
 
 
-def choose(
-    layer: int,
+def weigh(
     new_tokens: int,
     batch: DecodeBatch,
     budgets: BudgetRows,
     logs: PageLogs,
     totals: Tensor,
-    request_slots: Tensor,
-    kept: KeptPages,
     masses: Tensor,
 ) -> None:
-    """Choose the pages that the rows' next drafts attend to in a layer, after its attention in a check.
+    """Add up what the queries of each KV head give to each page, after a layer's attention in a check.
 
     Args:
-        layer: its number.
         new_tokens: that are checked, of each row.
         batch: where the rows' contexts lie, the new tokens among them.
         budgets: of the rows.
         logs: the pages' masses, as attention has left them.
         totals: float32 [tokens, query heads]; log-sum-exps to base 2.
-        request_slots: int64 [rows].
-        kept: what is written to.
-        masses: float32 [at least rows, KV heads, pages]; scratch.
+        masses: float32 [rows, KV heads, pages], contiguous; what is written to.
     """
-    kv_heads = kept.offsets.shape[2]
-    pages = batch.page_table.shape[1]
+    rows, kv_heads, pages = masses.shape
     assert masses.is_contiguous()
-    assert masses.shape[2] == pages
-    queries = totals.shape[1] // kv_heads
-    shape = {"new_tokens": new_tokens, "group": queries, "kv_heads": kv_heads}
-    of_rows = (budgets, Rows.of(batch))
-    _weigh_kernel[(triton.cdiv(pages, _PAGES_WEIGHED), kv_heads, batch.rows)](
-        *of_rows,
+    assert (rows, pages) == (batch.rows, batch.page_table.shape[1])
+    group = totals.shape[1] // kv_heads
+    _weigh_kernel[(triton.cdiv(pages, _PAGES_WEIGHED), kv_heads, rows)](
+        budgets,
+        Rows.of(batch),
         logs,
         totals,
         masses,
         pages,
+        new_tokens=new_tokens,
+        group=group,
+        kv_heads=kv_heads,
         block=_PAGES_WEIGHED,
-        queries_at_once=min(_QUERIES_WEIGHED, triton.next_power_of_2(new_tokens * queries)),
+        queries_at_once=min(_QUERIES_WEIGHED, triton.next_power_of_2(new_tokens * group)),
         num_warps=4,
-        **shape,
     )
-    layers = kept.offsets.shape[1]
-    _keep_kernel[(kv_heads, batch.rows)](
-        *of_rows,
+
+
+def keep(
+    first_layer: int,
+    new_tokens: int,
+    batch: DecodeBatch,
+    budgets: BudgetRows,
+    masses: Tensor,
+    request_slots: Tensor,
+    kept: KeptPages,
+) -> None:
+    """Choose the pages that the rows' next drafts attend to in some layers.
+
+    Args:
+        first_layer: number of the first of them.
+        new_tokens: that are checked, of each row.
+        batch: where the rows' contexts lie, the new tokens among them.
+        budgets: of the rows.
+        masses: float32 [layers, rows, KV heads, pages], contiguous; as ``weigh`` has left them.
+        request_slots: int64 [rows].
+        kept: what is written to.
+    """
+    of_launch, rows, kv_heads, pages = masses.shape
+    assert masses.is_contiguous()
+    assert (rows, pages) == (batch.rows, batch.page_table.shape[1])
+    _keep_kernel[(kv_heads, rows, of_launch)](
+        budgets,
+        Rows.of(batch),
         masses,
         request_slots,
         kept,
         pages,
-        layer,
+        first_layer,
         new_tokens=new_tokens,
-        layers=layers,
+        layers=kept.offsets.shape[1],
         kv_heads=kv_heads,
         block=triton.next_power_of_2(pages),
         num_warps=warps_of(pages),
@@ -162,7 +182,7 @@ def _weigh_kernel(
     tl.store(masses_ptr + pair * pages + page, mass, mask=page < end)
 
 
-@triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first_layer"])  # type: ignore[untyped-decorator]
 def _keep_kernel(
     budgets: BudgetRows,
     rows: Rows,
@@ -170,15 +190,16 @@ def _keep_kernel(
     request_slots_ptr: tl.tensor,
     stored: KeptPages,
     pages: tl.tensor,
-    layer: tl.tensor,
+    first_layer: tl.tensor,
     new_tokens: tl.constexpr,
     layers: tl.constexpr,
     kv_heads: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Write the pages of a row and KV head, in the context's order. Grid: KV heads × rows."""
+    """Write the pages of a row and KV head in a layer, in the context's order. Grid: KV heads × rows × layers."""
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    layer = first_layer + tl.program_id(2)
     recent = tl.load(budgets.recent + row)
     if recent == 0:
         return
@@ -190,7 +211,8 @@ def _keep_kernel(
     tl.store(stored.kept + own, sinks + most)
     if (layer == 0) & (kv_head == 0):
         tl.store(stored.since + request_slot, end * rows.page_size)
-    own_masses_ptr = masses_ptr + (row * kv_heads + kv_head) * pages
+    of_layer = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + row
+    own_masses_ptr = masses_ptr + (of_layer * kv_heads + kv_head) * pages
     list_ptr = stored.pages + tl.load(stored.offsets + own)
     for begin in range(0, sinks, _SINKS_AT_ONCE):
         page = begin + tl.arange(0, _SINKS_AT_ONCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import ClassVar, Final
 
@@ -26,6 +27,10 @@ CAPACITY: Final = 2**23
 """Pages of a server: of 540 requests of a Llama-3.1-8B that keep 1,024 tokens for each KV head."""
 
 
+ROWS_OF_LAUNCH: Final = 64
+"""Rows times layers for which pages are chosen at once: with 8 KV heads, programs for all that a H200 runs at once."""
+
+
 class CheckedPagesSelector(Selector):
     """What the last check of each request has chosen, and everything behind it."""
 
@@ -43,7 +48,8 @@ class CheckedPagesSelector(Selector):
         self._offsets, self._kept, self._since_of_rows = empty.offsets, empty.kept, empty.prompt_lengths
         pages = step.batch.page_table.shape[1]
         self._logs = torch.empty(SCRATCH_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device)
-        self._masses = torch.empty(step.rows, kv_heads, pages, dtype=torch.float32, device=device)
+        rows = max(step.rows, ROWS_OF_LAUNCH)
+        self._masses = torch.empty(rows * kv_heads * pages, dtype=torch.float32, device=device)
         self._entered: dict[int, weakref.ref[Request]] = {}
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
@@ -88,16 +94,35 @@ class CheckedPagesSelector(Selector):
     def page_logs(self, step: Step) -> PageLogs:
         return PageLogs(self._logs, step.parameters.own(KIND, "recent"), step.batch.page_table.shape[1])
 
-    def observe(self, layer: int, new_tokens: int, step: Step, partial: CheckPartial) -> None:
-        own = step.parameters
-        gpu.choose(
-            layer,
+    def observe(self, layer: int, new_tokens: int, part: Step, rows: slice, whole: Step, partial: CheckPartial) -> None:
+        masses = self._masses_of(whole)[layer % self._layers_at_once(whole), rows]
+        gpu.weigh(new_tokens, part.batch, _budgets(part), self.page_logs(part), partial.totals, masses)
+
+    def observed(self, layer: int, new_tokens: int, step: Step) -> None:
+        at_once, layers = self._layers_at_once(step), self._stored.kept.shape[1]
+        of_launch = layer % at_once + 1
+        if of_launch < at_once and layer < layers - 1:
+            return
+        gpu.keep(
+            layer - of_launch + 1,
             new_tokens,
             step.batch,
-            BudgetRows(own.own(KIND, "recent"), own.own(KIND, "most"), own.sinks),
-            self.page_logs(step),
-            partial.totals,
+            _budgets(step),
+            self._masses_of(step)[:of_launch],
             step.request_slots,
             KeptPages(self._stored.positions, self._stored.offsets, self._stored.kept, self._since),
-            self._masses,
         )
+
+    def _layers_at_once(self, step: Step) -> int:
+        return max(1, ROWS_OF_LAUNCH // step.rows)
+
+    def _masses_of(self, step: Step) -> Tensor:
+        """Return scratch, float32 [layers, rows, KV heads, pages]."""
+        pages, kv_heads = step.batch.page_table.shape[1], self._stored.kept.shape[2]
+        shape = (self._layers_at_once(step), step.rows, kv_heads, pages)
+        return self._masses[: math.prod(shape)].view(shape)
+
+
+def _budgets(step: Step) -> BudgetRows:
+    own = step.parameters
+    return BudgetRows(own.own(KIND, "recent"), own.own(KIND, "most"), own.sinks)
