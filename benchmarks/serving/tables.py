@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from benchmarks.markdown_tables import in_thousands
 from benchmarks.records import Record, Row, case_of, devices_of, headers_of
@@ -174,6 +175,9 @@ def growth_table(path: Path) -> str:
     return markdown_table(headings, rows) + devices_of(record)
 
 
+_COUNTS_EQUAL: Final = {True: "yes", False: "no", None: "not compared"}
+
+
 def ranks_table(path: Path) -> str:
     """Return how two GPUs answer beside one."""
     record = Record.read(path)
@@ -190,7 +194,7 @@ def ranks_table(path: Path) -> str:
                 str(parameters["gpus"]),
                 f"{row.measured:.2f}",
                 f"{min(parameters['equal_tokens'])} of {parameters['output_tokens']}",
-                "yes" if parameters["numbers_equal"] else "no",
+                _COUNTS_EQUAL[parameters["numbers_equal"]],
                 f"{parameters['largest_difference_of_ratios']:.4f}",
             )
         )

@@ -10,6 +10,9 @@ change places, and everything behind them differs; less often in ``--dtype float
 answers are certain, the first tokens must not; random weights are certain of nothing. Rows say for how many tokens all
 answers agree, and by how much the ratios in their ``attention`` differ at most; numbers in it that are no ratios must
 be equal.
+
+With ``--draft-tokens`` all but dense answers are verified. How many drafts stand depends on tokens, so that numbers are
+not compared. ``SGLANG_SIMULATE_ACC_LEN`` lets drafts stand with random weights.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ from benchmarks.serving.batch_timing import BatchServer, timing_of
 from benchmarks.serving.serve import ROOM_FOR_CHUNKED, Prompts
 from sglang_winnow import crossover
 from tests.runtime import runtime_server
-from winnow_kernels.policies.registry import PARAMETERS
+from winnow_kernels.contract.verification import ALGORITHM
+from winnow_kernels.policies.registry import PARAMETERS, POLICIES_SETTING
 
 BENCH: Final = "tensor parallelism"
 NEEDLE: Final = "needle"
+DENSE: Final = "dense"
 TOKENS: Final = 64
 _CHOSEN: Final = {"budget": 1024, "window": 1024, "p": 0.75}
 """How much a policy reads, by the field that says so."""
@@ -70,6 +75,7 @@ def main(
     sizes: Annotated[str, typer.Option(help="GPUs of the servers, the first to compare with.")] = "1,2",
     context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 8192,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 4,
+    draft_tokens: Annotated[int, typer.Option(min=0, help="Drafted for each check; 0 verifies nothing.")] = 0,
     tokens: Annotated[int, typer.Option(help="Of an answer.")] = TOKENS,
     dtype: Annotated[str, typer.Option(help="Of weights and KV cache; each model's own if empty.")] = "",
     policies: Annotated[str, typer.Option(help="Names in this file, with semicolons between; all if empty.")] = "",
@@ -79,7 +85,8 @@ def main(
     """Compare, print, write JSON after each model."""
     # Policies act at every length.
     os.environ[crossover.ENVIRONMENT] = "0"
-    names = policies.split(";") if policies else list(POLICIES)
+    names = policies.split(";") if policies else list(asked_with(draft_tokens))
+    asked = asked_with(draft_tokens)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         about = header_from_outside() | {"dense_backend": os.environ.get("WINNOW_DENSE_BACKEND"), "dtype": dtype}
@@ -90,7 +97,15 @@ def main(
             starting = {
                 (name, size): threads.submit(
                     stack.enter_context,
-                    serving(folder, size, dtype, context + 2 * tokens, batch, logs / f"{name}-{size}.log"),
+                    serving(
+                        folder,
+                        size,
+                        dtype,
+                        context + 2 * tokens,
+                        batch,
+                        [asked[own] for own in names] if draft_tokens else (),
+                        logs / f"{name}-{size}.log",
+                    ),
                 )
                 for name, folder in folders.items()
                 for size in numbers(sizes)
@@ -102,12 +117,27 @@ def main(
             for size in numbers(sizes):
                 with BatchServer(urls[model, size], batch) as server:
                     for name in names:
-                        got = ask(urls[model, size], server, prompts, tokens, POLICIES[name])
-                        rows.append(row_of(model, name, size, context, got, expected.setdefault(name, got)))
+                        got = ask(urls[model, size], server, prompts, tokens, asked[name])
+                        rows.append(
+                            row_of(model, name, asked[name], size, context, got, expected.setdefault(name, got))
+                        )
                         console.print(line_of(rows[-1]))
                 Record(about, rows).write(output)
-    if any(not row.parameters["numbers_equal"] for row in rows):
+    if any(row.parameters["numbers_equal"] is False for row in rows):
         raise typer.Exit(1)
+
+
+def asked_with(draft_tokens: int) -> dict[str, Mapping[str, Any]]:
+    """Return what is asked for, by name: verified if any tokens are drafted, as far as a policy drafts."""
+    if not draft_tokens:
+        return {name: own for name, own in POLICIES.items() if not PARAMETERS["decode"][kind_of(own)].drafts_only}
+    verify = {"verify": {"draft_tokens": draft_tokens}}
+    return {name: own if kind_of(own) == DENSE else {**own, **verify} for name, own in POLICIES.items()}
+
+
+def kind_of(policy: Mapping[str, Any]) -> str:
+    """Return the name of a request's decode policy."""
+    return str(policy["decode"]["policy"])
 
 
 def folder_of(model: str, folder: Path, longest: int) -> Path:
@@ -118,8 +148,10 @@ def folder_of(model: str, folder: Path, longest: int) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, size: int, dtype: str, longest: int, batch: int, log: Path) -> Iterator[str]:
-    """Serve on ``size`` GPUs until the block ends; the server's address."""
+def serving(
+    folder: Path, size: int, dtype: str, longest: int, batch: int, verified: Sequence[Mapping[str, Any]], log: Path
+) -> Iterator[str]:
+    """Serve on ``size`` GPUs until the block ends, with checks if anybody is ``verified``; the server's address."""
     weights = () if (folder / "model.safetensors.index.json").exists() else ("--load-format", "dummy")
     arguments = [
         *("--attention-backend", "winnow", "--tensor-parallel-size", str(size), *weights),
@@ -129,9 +161,13 @@ def serving(folder: Path, size: int, dtype: str, longest: int, batch: int, log: 
         *("--context-length", str(longest), "--max-running-requests", str(batch + ROOM_FOR_CHUNKED)),
         *("--cuda-graph-bs-decode", str(batch)),
         *("--max-total-tokens", str(2 * batch * longest)),
+        *(("--speculative-algorithm", ALGORITHM) if verified else ()),
     ]
     # Servers that start side by side leave the GPUs unequal memory for a while.
-    with runtime_server(folder, *arguments, log=log, SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="false") as runtime:
+    settings = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+    if verified:
+        settings[POLICIES_SETTING] = ",".join(sorted({kind_of(own) for own in verified} - {DENSE}))
+    with runtime_server(folder, *arguments, log=log, **settings) as runtime:
         yield runtime.url
 
 
@@ -165,24 +201,27 @@ def ask(
     return Answers(
         [answer["output_ids"] for answer in answers],
         [answer["meta_info"]["attention"] for answer in answers],
-        timing.tpot,
+        # Of verified answers several tokens come at once.
+        timing.mean_tpot if "verify" in policy else timing.tpot,
     )
 
 
-def row_of(model: str, policy: str, size: int, context: int, got: Answers, expected: Answers) -> Row:
+def row_of(
+    model: str, name: str, policy: Mapping[str, Any], size: int, context: int, got: Answers, expected: Answers
+) -> Row:
     """Return TPOT in ms, and what differs from ``expected``."""
     differences = [compare(*pair) for pair in zip(got.costs, expected.costs, strict=True)]
     return Row(
         bench=BENCH,
         model=model,
-        policy=policy,
+        policy=name,
         parameters={
             "figure": "tpot",
             "gpus": size,
-            "attention": POLICIES[policy],
+            "attention": policy,
             "output_tokens": len(got.tokens[0]),
             "equal_tokens": [equal_tokens(*pair) for pair in zip(got.tokens, expected.tokens, strict=True)],
-            "numbers_equal": all(alike for alike, _ in differences),
+            "numbers_equal": None if "verify" in policy else all(alike for alike, _ in differences),
             "largest_difference_of_ratios": max(ratio for _, ratio in differences),
             "costs": list(got.costs),
         },
