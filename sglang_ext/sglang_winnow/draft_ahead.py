@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,13 +31,11 @@ class DraftsAhead:
         reqs: of its rows.
         tokens: int64 [rows], the drafts.
         result: of the pass.
-        begin: the moment at which the device has come to it.
     """
 
     reqs: Sequence[Req]
     tokens: Tensor
     result: GenerationBatchResult
-    begin: Any
 
     def of(self, reqs: Sequence[Req], limits: Sequence[int]) -> Tensor | None:
         """Return the first drafts of a round's rows, int64 [rows]; None if it has others, or one that drafts none."""

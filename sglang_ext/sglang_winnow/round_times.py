@@ -13,6 +13,7 @@ import torch
 from winnow_kernels.contract.verification import CHECKED_WIDTHS, checked_width
 
 _MEMORY: Final = 0.9
+_LEAST_OF_ROUND: Final = 0.1
 _MAX_UNREAD: Final = 64
 _DENSE: Final = "dense"
 _DRAFT: Final = "draft"
@@ -80,13 +81,18 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Measured:
-    """One part of a round, between two moments: so many passes of a kind, or a check of a width."""
+    """So many passes of a kind between two moments, or a round that checks a width.
+
+    Attributes:
+        drafts: of a round, which are not to count.
+    """
 
     size: BatchSize
     kind: str | int
     passes: int
     begin: Any
     end: Any
+    drafts: int = 0
 
 
 class RoundTimes:
@@ -114,10 +120,22 @@ class RoundTimes:
         """Note a round of one dense decode pass, from ``begin`` until now."""
         self._unread.append(_Measured(size, _DENSE, 1, begin, self.clock.mark()))
 
-    def note_round(self, size: BatchSize, begin: Any, drafted: Any, drafts: int) -> None:
-        """Note a round of ``drafts`` passes, from ``begin`` to ``drafted``, and of checks until now."""
-        self._unread.append(_Measured(size, _DRAFT, drafts, begin, drafted))
-        self._unread.append(_Measured(size, checked_width(drafts + 1), 1, drafted, self.clock.mark()))
+    def note_round(
+        self, size: BatchSize, begin: Any, drafting: Any, drafted: Any, drafts: int, *, drafts_ahead: int = 0
+    ) -> None:
+        """Note a round of drafts and checks, from ``begin`` until now.
+
+        Args:
+            size: of the batch.
+            begin: where the round before has ended, so that all that lies between two rounds counts.
+            drafting: where passes begin that draft.
+            drafted: where they end.
+            drafts: how many there are.
+            drafts_ahead: how many of them lie before ``drafting``.
+        """
+        if drafts > drafts_ahead:
+            self._unread.append(_Measured(size, _DRAFT, drafts - drafts_ahead, drafting, drafted))
+        self._unread.append(_Measured(size, checked_width(drafts + 1), 1, begin, self.clock.mark(), drafts))
 
     def _read(self) -> None:
         while self._unread:
@@ -126,6 +144,11 @@ class RoundTimes:
                 return
             self._unread.popleft()
             key = (first.size, first.kind)
+            if first.drafts:
+                if (draft := self._seconds.get((first.size, _DRAFT))) is None:
+                    continue
+                # A check takes some of it, whatever drafts have taken in other rounds.
+                seconds = max(_LEAST_OF_ROUND * seconds, seconds - first.drafts * draft)
             if key not in self._begun:
                 # The first of its kind allocates, or compiles, what the others find.
                 self._begun.add(key)

@@ -67,6 +67,7 @@ class VerificationWorker(BaseSpecWorker):
         self._graphs: CheckGraphs | None = None
         self._context_length: int = target_worker.model_runner.model_config.context_len
         self._ahead: DraftsAhead | None = None
+        self._end: Any = None
         self._times = RoundTimes(Clock(torch.device(target_worker.model_runner.device)))
         # Several ranks must draft alike, and would measure different times.
         self._measures = attention_ranks() is ALONE
@@ -90,8 +91,8 @@ class VerificationWorker(BaseSpecWorker):
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
         else:
-            # Who was retracted is prefilled, and has other slots.
-            self._ahead = None
+            # Who was retracted is prefilled, and has other slots; and what this takes belongs to no round.
+            self._ahead = self._end = None
             penalize_retracted(batch)
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens.clone()
@@ -108,23 +109,15 @@ class VerificationWorker(BaseSpecWorker):
         known = on_host.tolist()
         size = BatchSize.of(known)
         limits = self._limits(batch, known, size)
-        begin = self._times.clock.mark()
+        drafting = self._times.clock.mark()
+        begin, self._end = drafting if self._end is None else self._end, None
         verified = [row for row, limit in enumerate(limits) if limit]
         if on_publish is not None and not verified:
             # Known before the pass: the next one can be prepared while it runs.
             on_publish(lengths + 1)
         sampling = CheckSampling(batch, limits, known)
         tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and (drafts_ahead := ahead.of(batch.reqs, limits)) is not None:
-            result, begin = ahead.result, ahead.begin
-            tokens[:, 0] = drafts_ahead
-        else:
-            result = self._decode(_part(batch, None), bonus, lengths, on_host)
-            tokens[:, 0] = result.next_token_ids
-            if verified:
-                index = to_device(torch.tensor(verified), lengths.device)
-                tokens[index, 0] = result.logits_output.next_token_logits[index].argmax(-1)
+        result, tokens[:, 0], drafts_ahead = self._first_pass(batch, limits, verified, on_host)
         result.accept_lens = torch.ones_like(lengths, dtype=torch.int32)
         checks: list[_Check] = []
         if verified:
@@ -137,9 +130,10 @@ class VerificationWorker(BaseSpecWorker):
             for rows in self._parts(verified, limits):
                 checks.append(self._verify(batch, rows, limits, bonus, tokens, on_host, sampling))
                 result.accept_lens[checks[-1].places] = checks[-1].accepted.to(torch.int32)
-            self._times.note_round(size, begin, was_drafted, max(limits))
+            self._times.note_round(size, begin, drafting, was_drafted, max(limits), drafts_ahead=drafts_ahead)
         elif self._is_dense(batch, known):
             self._times.note_dense(size, begin)
+        self._end = self._times.clock.mark()
         result.next_token_ids = tokens.flatten()
         result.new_seq_lens = lengths + result.accept_lens
         if on_publish is not None and verified:
@@ -156,6 +150,20 @@ class VerificationWorker(BaseSpecWorker):
         if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
             result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
         return result
+
+    def _first_pass(
+        self, batch: ScheduleBatch, limits: Sequence[int], verified: Sequence[int], on_host: Tensor
+    ) -> tuple[GenerationBatchResult, Tensor, int]:
+        """Return a round's first pass, the token that each row has of it, and how many drafts were made ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (drafts_ahead := ahead.of(batch.reqs, limits)) is not None:
+            return ahead.result, drafts_ahead, 1
+        result = self._decode(_part(batch, None), batch.spec_info.bonus_tokens, batch.seq_lens, on_host)
+        tokens = result.next_token_ids.to(torch.int64)
+        if verified:
+            index = to_device(torch.tensor(verified), tokens.device)
+            tokens = tokens.index_copy(0, index, result.logits_output.next_token_logits[index].argmax(-1))
+        return result, tokens, 0
 
     def _limits(self, batch: ScheduleBatch, lengths: Sequence[int], size: BatchSize) -> list[int]:
         """Return how many tokens each row drafts in this round; note who rests."""
@@ -218,12 +226,11 @@ class VerificationWorker(BaseSpecWorker):
         states = [req.winnow_state for req in batch.reqs]
         if not self.target_worker.model_runner.attn_backend.can_decode_ahead(states, (bounds + 1).tolist()):
             return
-        begin = self._times.clock.mark()
         # Found before the host knows who has ended, and gives their slots to others.
         slots = _slots_at(batch, result.new_seq_lens)
         part = _part(batch, None)
         output = self._decode(part, newest, result.new_seq_lens, bounds, sample=False, slots=slots)
-        self._ahead = DraftsAhead(list(batch.reqs), output.logits_output.next_token_logits.argmax(-1), output, begin)
+        self._ahead = DraftsAhead(list(batch.reqs), output.logits_output.next_token_logits.argmax(-1), output)
 
     def _decode(
         self,

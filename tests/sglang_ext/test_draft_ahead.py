@@ -35,7 +35,7 @@ def batch(*reqs: Any, hidden: bool = False, processor: bool = False, bias: objec
 @given(st.data(), st.integers(1, 6))
 def test_first_drafts_are_those_of_the_rows_that_are_left(data: st.DataObject, number: int) -> None:
     reqs = [request() for _ in range(number)]
-    ahead = DraftsAhead(reqs, torch.arange(number) + 10, None, None)
+    ahead = DraftsAhead(reqs, torch.arange(number) + 10, None)
     left = data.draw(st.lists(st.sampled_from(range(number)), unique=True, min_size=1))
     drafts = ahead.of([reqs[place] for place in left], [4] * len(left))
     assert drafts is not None

@@ -38,7 +38,7 @@ def round_of(times: RoundTimes, clock: Moments, drafts: int, draft: float, check
     clock.now += drafts * draft
     drafted = clock.mark()
     clock.now += check
-    times.note_round(SIZE, begin, drafted, drafts)
+    times.note_round(SIZE, begin, begin, drafted, drafts)
 
 
 def test_costs_are_relative_to_dense_passes_of_such_batches() -> None:
@@ -64,6 +64,40 @@ def test_costs_are_relative_to_dense_passes_of_such_batches() -> None:
     assert found is not None
     assert [found.check(drafts) for drafts in (1, 4, 5, 16)] == pytest.approx([1.5, 1.5, 4.0, 4.0])
     assert times.costs(BatchSize.of([900, 2000])) is None
+
+
+def test_what_lies_between_rounds_is_part_of_checks() -> None:
+    """Of a draft that was made ahead nobody knows when the host came to need it: it takes what others take."""
+    clock = Moments()
+    times = RoundTimes(clock)
+    for _ in range(2):
+        dense(times, clock, 2.0)
+    for drafts in (4, 4, 4, 4, 1, 1):
+        begin = clock.mark()
+        clock.now += 0.75
+        drafting = clock.mark()
+        clock.now += 0.5 * (drafts - 1)
+        drafted = clock.mark()
+        clock.now += 3.0
+        times.note_round(SIZE, begin, drafting, drafted, drafts, drafts_ahead=1)
+    found = times.costs(SIZE)
+    assert found is not None
+    assert found.draft == pytest.approx(0.25)
+    assert [found.check(drafts) for drafts in (1, 4)] == pytest.approx([1.625, 1.625])
+
+
+def test_a_check_is_not_free() -> None:
+    clock = Moments()
+    times = RoundTimes(clock)
+    for _ in range(2):
+        dense(times, clock, 1.0)
+    for _ in range(3):
+        round_of(times, clock, 1, 8.0, 1.0)
+        # Shorter than drafts were.
+        round_of(times, clock, 1, 0.5, 0.5)
+    found = times.costs(SIZE)
+    assert found is not None
+    assert found.check(1) > 0
 
 
 def test_one_pass_that_was_held_up_does_not_tell() -> None:
