@@ -8,6 +8,8 @@ A round of a batch has as many decode passes as its longest draft, and then one 
 - The last pass attends densely, from the newest accepted token and the drafts behind it. It writes their keys and
   values over those of the drafts: what is committed is dense attention's, the newest accepted token's too.
 
+Where all rows draft, the first pass of the next round is launched right behind the last one (``draft_ahead``).
+
 Behind each of these tokens the last pass draws the next one, as dense decoding would, and a draft stands if it is the
 one that was drawn. So answers have the distribution of dense decoding, whatever is drafted. Drafts are the tokens that
 the policy finds most probable.
