@@ -315,6 +315,22 @@ def test_no_row_drafts_after_a_smaller_batch_that_drafts_nothing(device: torch.d
     assert server.statistics.rows[1:4, Field.DRAFTED].tolist() == [0, 0, 0]
 
 
+@pytest.mark.usefixtures(policies_act_at_every_length.__name__)
+def test_a_pass_can_be_launched_ahead_where_nobody_would_enter_anew(device: torch.device) -> None:
+    server = Server(["quest, verified", "verified_pages"], [143, 170], device)
+    decode = device_decode(server)
+    bounds = [length + 17 for length in server.lengths]
+    assert not decode.is_prepared(server.states, bounds)
+    # Pages of a prefill are looked at anew in the step behind its first.
+    on_device(server, decode, 0, padding=0)
+    assert not decode.is_prepared(server.states, bounds)
+    server.grow()
+    on_device(server, decode, 1, padding=0)
+    assert decode.is_prepared(server.states, bounds)
+    server.states[0].begin_prefill(server.lengths[0])
+    assert not decode.is_prepared(server.states, bounds)
+
+
 def test_a_cap_that_cuts_nothing_asks_for_no_order(device: torch.device) -> None:
     server = Server(["tactic, capped"], [80], device)
     decode = device_decode(server)
