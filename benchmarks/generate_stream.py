@@ -111,3 +111,15 @@ class GenerateClient:
         metas = list(meta_of(lines))
         (first, _), (last, meta) = metas[0], metas[-1]
         return WholeAnswer(answer_of(line for _, line in lines), last - first, meta["attention"])
+
+    def log_probabilities(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability that each of some tokens has behind a prompt, by dense attention.
+
+        Raises:
+            httpx.HTTPError: the server refuses.
+        """
+        body = request_body(prompt, 1, None) | {"stream": False, "return_logprob": True}
+        response = self._http.post("/generate", json=body | {"token_ids_logprob": list(tokens)})
+        [found] = response.raise_for_status().json()["meta_info"]["output_token_ids_logprobs"]
+        of_tokens = {token: logprob for logprob, token, *_ in found}
+        return [of_tokens[token] for token in tokens]

@@ -96,10 +96,14 @@ def answers_markdown(rows: Sequence[Row]) -> str:
                 f"{row.speedup:.2f}",
                 f"{told['equal_answers']} of {row.batch}",
                 f"{told['equal_tokens']:.0f}",
+                # Records from before it was measured do not have it.
+                "" if (lead := told.get("largest_lead")) is None else f"{lead:.3f}",
             )
         )
-    headings = ("answers", "tokens a check", "KV read %", "seconds", "times as fast")
-    return markdown_table((*headings, "equal to dense attention's", "equal tokens at the beginning"), cells)
+    headings = ("answers", "tokens a check", "KV read %", "seconds", "times as fast", "equal to dense attention's")
+    return markdown_table(
+        (*headings, "equal tokens at the beginning", "lead of the dense token where they part, at most"), cells
+    )
 
 
 def _place(row: Row) -> tuple[int, str, str, str]:

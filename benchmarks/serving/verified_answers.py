@@ -5,7 +5,8 @@
 Prompts are cut out of real text, as for ``winnow fidelity``, or are a task's of ``winnow eval``, and in the radix cache
 when answers begin. All are answered greedily by dense attention, then by half as many at once and one at a time, then
 verified, with each policy. In 16 bits dense attention itself gives other tokens in a batch of another size: verified
-answers are to differ no more.
+answers are to differ no more. Where an answer parts from the dense one, the log-probabilities of the two tokens tell
+whether it was a tie.
 """
 
 from __future__ import annotations
@@ -104,20 +105,39 @@ def main(
             _ask(server, found, 2, None, prompts)
             dense = _ask(server, found, tokens, None, prompts)
             others = {HALVES: prompts // 2, ALONE: 1}
-            rows.append(row_of(DENSE, dense, dense, offline.name, context))
+            rows.append(row_of(DENSE, dense, dense, None, offline.name, context))
             for name, at_once in others.items():
-                rows.append(row_of(name, _ask(server, found, tokens, None, at_once), dense, offline.name, context))
+                answered = _ask(server, found, tokens, None, at_once)
+                lead = largest_lead(server, found, dense, answered)
+                rows.append(row_of(name, answered, dense, lead, offline.name, context))
             for contestant in contestants:
                 # What is compiled or captured at its first use is not in it.
                 _ask(server, found[:2], 16, contestant.policy, prompts)
                 answered = _ask(server, found, tokens, contestant.policy, prompts)
-                rows.append(row_of(contestant.name, answered, dense, offline.name, context))
+                lead = largest_lead(server, found, dense, answered)
+                rows.append(row_of(contestant.name, answered, dense, lead, offline.name, context))
                 Record(about, rows).write(output)
                 console.print(Markdown(answers_markdown(rows)))
 
 
-def row_of(name: str, answered: Answered, dense: Answered, model: str, context: int) -> Row:
-    """Return what answers took, beside those of dense attention."""
+def largest_lead(
+    server: GenerateClient, prompts: Sequence[Sequence[int]], dense: Answered, answered: Answered
+) -> float | None:
+    """Return by how much dense attention prefers its own token where answers part, at most; None if none do.
+
+    That is a difference of log-probabilities: about 0 at ties.
+    """
+    leads = []
+    for prompt, expected, tokens in zip(prompts, dense.tokens, answered.tokens, strict=True):
+        alike = equal_tokens(tokens, expected)
+        if alike < len(expected):
+            own, other = server.log_probabilities([*prompt, *expected[:alike]], [expected[alike], tokens[alike]])
+            leads.append(own - other)
+    return max(leads, default=None)
+
+
+def row_of(name: str, answered: Answered, dense: Answered, lead: float | None, model: str, context: int) -> Row:
+    """Return what answers took, beside those of dense attention; ``lead`` as ``largest_lead`` tells it."""
     pairs = list(zip(answered.tokens, dense.tokens, strict=True))
     checks = [cost["verify"] for cost in answered.cost if cost.get("verify")]
     verifications = sum(check["verifications"] for check in checks)
@@ -127,6 +147,7 @@ def row_of(name: str, answered: Answered, dense: Answered, model: str, context: 
         "kv_read_ratio": fmean(cost["decode"]["kv_read_ratio"] for cost in answered.cost),
         "equal_answers": sum(list(own) == list(other) for own, other in pairs),
         "equal_tokens": fmean(equal_tokens(own, other) for own, other in pairs),
+        "largest_lead": lead,
     }
     return Row(
         bench=BENCH,

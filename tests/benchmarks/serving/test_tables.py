@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Record, Row
 from benchmarks.serving.tables import verified_answers_table, verified_table
-from benchmarks.serving.verified_answers import Answered, row_of
+from benchmarks.serving.verified_answers import Answered, largest_lead, row_of
 
 
 def row(policy: str, figure: str, measured: float, **parameters: object) -> Row:
@@ -61,8 +62,23 @@ def test_answers_of_a_real_model_are_beside_dense_ones(tmp_path: Path) -> None:
     verified = Answered(2.0, [[1, 2, 3], [4, 7, 6]], [checked, checked])
     path = tmp_path / "record.json"
     header = {"device": "H200", "commit": {"id": "abc", "modified": False}, "texts": ["prose"], "tokens": 3}
-    rows = [row_of(name, own, dense, "smollm2", 32000) for name, own in (("dense", dense), ("a", verified))]
+    asked = (("dense", dense, None), ("a", verified, 0.125))
+    rows = [row_of(name, own, dense, lead, "smollm2", 32000) for name, own, lead in asked]
     Record(header, rows).write(path)
     table = verified_answers_table(path)
-    assert "| dense |  | 25.0 | 4.0 | 1.00 | 2 of 2 | 3 |" in table
-    assert "| a | 4.00 | 25.0 | 2.0 | 2.00 | 1 of 2 | 2 |" in table
+    assert "| dense |  | 25.0 | 4.0 | 1.00 | 2 of 2 | 3 |  |" in table
+    assert "| a | 4.00 | 25.0 | 2.0 | 2.00 | 1 of 2 | 2 | 0.125 |" in table
+
+
+def test_the_lead_is_that_of_the_first_token_that_differs() -> None:
+    """By log-probabilities behind what both answers have."""
+
+    class Server:
+        def log_probabilities(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+            return [{(9, 1): {2: -0.5, 5: -0.75}, (8,): {3: -1.0, 4: -3.0}}[tuple(prompt)][token] for token in tokens]
+
+    dense = Answered(1.0, [[1, 2, 3], [3, 6, 7], [1, 1, 1]], [])
+    other = Answered(1.0, [[1, 5, 9], [4, 6, 7], [1, 1, 1]], [])
+    server: Any = Server()
+    assert largest_lead(server, [[9], [8], [7]], dense, other) == 2.0
+    assert largest_lead(server, [[9], [8], [7]], dense, dense) is None
