@@ -85,8 +85,8 @@ def main(
     """Compare, print, write JSON after each model."""
     # Policies act at every length.
     os.environ[crossover.ENVIRONMENT] = "0"
-    names = policies.split(";") if policies else list(asked_with(draft_tokens))
     asked = asked_with(draft_tokens)
+    names = policies.split(";") if policies else list(asked)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         about = header_from_outside() | {"dense_backend": os.environ.get("WINNOW_DENSE_BACKEND"), "dtype": dtype}

@@ -43,19 +43,13 @@ class _Check(NamedTuple):
 
     Attributes:
         rows: of the batch.
-        places: int64 [rows], the same.
         output: what the pass came to.
         drawn: int64 [rows, width], behind the newest accepted token and each draft.
-        accepted: int64 [rows], the drafts that stand, and one more token.
-        on_host: the same.
     """
 
     rows: list[int]
-    places: Tensor
     output: LogitsProcessorOutput
     drawn: Tensor
-    accepted: Tensor
-    on_host: OnHost
 
 
 class VerificationWorker(BaseSpecWorker):
@@ -127,9 +121,10 @@ class VerificationWorker(BaseSpecWorker):
             counts = torch.tensor([max(1, count) for count in decoded], dtype=torch.int32)
             result.accept_lens = to_device(counts, lengths.device)
             was_drafted = self._times.clock.mark()
-            for rows in self._parts(verified, limits):
-                checks.append(self._verify(batch, rows, limits, bonus, tokens, on_host, sampling))
-                result.accept_lens[checks[-1].places] = checks[-1].accepted.to(torch.int32)
+            checks = [
+                self._verify(batch, rows, limits, bonus, tokens, result.accept_lens, on_host, sampling)
+                for rows in self._parts(verified, limits)
+            ]
             self._times.note_round(size, begin, drafting, was_drafted, max(limits), drafts_ahead=drafts_ahead)
         elif self._is_dense(batch, known):
             self._times.note_dense(size, begin)
@@ -141,11 +136,15 @@ class VerificationWorker(BaseSpecWorker):
         newest = tokens.gather(1, (result.accept_lens.long() - 1)[:, None])[:, 0]
         result.next_draft_input = NextTokens(newest)
         note_rows(result, self.target_worker, batch)
-        if can_draft_ahead(batch, limits, known, self._context_length):
-            self._draft_ahead(batch, limits, newest, result, on_host)
         if checks:
+            goes_on = can_draft_ahead(batch, limits, known, self._context_length)
+            # Found before the host knows who has ended, and gives their slots to others.
+            slots = _slots_at(batch, result.new_seq_lens) if goes_on else None
+            accepted = OnHost(result.accept_lens)
+            if slots is not None:
+                self._draft_ahead(batch, limits, newest, slots, result, on_host)
             # Only now does the host wait for the device.
-            self._learn(batch, limits, checks, sampling, size)
+            self._learn(batch, limits, checks, accepted.tolist(), sampling, size)
         sampling.finish(result.logits_output)
         if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
             result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
@@ -192,17 +191,26 @@ class VerificationWorker(BaseSpecWorker):
         batch: ScheduleBatch,
         limits: Sequence[int],
         checks: Sequence[_Check],
+        accepted: Sequence[int],
         sampling: CheckSampling,
         size: BatchSize,
     ) -> None:
-        """Note what checks have come to; let those who draft as many as pay learn from it."""
+        """Note what checks have come to; let those who draft as many as pay learn from it.
+
+        Args:
+            batch: in the round.
+            limits: how many tokens each of its rows has drafted.
+            checks: of the round.
+            accepted: how many tokens of each row stand, one more included.
+            sampling: of the round.
+            size: of the batch.
+        """
         drafting: list[DraftLength] = []
         for check in checks:
-            accepted = check.on_host.tolist()
-            sampling.note(check.output, check.rows, check.drawn, accepted)
-            for row, count in zip(check.rows, accepted, strict=True):
+            sampling.note(check.output, check.rows, check.drawn, [accepted[row] for row in check.rows])
+            for row in check.rows:
                 drafting.append(batch.reqs[row].winnow_state.draft_length)
-                drafting[-1].note(limits[row], count - 1)
+                drafting[-1].note(limits[row], accepted[row] - 1)
         agree(drafting, (self._times.costs(size) if self._measures else None) or ASSUMED)
 
     def _is_dense(self, batch: ScheduleBatch, lengths: Sequence[int]) -> bool:
@@ -216,18 +224,17 @@ class VerificationWorker(BaseSpecWorker):
         batch: ScheduleBatch,
         limits: Sequence[int],
         newest: Tensor,
+        slots: Tensor,
         result: GenerationBatchResult,
         on_host: Tensor,
     ) -> None:
-        """Launch the pass that drafts first in the next round, behind the ``newest`` tokens of this one."""
+        """Launch the pass that drafts first in the next round, behind the ``newest`` tokens, which get ``slots``."""
         accepted = result.accept_lens
         most = torch.tensor(limits) + 1 if accepted.is_cuda else accepted
         bounds = on_host + most
         states = [req.winnow_state for req in batch.reqs]
         if not self.target_worker.model_runner.attn_backend.can_decode_ahead(states, (bounds + 1).tolist()):
             return
-        # Found before the host knows who has ended, and gives their slots to others.
-        slots = _slots_at(batch, result.new_seq_lens)
         part = _part(batch, None)
         output = self._decode(part, newest, result.new_seq_lens, bounds, sample=False, slots=slots)
         self._ahead = DraftsAhead(list(batch.reqs), output.logits_output.next_token_logits.argmax(-1), output)
@@ -295,10 +302,11 @@ class VerificationWorker(BaseSpecWorker):
         limits: list[int],
         bonus: Tensor,
         tokens: Tensor,
+        accepted: Tensor,
         on_host: Tensor,
         sampling: CheckSampling,
     ) -> _Check:
-        """Check the drafts that ``rows`` have as ``tokens``, and fill in what is drawn.
+        """Check the drafts that ``rows`` have as ``tokens``; fill in what is drawn, and how many are ``accepted``.
 
         Where a row has drafted fewer than others, nothing is asked of the tokens that fill it up.
         """
@@ -327,12 +335,12 @@ class VerificationWorker(BaseSpecWorker):
         standing = simulated_acceptance(limit)
         if standing is None:
             standing = standing_drafts(drafted, own, limit)
-        accepted = 1 + standing
+        accepted[index] = (1 + standing).to(accepted.dtype)
         tokens[index, :width] = own
-        (runner.attn_backend if self._graphs is None else self._graphs).accept(accepted)
+        (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
         for row in rows:
             batch.reqs[row].winnow_state.written_anew(int(on_host[row]))
-        return _Check(rows, index, checked, own, accepted, OnHost(accepted))
+        return _Check(rows, checked, own)
 
 
 def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:

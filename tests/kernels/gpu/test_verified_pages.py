@@ -98,7 +98,11 @@ def chosen(case: Case, device: torch.device) -> tuple[KeptPages, Tensor, DecodeB
     attend_new(queries, cache, batch, SCALE, partial, output, page_logs=page_logs)
     plain = torch.empty_like(queries)
     attend_new(queries, cache, batch, SCALE, partial, plain)
-    torch.testing.assert_close(output, plain, rtol=1e-5, atol=1e-6)
+    if case.new_tokens * case.group <= 32:
+        assert torch.equal(output, plain)
+    else:
+        # Without logarithms sums are over whole tiles there.
+        torch.testing.assert_close(output, plain, rtol=1e-5, atol=1e-6)
     masses = torch.full((LAYERS, rows, case.kv_heads, pages), torch.nan, dtype=torch.float32, device=device)
     for of_layer in masses:
         weigh(case.new_tokens, batch, of_rows, page_logs, partial.totals, of_layer)
