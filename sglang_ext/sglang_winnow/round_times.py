@@ -13,7 +13,7 @@ import torch
 from winnow_kernels.contract.verification import CHECKED_WIDTHS, checked_width
 
 _MEMORY: Final = 0.9
-_LEAST_OF_ROUND: Final = 0.1
+_MIN_OF_ROUND: Final = 0.1
 _MAX_UNREAD: Final = 64
 _DENSE: Final = "dense"
 _DRAFT: Final = "draft"
@@ -148,7 +148,7 @@ class RoundTimes:
                 if (draft := self._seconds.get((first.size, _DRAFT))) is None:
                     continue
                 # A check takes some of it, whatever drafts have taken in other rounds.
-                seconds = max(_LEAST_OF_ROUND * seconds, seconds - first.drafts * draft)
+                seconds = max(_MIN_OF_ROUND * seconds, seconds - first.drafts * draft)
             if key not in self._begun:
                 # The first of its kind allocates, or compiles, what the others find.
                 self._begun.add(key)
