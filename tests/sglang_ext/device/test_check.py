@@ -15,7 +15,7 @@ from tests.sglang_ext.device.test_decode import (
     GROUP,
     HEAD_DIM,
     KV_HEADS,
-    SCALE,
+    SHAPE,
     Server,
     by_torch,
     device_decode,
@@ -46,7 +46,7 @@ def batch_of(server: Server, new_tokens: int, padding: int) -> Any:
 def check_backend(server: Server, decode: DeviceDecode) -> CheckBackend:
     return CheckBackend(
         server.caches,
-        SCALE,
+        SHAPE.scale,
         KV_HEADS * GROUP,
         None,
         server.table,
@@ -75,7 +75,7 @@ def test_outputs_and_counts_are_those_of_the_torch_path(new_tokens: int, padding
         queries = torch.randn(len(batch.input_ids), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(device)
         layer = SimpleNamespace(layer_id=number, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=HEAD_DIM)
         output = check.forward_extend(queries.flatten(1), queries, queries, layer, batch, save_kv_cache=False)
-        expected = plan.attend(number, queries[:real], cache, SCALE, None)
+        expected = plan.attend(number, queries[:real], cache, SHAPE.scale, None)
         torch.testing.assert_close(output[:real], expected.flatten(1), rtol=1e-4, atol=1e-4)
     plan.finish()
     accepted = torch.tensor([1, 2, 2], device=device)
@@ -131,7 +131,7 @@ def test_drafts_read_the_pages_that_held_most_in_the_check_before(
             queries = torch.randn(len(batch.input_ids), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(device)
             served = SimpleNamespace(layer_id=of_layer, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=HEAD_DIM)
             check.forward_extend(queries.flatten(1), queries, queries, served, batch, save_kv_cache=False)
-            plan.attend(of_layer, queries[: len(names) * new_tokens], cache, SCALE, None)
+            plan.attend(of_layer, queries[: len(names) * new_tokens], cache, SHAPE.scale, None)
         for each in (torch_server, server):
             each.lengths = [length + 2 for length in each.lengths]
     kept = [state.checked for state in torch_server.states]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,7 +32,6 @@ from winnow_kernels.policies.declarations import KINDS, LAYOUT, selectors_of
 
 # Products of 8-bit numbers on tensor cores need 32 bytes of a key's means, which are half as many as its channels.
 LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 64, 16
-SCALE = HEAD_DIM**-0.5
 LONGEST = 256
 SPAN = 64
 STEPS = 2
@@ -66,6 +65,25 @@ def policies_act_at_every_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     crossover.crossover_tokens.cache_clear()
 
 
+class Shape(NamedTuple):
+    """Of a model's attention."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+
+    @property
+    def query_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+SHAPE = Shape(KV_HEADS, GROUP, HEAD_DIM)
+
+
 @dataclass(frozen=True)
 class Share:
     """What one of several ranks has of every layer's heads."""
@@ -75,7 +93,7 @@ class Share:
     ranks: Ranks
 
 
-EVERYTHING = Share(slice(0, KV_HEADS), slice(0, KV_HEADS * GROUP), ALONE)
+EVERYTHING = Share(slice(None), slice(None), ALONE)
 
 
 class Server:
@@ -88,10 +106,12 @@ class Server:
         device: torch.device,
         share: Share = EVERYTHING,
         stored: Callable[[Tensor], Tensor] = Tensor.clone,
+        shape: Shape = SHAPE,
     ) -> None:
         """``stored`` makes of keys and values what the cache has of them."""
         self.device = device
         self.share = share
+        self.shape = shape
         self.lengths = list(lengths)
         pages = LONGEST // PAGE_SIZE
         slots = (len(names) * pages + 1) * PAGE_SIZE
@@ -99,7 +119,7 @@ class Server:
             LayerCache(
                 *(stored(half[:, self.share.kv_heads]).contiguous().to(device) for half in (cache.keys, cache.values))
             )
-            for cache in (random_cache(slots, KV_HEADS, HEAD_DIM, seed) for seed in range(LAYERS))
+            for cache in (random_cache(slots, shape.kv_heads, shape.head_dim, seed) for seed in range(LAYERS))
         ]
         order = 1 + torch.randperm(len(names) * pages, generator=torch.Generator().manual_seed(1))
         of_pages = order.view(len(names), pages, 1) * PAGE_SIZE + torch.arange(PAGE_SIZE)
@@ -120,8 +140,8 @@ class Server:
         if state.kept is not None:
             for layer in range(LAYERS):
                 generator = torch.Generator().manual_seed(layer)
-                queries = self.own(torch.randn((length - 1, KV_HEADS * GROUP, HEAD_DIM), generator=generator))
-                state.kept.record(layer, queries, 0)
+                queries = torch.randn((length - 1, self.shape.query_heads, self.shape.head_dim), generator=generator)
+                state.kept.record(layer, self.own(queries), 0)
         return state
 
     def own(self, queries: Tensor) -> Tensor:
@@ -154,14 +174,13 @@ def device_decode(
     server: Server, selectors_for: Callable[[SelectorServer], Mapping[str, Selector]] = every_selector
 ) -> DeviceDecode:
     device = server.device
-    heads = server.share.query_heads
-    query_heads = heads.stop - heads.start
+    query_heads = len(range(server.shape.query_heads)[server.share.query_heads])
     kv_heads = server.caches[0].kv_heads
     buffers = StepBuffers(LAYOUT, REQUEST_SLOTS, LONGEST, PAGE_SIZE, LAYERS, query_heads, kv_heads, LONGEST, device)
     attend_buffers = AttendBuffers.empty(REQUEST_SLOTS, query_heads, server.caches[0])
     own = SelectorServer(
         server.caches,
-        SCALE,
+        server.shape.scale,
         query_heads,
         server.indexes,
         attend_buffers,
@@ -170,14 +189,16 @@ def device_decode(
         server.share.ranks,
     )
     selectors = selectors_for(own)
-    return DeviceDecode(server.caches, SCALE, server.table, buffers, attend_buffers, selectors, server.statistics)
+    return DeviceDecode(
+        server.caches, server.shape.scale, server.table, buffers, attend_buffers, selectors, server.statistics
+    )
 
 
 VARIANTS = variants_of(KINDS, (), LAYERS, delta_layers=(1,))
 
 
 def queries_of(server: Server, step: int, layer: int) -> Tensor:
-    shape = (len(server.states), KV_HEADS * GROUP, HEAD_DIM)
+    shape = (len(server.states), server.shape.query_heads, server.shape.head_dim)
     generator = torch.Generator().manual_seed(100 * step + layer)
     return server.own(torch.randn(shape, generator=generator))
 
@@ -190,12 +211,12 @@ def by_torch(server: Server, step: int) -> list[Tensor]:
         server.lengths,
         server.request_slots,
         server.states,
-        SCALE,
+        server.shape.scale,
         server.indexes,
         server.statistics,
     )
     outputs = [
-        plan.attend(layer, queries_of(server, step, layer), cache, SCALE, None)
+        plan.attend(layer, queries_of(server, step, layer), cache, server.shape.scale, None)
         for layer, cache in enumerate(server.caches)
     ]
     plan.finish()
@@ -223,8 +244,10 @@ def on_device(
     return outputs
 
 
-def compare(names: Sequence[str], lengths: Sequence[int], device: torch.device, padding: int = 0) -> None:
-    torch_server, device_server = (Server(names, lengths, device) for _ in range(2))
+def compare(
+    names: Sequence[str], lengths: Sequence[int], device: torch.device, padding: int = 0, shape: Shape = SHAPE
+) -> None:
+    torch_server, device_server = (Server(names, lengths, device, shape=shape) for _ in range(2))
     decode = device_decode(device_server)
     for step in range(STEPS):
         expected = by_torch(torch_server, step)
