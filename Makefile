@@ -78,7 +78,7 @@ lint: $(INSTALLED) ## Check style, types and import contracts
 	$(BIN)/lint-imports
 
 packages:
-	scripts/debian-packages redis-server prometheus openssl haproxy g++
+	scripts/debian-packages redis-server prometheus openssl haproxy g++ chromium
 
 $(INSTALLED): pyproject.toml constraints.txt $(CONSTRAINTS) overrides.txt
 	$(PYTHON) -m venv $(ENVIRONMENT)

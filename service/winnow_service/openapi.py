@@ -113,7 +113,8 @@ def install_documentation(app: FastAPI) -> None:
     described = app.openapi
 
     async def method_not_allowed(request: Request, _: Exception) -> Response:
-        allowed = ", ".join(sorted(_documented_methods(app, request.url.path)))
+        # What is not in the document are pages.
+        allowed = ", ".join(sorted(_documented_methods(app, request.url.path) or {"GET"}))
         return problem_response(ServiceError("method_not_allowed", method=request.method, allowed=allowed))
 
     def with_schemas() -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from tests.service.spoken_answer import spoken
+
 # How the service's own requests are called, which ask whether fields come here.
 PROBE = b"winnow-probe-"
 
@@ -49,6 +51,8 @@ class FakeRuntime:
         is_plain: whether it is SGLang without Winnow, which does not look at ``custom_params``.
         probed: the paths at which the service asked whether fields come here.
         server_info: what ``/server_info`` answers, with ``server_info_status``.
+        word_seconds: if there is such a time, streams are those of OpenAI's clients: the words of the prompt, at that
+            pace, and what their attention cost.
     """
 
     healthy: bool = True
@@ -60,6 +64,7 @@ class FakeRuntime:
     server_info: dict[str, Any] = field(default_factory=dict)
     server_info_status: int = 200
     server_info_asked: list[dict[str, str]] = field(default_factory=list)
+    word_seconds: float | None = None
     asked: list[Asked] = field(default_factory=list)
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     events_sent: int = 0
@@ -106,6 +111,8 @@ class FakeRuntime:
                 await self._hang(request)
             if "status" in fake:
                 return JSONResponse({"error": {"message": "no"}}, fake["status"], headers={"x-from-runtime": "1"})
+            if self.word_seconds is not None and asked.get("stream"):
+                fake = {"events": spoken(asked), "pause": self.word_seconds}
             if asked.get("stream"):
                 return StreamingResponse(self._events(fake), media_type="text/event-stream")
             if fake.get("die"):
@@ -121,7 +128,8 @@ class FakeRuntime:
     def _answer_service(self, request: Request, body: bytes) -> Response | None:
         """Answer what the service itself wants to know: which model is served, and whether its fields come here."""
         path = request.url.path
-        if path == "/v1/models" and "x-request-id" not in request.headers:
+        is_of_client = "x-request-id" in request.headers and self.word_seconds is None
+        if path == "/v1/models" and not is_of_client:
             models = [{"id": self.model}, {"id": "an adapter"}]
             return JSONResponse({} if self.hides_model else {"object": "list", "data": models})
         if PROBE not in body:
@@ -146,6 +154,7 @@ class FakeRuntime:
     async def _events(self, fake: dict[str, Any]) -> AsyncIterator[bytes]:
         try:
             for event in fake.get("events", ()):
+                await asyncio.sleep(fake.get("pause", 0))
                 yield b"data: " + json.dumps(event).encode() + b"\n\n"
             for index in range(0 if "events" in fake else fake.get("chunks", 3)):
                 if fake.get("gated"):

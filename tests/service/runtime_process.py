@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -17,17 +19,22 @@ from tests.service.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 _SERVE = """
-import sys, uvicorn
+import json, sys, uvicorn
 from tests.service.fake_runtime import FakeRuntime
-uvicorn.run(FakeRuntime().app(), host="127.0.0.1", port=int(sys.argv[1]), log_level="critical")
+uvicorn.run(FakeRuntime(**json.loads(sys.argv[2])).app(), host="127.0.0.1", port=int(sys.argv[1]), log_level="critical")
 """
 
 
 @dataclass
 class RuntimeProcess:
-    """A runtime that runs, unless it has been killed."""
+    """A runtime that runs, unless it has been killed.
+
+    Attributes:
+        options: of its ``FakeRuntime``.
+    """
 
     port: int = field(default_factory=free_port)
+    options: dict[str, Any] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
 
     @property
@@ -35,7 +42,9 @@ class RuntimeProcess:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self.process = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVE, str(self.port), cwd=ROOT)
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _SERVE, str(self.port), json.dumps(self.options)), cwd=ROOT
+        )
 
         async def answers() -> bool | None:
             with contextlib.suppress(httpx.TransportError):
@@ -56,9 +65,9 @@ class RuntimeProcess:
 
 
 @contextlib.asynccontextmanager
-async def runtime_process() -> AsyncIterator[RuntimeProcess]:
+async def runtime_process(**options: Any) -> AsyncIterator[RuntimeProcess]:
     """A fake runtime that runs."""
-    runtime = RuntimeProcess()
+    runtime = RuntimeProcess(options=options)
     try:
         await runtime.start()
         yield runtime

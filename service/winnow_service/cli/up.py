@@ -86,5 +86,6 @@ def _ready_message(address: str, model: str) -> list[str]:
         body = shlex.quote(json.dumps({"model": model, "messages": [question]}))
     return [
         f"ready at {address}",
+        f"console at {address}/console",
         f"curl -s {address}/v1/chat/completions -H 'content-type: application/json' -d {body}",
     ]

@@ -75,11 +75,14 @@ def already_exists(what: str, etag: str) -> ServiceError:
 def answer(content: object, etag: str, if_none_match: str | None) -> Response:
     """Return ``content``, or 304 if the client knows it."""
     headers = {"etag": etag}
-    if if_none_match is not None and (if_none_match.strip() == "*" or etag.strip('"') in _tags(if_none_match)):
+    if is_known(etag, if_none_match):
         return Response(status_code=304, headers=headers)
     return JSONResponse(content, headers=headers)
 
 
-def _tags(text: str) -> list[str]:
+def is_known(etag: str, if_none_match: str | None) -> bool:
+    """Whether ``if_none_match`` says that the client has the state with this ``etag``."""
+    if if_none_match is None:
+        return False
     # This comparison is weak, and what cannot be read matches nothing.
-    return [tag for _, tag in _ETAG.findall(text)]
+    return if_none_match.strip() == "*" or etag.strip('"') in {tag for _, tag in _ETAG.findall(if_none_match)}

@@ -1,0 +1,15 @@
+/**
+ * The panels, in the order of their tabs. A panel has an `id`, a `title` and
+ *
+ *     mount(root, app)
+ *
+ * which fills the element `root` when the panel is first shown, and returns an object whose `shown()`, if it has one, is
+ * called each time it is. `app.tryPolicy(name)` opens the playground with that policy.
+ */
+
+import { keys } from "./keys.js";
+import { live } from "./live.js";
+import { playground } from "./playground.js";
+import { policies } from "./policies.js";
+
+export const PANELS = [playground, live, policies, keys];

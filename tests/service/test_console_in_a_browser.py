@@ -1,0 +1,479 @@
+"""The console in Debian's Chromium, in front of a fake runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Browser, BrowserContext, Locator, Page, async_playwright, expect
+
+from tests.ports import free_port
+from tests.service.control import ADMIN_KEY, bearer, make_key, replica
+from tests.service.fake_runtime import FakeRuntime
+from tests.service.runtime_process import runtime_process
+from tests.service.servers import serving
+from tests.service.test_attention import SERVED
+from tests.service.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHROMIUM = shutil.which("chromium")
+PANELS = ("playground", "live", "policies", "keys")
+DESKTOP, PHONE = (1440, 900), (390, 844)
+SHOWN_MS = 15_000
+HOSTILE = "<img src=x onerror=alert(1)> <b>bold</b> &amp; \"quoted\" 'words' slow."
+POLICY = '{"decode": {"policy": "quest", "budget": 1024}, "audit": 0.1}'
+
+expect.set_options(timeout=SHOWN_MS)
+
+
+@dataclass
+class Console:
+    """A page at the console of a service.
+
+    Attributes:
+        service: a client of it, without a key.
+        faults: what the browser reports: errors of scripts, and what the security policy has kept from happening.
+        asked: every address that the page has asked for.
+    """
+
+    page: Page
+    service: httpx.AsyncClient
+    faults: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def column(self, letter: str) -> Locator:
+        return self.page.get_by_role("region", name=letter, exact=True)
+
+    async def open(self, panel: str = "playground") -> None:
+        await self.page.goto(f"{self.service.base_url}/console#{panel}")
+        await expect(self.page.locator(f"#panel-{panel}")).to_be_visible()
+        await expect(self.page.locator("#status .badge")).to_be_visible()
+
+    async def send(self, prompt: str) -> None:
+        await self.page.get_by_label("Prompt").fill(prompt)
+        await self.page.get_by_role("button", name="Send", exact=True).click()
+
+    async def type_policy(self, letter: str, text: str) -> None:
+        await self.page.get_by_label(f"Policy of column {letter}", exact=True).select_option("typed")
+        await self.page.get_by_label(f"Policy of column {letter}, as JSON").fill(text)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    assert CHROMIUM is not None, "Debian's chromium is not installed: make packages"
+    # Chromium's own sandbox needs a user that is not root.
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield browser
+        await browser.close()
+
+
+@contextlib.asynccontextmanager
+async def console(
+    browser: Browser,
+    folder: Path,
+    runtime_url: str,
+    *,
+    size: tuple[int, int] = DESKTOP,
+    context: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Console]:
+    """The console of a service in front of that runtime. What the browser objects to fails the test."""
+    async with replica(f"sqlite:///{folder}/control.db", runtime_url, **settings) as service:
+        opened: BrowserContext = await browser.new_context(
+            viewport={"width": size[0], "height": size[1]}, **(context or {})
+        )
+        page = await opened.new_page()
+        shown = Console(page, service)
+        page.on("pageerror", lambda error: shown.faults.append(str(error)))
+        page.on("request", lambda request: shown.asked.append(request.url))
+        # Answers that are errors are part of the tests.
+        page.on(
+            "console",
+            lambda message: (
+                shown.faults.append(message.text)
+                if message.type == "error" and "Failed to load resource" not in message.text
+                else None
+            ),
+        )
+        yield shown
+        await opened.close()
+        assert shown.faults == []
+        origin = str(service.base_url)
+        assert {address for address in shown.asked if not address.startswith(origin)} == set()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def runtime() -> AsyncIterator[tuple[FakeRuntime, str]]:
+    fake = FakeRuntime(word_seconds=0.02, server_info={"winnow": SERVED})
+    async with serving(fake.app(), free_port(), grace_seconds=1) as address:
+        yield fake, address
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def opened(browser: Browser, tmp_path: Path, runtime: tuple[FakeRuntime, str]) -> AsyncIterator[Console]:
+    """The console of a service without keys."""
+    async with console(browser, tmp_path, runtime[1]) as shown:
+        yield shown
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shut(browser: Browser, tmp_path: Path, runtime: tuple[FakeRuntime, str]) -> AsyncIterator[Console]:
+    """The console of a service with keys."""
+    async with console(browser, tmp_path, runtime[1], admin_key=ADMIN_KEY) as shown:
+        yield shown
+
+
+async def test_two_policies_stream_side_by_side_and_text_stays_text(
+    opened: Console, runtime: tuple[FakeRuntime, str]
+) -> None:
+    await opened.open()
+    runtime[0].word_seconds = 0.4
+    await opened.send(HOSTILE)
+    first, second = opened.column("A"), opened.column("B")
+    for column in (first, second):
+        await expect(column).to_contain_text("streaming")
+        await expect(column.locator(".answer")).to_have_text(HOSTILE.partition(" ")[0], use_inner_text=True)
+    for column in (first, second):
+        await expect(column.locator(".badge")).to_have_text("done")
+    await expect(first.locator(".answer")).to_have_text(HOSTILE, use_inner_text=True)
+    assert await opened.page.locator(".answer :is(img, b, script)").count() == 0
+    await expect(second.locator("ins")).to_have_text("otherwise")
+    await expect(second.locator("del")).to_have_text("slow.")
+    await expect(first).to_contain_text("KV read100 %")
+    await expect(second).to_contain_text("Attended13 %")
+    await expect(second).to_contain_text("TPOT")
+    await expect(second).to_contain_text("× the first")
+    await opened.page.get_by_label("Mark what differs from A").uncheck()
+    await expect(second.locator("ins")).to_have_count(0)
+
+
+async def test_a_refused_policy_is_shown_in_its_column_alone(opened: Console) -> None:
+    await opened.open()
+    await opened.type_policy("B", '{"decode": {"policy": "quest", "budget": 1}}')
+    await opened.page.get_by_role("button", name="Add a column").click()
+    await opened.type_policy("C", POLICY)
+    await opened.send("one two three")
+    await expect(opened.column("B").locator(".problem")).to_contain_text("attention.decode.budget: must be")
+    await expect(opened.column("B").locator(".problem")).to_contain_text("status 422 · invalid_policy")
+    await expect(opened.column("A").locator(".badge")).to_have_text("done")
+    await expect(opened.column("C")).to_contain_text("True share93 %of the attention; p 0.9 reached by 95 %")
+    await opened.type_policy("B", '{"decode": ')
+    await opened.send("one two three")
+    await expect(opened.column("B").locator(".error")).to_contain_text("not valid JSON")
+    await expect(opened.column("A").locator(".badge")).to_have_text("done")
+
+
+async def test_figures_of_verify_and_the_completion_form(opened: Console, runtime: tuple[FakeRuntime, str]) -> None:
+    await opened.open()
+    await opened.page.get_by_label("Policy of column B", exact=True).select_option("name:lossless")
+    await opened.page.get_by_label("Completion").check()
+    await opened.page.get_by_label("Max tokens").fill("2")
+    await opened.send("one two three")
+    await expect(opened.column("B")).to_contain_text("Tokens a check46 of 8 drafted tokens stood")
+    await expect(opened.column("A").locator(".answer")).to_have_text("one two")
+    assert {request.path for request in runtime[0].asked} >= {"/v1/completions"}
+
+
+async def test_stop_ends_the_requests(opened: Console, runtime: tuple[FakeRuntime, str]) -> None:
+    await opened.open()
+    runtime[0].word_seconds = 0.5
+    await opened.send("word " * 100)
+    await expect(opened.column("A")).to_contain_text("streaming")
+    await opened.page.get_by_role("button", name="Stop").click()
+    for letter in "AB":
+        await expect(opened.column(letter).locator(".badge")).to_have_text("stopped")
+        await expect(opened.column(letter).locator(".answer")).to_contain_text("word")
+    await eventually(lambda: _true(runtime[0].aborted.is_set()))
+
+
+async def test_a_killed_runtime_is_told_in_the_columns_and_at_the_top(browser: Browser, tmp_path: Path) -> None:
+    async with (
+        runtime_process(word_seconds=0.2, server_info={"winnow": SERVED}) as runtime,
+        console(browser, tmp_path, runtime.address) as shown,
+    ):
+        await shown.open()
+        await expect(shown.page.locator("#status")).to_contain_text("needle")
+        await shown.send("word " * 200)
+        for letter in "AB":
+            await expect(shown.column(letter)).to_contain_text("streaming")
+        await runtime.kill()
+        for letter in "AB":
+            await expect(shown.column(letter).locator(".problem")).to_contain_text(
+                "The runtime ended its answer before it was complete"
+            )
+            await expect(shown.column(letter).locator(".problem")).to_contain_text("runtime_died")
+            await expect(shown.column(letter).locator(".answer")).to_contain_text("word")
+        await expect(shown.page.locator("#status")).to_contain_text("not ready")
+        await shown.send("again")
+        await expect(shown.column("A").locator(".problem")).to_contain_text("runtime_unavailable")
+
+
+async def test_policies_are_made_changed_and_deleted(opened: Console) -> None:
+    page = opened.page
+    await opened.open("policies")
+    await page.get_by_role("button", name="New policy").click()
+    name, attention = page.get_by_label("Name"), page.get_by_label("Policy", exact=True).first
+    await page.get_by_role("button", name="Save").click()
+    await expect(name).to_have_attribute("aria-invalid", "true")
+    await name.fill("exact")
+    await page.get_by_role("button", name="Save").click()
+    await expect(name.locator("xpath=..").locator(".error")).to_contain_text("is a preset")
+    await name.fill("search")
+    await attention.fill('{"decode": {"policy": "quest", "budget": 1}}')
+    await page.get_by_role("button", name="Save").click()
+    await expect(attention.locator("xpath=..").locator(".error")).to_contain_text("attention.decode.budget: must be")
+    await expect(attention).to_be_focused()
+    await attention.fill(POLICY)
+    await page.get_by_label("Description").fill(HOSTILE)
+    await page.get_by_role("button", name="Check").click()
+    await expect(page.get_by_text("The served model takes it as:")).to_be_visible()
+    await page.get_by_role("button", name="Save").click()
+    item = page.locator(".items > li", has_text="quest, budget 1024")
+    await expect(item).to_contain_text(HOSTILE)
+    assert (await opened.service.get("/v1/policies/search")).json()["description"] == HOSTILE
+
+    await page.get_by_role("button", name="Change search").click()
+    await page.get_by_label("Description").fill("For the search team.")
+    # Somebody else is faster.
+    other = {"attention": {"decode": {"policy": "quest", "budget": 2048}}, "description": "Another's."}
+    await opened.service.put("/v1/policies/search", json=other, headers={"if-match": "*"})
+    await page.get_by_role("button", name="Save").click()
+    await expect(page.locator("#panel-policies .error:text-matches('.')").first).to_be_visible()
+    await page.get_by_role("button", name="Cancel").click()
+    await opened.open("live")
+    await opened.open("policies")
+    await page.get_by_role("button", name="Change search").click()
+    await page.get_by_label("Description").fill("For the search team.")
+    await page.get_by_role("button", name="Save").click()
+    await expect(page.locator(".items > li", has_text="For the search team.")).to_be_visible()
+
+    await page.get_by_role("button", name="Try search").click()
+    await expect(page.get_by_label("Policy of column B", exact=True)).to_have_value("name:search")
+    await opened.open("policies")
+    await page.get_by_role("button", name="Set").click()
+    await expect(page.get_by_text("* gets exact")).to_be_visible()
+    await page.get_by_role("button", name="Delete search").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    await expect(page.get_by_role("button", name="Change search")).to_have_count(0)
+    assert (await opened.service.get("/v1/policies/search")).status_code == 404
+
+
+async def test_a_key_is_asked_for_kept_by_the_tab_and_forgotten(shut: Console) -> None:
+    page = shut.page
+    await shut.open()
+    field = page.get_by_label("Key", exact=True)
+    await field.fill("winnow_0123456789abcdef_" + "x" * 43)
+    await field.press("Enter")
+    await expect(page.locator("#sign-in .error")).to_contain_text("unknown or was revoked")
+    assert await stored(page) == []
+    await field.fill(ADMIN_KEY)
+    await field.press("Enter")
+    await expect(page.locator("#sign-in")).to_be_hidden()
+    await expect(page.locator("#access")).to_contain_text("admin")
+    assert await stored(page) == [ADMIN_KEY]
+    await page.reload()
+    await expect(page.locator("#access")).to_contain_text("admin")
+    await page.get_by_role("button", name="Forget the key").click()
+    await expect(page.locator("#sign-in")).to_be_visible()
+    assert await stored(page) == []
+    assert await page.evaluate("Object.values(localStorage).join()") == ""
+    assert [address for address in shut.asked if ADMIN_KEY in address] == []
+
+
+async def test_a_refused_key_is_told_where_it_was_used(shut: Console) -> None:
+    page = shut.page
+    key = await make_key(shut.service, scopes=["infer"])
+    await shut.open()
+    await page.get_by_label("Key", exact=True).fill(key["key"])
+    await page.get_by_role("button", name="Use this key").click()
+    await expect(page.locator("#access")).to_contain_text(key["id"])
+    # This key may neither read metrics nor list policies: the service says so, and nothing else is tried.
+    await shut.open("live")
+    await expect(page.locator("#panel-live .problem")).to_have_text("This needs a key with the scope 'read'.")
+    await shut.open("policies")
+    await expect(page.locator("#panel-policies > .problem")).to_have_text("This needs a key with the scope 'read'.")
+    await expect(page.get_by_role("button", name="New policy")).to_be_disabled()
+    await shut.open()
+    await shut.type_policy("B", "fast")
+    await shut.send("one two")
+    await expect(shut.column("B").locator(".badge")).to_have_text("done")
+    await shut.service.delete(f"/v1/keys/{key['id']}", headers=bearer(ADMIN_KEY))
+    await shut.send("one two")
+    await expect(shut.column("A").locator(".problem")).to_contain_text("The key is not valid")
+    await expect(shut.column("A").locator(".problem")).to_contain_text("status 401 · invalid_key")
+    await expect(page.locator("#access")).to_contain_text("key refused")
+
+
+async def test_a_new_key_is_shown_once(browser: Browser, tmp_path: Path, runtime: tuple[FakeRuntime, str]) -> None:
+    permissions = {"permissions": ["clipboard-read", "clipboard-write"]}
+    async with console(browser, tmp_path, runtime[1], context=permissions) as shown:
+        page = shown.page
+        await shown.open("keys")
+        await page.get_by_role("button", name="New key").click()
+        await page.get_by_label("Name").fill("team <b>a</b>")
+        await page.get_by_label("admin").uncheck()
+        await page.get_by_role("button", name="Save").click()
+        await expect(page.locator(".error", has_text="must have admin")).to_be_visible()
+        await page.get_by_label("admin").check()
+        await page.get_by_label("Requests a minute").fill("0")
+        await page.get_by_role("button", name="Save").click()
+        limit = page.get_by_label("Requests a minute")
+        await expect(limit).to_be_focused()
+        await expect(limit).to_have_attribute("aria-invalid", "true")
+        await limit.fill("600")
+        await page.get_by_label("Bounds on policies").fill('{"min_p": 2}')
+        await page.get_by_role("button", name="Save").click()
+        await expect(page.locator(".error", has_text="bounds.min_p: must be")).to_be_visible()
+        await page.get_by_label("Bounds on policies").fill('{"min_p": 0.8}')
+        await page.get_by_role("button", name="Save").click()
+        secret = await page.get_by_label("The key team <b>a</b>").input_value()
+        assert secret.startswith("winnow_")
+        await page.get_by_role("button", name="Copy").click()
+        await expect(page.get_by_text("Copied.")).to_be_visible()
+        assert await page.evaluate("navigator.clipboard.readText()") == secret
+        # The service is shut now.
+        await expect(page.locator("#sign-in")).to_be_visible()
+        await page.get_by_role("button", name="Use it in this tab").click()
+        await expect(page.locator("#access")).to_contain_text(secret.split("_")[1])
+        await page.reload()
+        await expect(page.locator(".items")).to_contain_text("team <b>a</b>")
+        await expect(page.locator(".items")).to_contain_text("min_p 0.8")
+        assert secret not in await page.content()
+
+        await page.get_by_role("button", name="Change team").click()
+        await page.get_by_label("Name").fill("team b")
+        await page.get_by_role("button", name="Save").click()
+        await expect(page.locator(".items")).to_contain_text("team b")
+        await page.get_by_role("button", name="Revoke team b").click()
+        await page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+        await expect(page.locator("#sign-in")).to_be_visible()
+
+
+async def test_live_figures_are_asked_for_as_long_as_the_page_is_visible(opened: Console) -> None:
+    page = opened.page
+    await opened.open()
+    await opened.send("one two three four")
+    await expect(opened.column("B").locator(".badge")).to_have_text("done")
+    await opened.open("live")
+    row = page.get_by_role("row", name="lowbit_top_p decode")
+    await expect(row).to_contain_text("13 %")
+    await expect(page.locator("#figures")).to_contain_text("KV read56 %")
+    await expect(page.locator(".chart canvas").first).to_be_visible()
+    assert await page.locator(".chart canvas").count() == 6
+    await set_hidden(page, True)
+    await page.wait_for_timeout(500)
+    before = scrapes(opened)
+    await page.wait_for_timeout(2500)
+    assert scrapes(opened) == before
+    await set_hidden(page, False)
+    await eventually(lambda: _true(scrapes(opened) > before))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing_serious(
+    browser: Browser, tmp_path: Path, runtime: tuple[FakeRuntime, str], scheme: str
+) -> None:
+    async with console(browser, tmp_path, runtime[1], context={"color_scheme": scheme}) as shown:
+        page = shown.page
+        await shown.open()
+        await shown.type_policy("B", '{"decode": {"policy": "quest", "budget": 1}}')
+        await page.get_by_role("button", name="Add a column").click()
+        await shown.send("one two three")
+        await expect(shown.column("B").locator(".problem")).to_be_visible()
+        await expect(shown.column("C").locator("ins")).to_be_visible()
+        assert await serious_faults(page) == []
+        await shown.open("live")
+        await expect(page.get_by_role("row", name="lowbit_top_k decode")).to_be_visible()
+        assert await serious_faults(page) == []
+        for panel, button in (("policies", "New policy"), ("keys", "New key")):
+            await shown.open(panel)
+            await page.get_by_role("button", name=button).click()
+            await page.get_by_role("button", name="Save").click()
+            await expect(page.locator(f"#panel-{panel} [aria-invalid]")).to_be_visible()
+            assert await serious_faults(page) == []
+
+
+async def test_the_theme_can_be_switched(opened: Console) -> None:
+    await opened.open()
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    light = await opened.page.evaluate(ground)
+    await opened.page.get_by_label("Theme").select_option("dark")
+    assert await opened.page.evaluate(ground) != light
+    await opened.page.reload()
+    assert await opened.page.evaluate(ground) != light
+    await opened.page.get_by_label("Theme").select_option("light")
+    assert await opened.page.evaluate(ground) == light
+
+
+async def test_the_keyboard_goes_everywhere(opened: Console) -> None:
+    page = opened.page
+    await opened.open()
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.locator("main")).to_be_focused()
+    await expect(page.locator("#panel-playground")).to_be_visible()
+    await page.get_by_label("Prompt").fill("one two")
+    await page.keyboard.press("Control+Enter")
+    await expect(opened.column("A").locator(".badge")).to_have_text("done")
+    await expect(page.get_by_role("status").first).to_contain_text("Column")
+    await page.get_by_role("link", name="Keys").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("heading", name="Keys")).to_be_focused()
+
+
+async def test_a_phone_scrolls_in_one_direction(
+    browser: Browser, tmp_path: Path, runtime: tuple[FakeRuntime, str]
+) -> None:
+    async with console(browser, tmp_path, runtime[1], size=PHONE) as shown:
+        await shown.open()
+        await shown.send("w" * 300)
+        await expect(shown.column("B").locator(".badge")).to_have_text("done")
+        for panel in PANELS:
+            await shown.open(panel)
+            assert await shown.page.evaluate("document.documentElement.scrollWidth") == PHONE[0], panel
+
+
+async def serious_faults(page: Page) -> list[str]:
+    found = await Axe().run(page)
+    return [
+        f"{each['id']}: {node['html']}"
+        for each in found.response["violations"]
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]
+
+
+async def stored(page: Page) -> list[str]:
+    values: list[str] = await page.evaluate("Object.values(sessionStorage)")
+    return values
+
+
+async def set_hidden(page: Page, hidden: bool) -> None:
+    await page.evaluate(
+        """hidden => {
+            Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )
+
+
+def scrapes(shown: Console) -> int:
+    return sum(address.endswith("/metrics") for address in shown.asked)
+
+
+async def _true(found: bool) -> bool | None:
+    return found or None
