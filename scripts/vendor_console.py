@@ -19,7 +19,7 @@ from typing import Any, Final
 VENDOR: Final = Path(__file__).resolve().parents[1] / "service/winnow_service/console/page/vendor"
 RECORD: Final = VENDOR / "vendored.json"
 LICENCE: Final = "LICENSE"
-# From each package: the modules that the page imports and what they import, unchanged.
+# From each package: what the page takes and what that imports, unchanged, below a folder that is left out here.
 FILES: Final = {
     "uplot": ("dist/uPlot.esm.js", "dist/uPlot.min.css"),
     "diff": ("libesm/diff/base.js", "libesm/diff/word.js", "libesm/util/string.js"),
@@ -49,7 +49,8 @@ def _vendor(name: str, version: str) -> dict[str, Any]:
         package = Path(folder) / "package"
         licence = json.loads((package / "package.json").read_text())["license"]
         shutil.rmtree(VENDOR / name, ignore_errors=True)
-        files = {path: _copy(package / path, VENDOR / name / path) for path in (*FILES[name], LICENCE)}
+        targets = {path.partition("/")[2]: path for path in FILES[name]} | {LICENCE: LICENCE}
+        files = {target: _copy(package / path, VENDOR / name / target) for target, path in targets.items()}
     return {"version": packed["version"], "licence": licence, "integrity": packed["integrity"], "sha256": files}
 
 

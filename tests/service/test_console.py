@@ -103,7 +103,7 @@ def test_libraries_are_what_was_taken_from_npm() -> None:
     record = json.loads((VENDOR / "vendored.json").read_text())
     assert set(record) == set(FILES)
     for name, facts in record.items():
-        assert set(facts["sha256"]) == {*FILES[name], LICENCE}
+        assert set(facts["sha256"]) == {*(path.partition("/")[2] for path in FILES[name]), LICENCE}
         assert re.fullmatch(r"\d+\.\d+\.\d+", facts["version"])
         assert facts["integrity"].startswith("sha512-")
         for path, expected in facts["sha256"].items():

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, BrowserContext, Locator, Page, async_playwright, expect
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from tests.ports import free_port
 from tests.service.control import ADMIN_KEY, bearer, make_key, replica
@@ -379,6 +380,43 @@ async def test_live_figures_are_asked_for_as_long_as_the_page_is_visible(opened:
     assert scrapes(opened) == before
     await set_hidden(page, False)
     await eventually(lambda: _true(scrapes(opened) > before))
+
+
+async def test_metrics_are_read_as_prometheus_reads_them(opened: Console) -> None:
+    registry = CollectorRegistry()
+    times = Histogram("times", "", ["kind"], buckets=(0.1, 1, 10), registry=registry)
+    counted = Counter("counted", "", ["kind"], registry=registry)
+    hostile = 'a "quoted" \\ back\nslash}'
+    counted.labels(hostile).inc(3)
+    for seconds in (0.05, 0.5, 0.5, 20):
+        times.labels("one").observe(seconds)
+    first = generate_latest(registry).decode()
+    counted.labels(hostile).inc(4)
+    for seconds in (0.5, 0.5, 0.5, 5):
+        times.labels("one").observe(seconds)
+    await opened.open()
+    found = await opened.page.evaluate(
+        """async ([first, second]) => {
+            const { Reading, NOTHING } = await import("/console/js/metrics.js");
+            const [before, after] = [new Reading(first, 0), new Reading(second, 60)];
+            return {
+                kinds: after.values("counted_total", "kind"),
+                sum: after.sum("counted_total"),
+                increase: after.increase(before, "counted_total"),
+                restarted: before.increase(after, "counted_total"),
+                median: after.quantile(before, "times", 0.5, {kind: "one"}),
+                highest: after.quantile(NOTHING, "times", 0.99),
+                other: after.quantile(before, "times", 0.5, {kind: "two"}),
+                mean: after.ratio(before, "times_sum", "times_count"),
+            };
+        }""",
+        [first, generate_latest(registry).decode()],
+    )
+    # Of four observations three are between 0.1 and 1; above the last bound there is nothing to interpolate to.
+    expected = {"kinds": [hostile], "sum": 7, "increase": 4, "restarted": 3, "highest": 10, "other": None}
+    assert {name: found[name] for name in expected} == expected
+    assert found["median"] == pytest.approx(0.1 + 0.9 * 2 / 3)
+    assert found["mean"] == pytest.approx(6.5 / 4)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

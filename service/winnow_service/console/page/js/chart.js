@@ -1,6 +1,6 @@
 /** A chart of figures over time, with uPlot: the names and newest values stand beside it as text. */
 
-import uPlot from "../vendor/uplot/dist/uPlot.esm.js";
+import uPlot from "../vendor/uplot/uPlot.esm.js";
 import { fill, h } from "./dom.js";
 import { colour, theme } from "./theme.js";
 

@@ -1,6 +1,6 @@
 /** One request that generates, streamed, and timed where its user is. */
 
-import { createParser } from "../vendor/eventsource-parser/dist/index.js";
+import { createParser } from "../vendor/eventsource-parser/index.js";
 import { Problem, ask, lost } from "./api.js";
 
 const ROUTES = { chat: "v1/chat/completions", text: "v1/completions" };

@@ -26,6 +26,7 @@ class Live {
   #problem = h("div", { class: "problem", hidden: true });
   #figures;
   #root;
+  #known = new WeakMap();
 
   constructor(root) {
     this.#root = root;
@@ -54,28 +55,40 @@ class Live {
   #draw() {
     const { readings } = watch;
     const times = readings.map(({ time }) => time);
-    // As it was at each reading, against the one a minute before.
-    const over = (value) =>
-      readings.map((reading, index) => {
-        const before = watch.before(index);
-        return before === null ? null : value(reading, before);
-      });
-    const rate = (name) => over((reading, before) => reading.increase(before, name) / (reading.time - before.time));
-    const quantiles = (name) =>
-      Object.fromEntries(Object.entries(QUANTILES).map(([words, q]) => [words, over((reading, before) => reading.quantile(before, name, q))]));
-    const now = (name) => readings.map((reading) => reading.sum(name) ?? 0);
-    this.#charts.requests.show(times, { running: now("winnow_generations_in_flight"), queued: now("winnow_queued_requests") });
-    this.#charts.tokens.show(times, { output: rate("winnow_output_tokens_total"), prompt: rate("winnow_prompt_tokens_total") });
-    this.#charts.ttft.show(times, quantiles(TTFT));
-    this.#charts.tpot.show(times, quantiles(TPOT));
-    const policies = watch.latest.values(CONTEXT, "policy", { phase: "decode" });
-    const shares = (part) =>
-      Object.fromEntries(
-        policies.map((policy) => [policy, over((reading, before) => reading.ratio(before, part, CONTEXT, { phase: "decode", policy }))]),
-      );
-    this.#charts.attended.show(times, shares(ATTENDED));
-    this.#charts.read.show(times, shares(READ));
+    const rows = readings.map((reading, index) => this.#derived(reading, index));
+    const names = (figure) => Object.keys(rows.at(-1)[figure]);
+    for (const [figure, chart] of Object.entries(this.#charts)) {
+      const series = names(figure).map((name) => [name, rows.map((row) => row[figure][name] ?? null)]);
+      chart.show(times, Object.fromEntries(series));
+    }
   }
+
+  // What a reading came to against the one a minute before does not change, and takes a while to work out.
+  #derived(reading, index) {
+    if (!this.#known.has(reading)) this.#known.set(reading, derive(reading, watch.before(index)));
+    return this.#known.get(reading);
+  }
+}
+
+/** The figures of each chart, by the names of their series; null where there is none. */
+function derive(reading, before) {
+  const over = (value) => (before === null ? null : value());
+  const rate = (name) => over(() => reading.increase(before, name) / (reading.time - before.time));
+  const quantiles = (name) =>
+    Object.fromEntries(Object.entries(QUANTILES).map(([words, q]) => [words, over(() => reading.quantile(before, name, q))]));
+  const policies = reading.values(CONTEXT, "policy", { phase: "decode" });
+  const shares = (part) =>
+    Object.fromEntries(
+      policies.map((policy) => [policy, over(() => reading.ratio(before, part, CONTEXT, { phase: "decode", policy }))]),
+    );
+  return {
+    requests: { running: reading.sum("winnow_generations_in_flight") ?? 0, queued: reading.sum("winnow_queued_requests") },
+    tokens: { output: rate("winnow_output_tokens_total"), prompt: rate("winnow_prompt_tokens_total") },
+    ttft: quantiles(TTFT),
+    tpot: quantiles(TPOT),
+    attended: shares(ATTENDED),
+    read: shares(READ),
+  };
 }
 
 function attentionTable(reading) {

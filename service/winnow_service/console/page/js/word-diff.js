@@ -1,6 +1,6 @@
 /** Where an answer's words differ from another's. */
 
-import { diffWordsWithSpace } from "../vendor/diff/libesm/diff/word.js";
+import { diffWordsWithSpace } from "../vendor/diff/diff/word.js";
 import { h } from "./dom.js";
 
 // Answers that have hardly a word in common take long to compare, and nobody reads that comparison.
