@@ -53,6 +53,7 @@ class FakeRuntime:
         server_info: what ``/server_info`` answers, with ``server_info_status``.
         word_seconds: if there is such a time, streams are those of OpenAI's clients: the words of the prompt, at that
             pace, and what their attention cost.
+        gates_words: whether each of them waits for ``gate``, too.
     """
 
     healthy: bool = True
@@ -65,6 +66,7 @@ class FakeRuntime:
     server_info_status: int = 200
     server_info_asked: list[dict[str, str]] = field(default_factory=list)
     word_seconds: float | None = None
+    gates_words: bool = False
     asked: list[Asked] = field(default_factory=list)
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     events_sent: int = 0
@@ -112,7 +114,7 @@ class FakeRuntime:
             if "status" in fake:
                 return JSONResponse({"error": {"message": "no"}}, fake["status"], headers={"x-from-runtime": "1"})
             if self.word_seconds is not None and asked.get("stream"):
-                fake = {"events": spoken(asked), "pause": self.word_seconds}
+                fake = {"events": spoken(asked), "pause": self.word_seconds, "gated": self.gates_words}
             if asked.get("stream"):
                 return StreamingResponse(self._events(fake), media_type="text/event-stream")
             if fake.get("die"):
@@ -155,6 +157,8 @@ class FakeRuntime:
         try:
             for event in fake.get("events", ()):
                 await asyncio.sleep(fake.get("pause", 0))
+                if fake.get("gated"):
+                    await self.gate.acquire()
                 yield b"data: " + json.dumps(event).encode() + b"\n\n"
             for index in range(0 if "events" in fake else fake.get("chunks", 3)):
                 if fake.get("gated"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -140,12 +141,21 @@ async def test_two_policies_stream_side_by_side_and_text_stays_text(
     opened: Console, runtime: tuple[FakeRuntime, str]
 ) -> None:
     await opened.open()
-    runtime[0].word_seconds = 0.4
+    fake = runtime[0]
+    fake.gates_words = True
     await opened.send(HOSTILE)
     first, second = opened.column("A"), opened.column("B")
+    await expect(first.locator(".badge")).to_have_text("waiting")
+    await eventually(lambda: _true(len(fake.asked) == 2))
+    # Both answers have begun by then, in this same event loop, and wait.
+    await asyncio.sleep(0.2)
+    fake.gate.release()
+    fake.gate.release()
     for column in (first, second):
-        await expect(column).to_contain_text("streaming")
+        await expect(column.locator(".badge")).to_have_text("streaming")
         await expect(column.locator(".answer")).to_have_text(HOSTILE.partition(" ")[0], use_inner_text=True)
+    for _ in range(100):
+        fake.gate.release()
     for column in (first, second):
         await expect(column.locator(".badge")).to_have_text("done")
     await expect(first.locator(".answer")).to_have_text(HOSTILE, use_inner_text=True)
@@ -481,7 +491,11 @@ async def test_a_phone_scrolls_in_one_direction(
         await expect(shown.column("B").locator(".badge")).to_have_text("done")
         for panel in PANELS:
             await shown.open(panel)
-            assert await shown.page.evaluate("document.documentElement.scrollWidth") == PHONE[0], panel
+            assert await width(shown.page) == PHONE[0], panel
+        await make_key(shown.service, scopes=["admin"])
+        await shown.page.reload()
+        await expect(shown.page.locator("#sign-in")).to_be_visible()
+        assert await width(shown.page) == PHONE[0]
 
 
 async def serious_faults(page: Page) -> list[str]:
@@ -492,6 +506,10 @@ async def serious_faults(page: Page) -> list[str]:
         if each["impact"] in ("serious", "critical")
         for node in each["nodes"]
     ]
+
+
+async def width(page: Page) -> int:
+    return int(await page.evaluate("document.documentElement.scrollWidth"))
 
 
 async def stored(page: Page) -> list[str]:

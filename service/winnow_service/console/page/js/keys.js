@@ -29,6 +29,7 @@ class Keys {
   #bounds = h("textarea", { rows: 4, spellcheck: "false", class: "mono", placeholder: '{"min_p": 0.8, "max_budget": 4096}' });
   #title = h("h3", {}, "New key");
   #create = h("button", { class: "main", type: "button", onclick: () => this.#edit(null) }, "New key");
+  #hint = h("p", { class: "muted" });
   // The key that is changed; null for a new one.
   #changed = null;
   #editor;
@@ -52,7 +53,7 @@ class Keys {
     );
     this.#editor = h("section", { class: "card editor", hidden: true }, this.#title, this.#form.element);
     root.append(
-      h("div", { class: "row spread" }, h("p", { class: "muted" }, "The first key shuts an open service, for good."), this.#create),
+      h("div", { class: "row spread" }, this.#hint, this.#create),
       this.#problem,
       this.#secret,
       this.#editor,
@@ -71,6 +72,8 @@ class Keys {
 
   async #load() {
     this.#create.disabled = !session.may("admin");
+    this.#hint.textContent =
+      session.mode === "open" ? "The first key shuts this open service, for good." : "What a client sends is shown once, when a key is made.";
     if (!session.may("admin")) this.#editor.hidden = true;
     try {
       const { keys, unreadable } = await askJson("v1/keys");

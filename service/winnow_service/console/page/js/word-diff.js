@@ -21,6 +21,10 @@ export function wordDiff(first, text) {
     nodes: changes.map(({ value, added: isNew, removed: isGone }) =>
       isNew || isGone ? h(isNew ? "ins" : "del", {}, value) : document.createTextNode(value),
     ),
-    summary: first === text ? "The same as the first." : `Words that the first has not: ${added}; that it alone has: ${removed}.`,
+    summary: first === text ? "The same as the first." : `Against the first: ${wordsInWords(added)} added, ${wordsInWords(removed)} missing.`,
   };
+}
+
+function wordsInWords(count) {
+  return count === 1 ? "1 word" : `${count} words`;
 }
