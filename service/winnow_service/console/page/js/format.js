@@ -16,7 +16,8 @@ export function seconds(value) {
   if (value === 0) return "0 ms";
   if (value < 0.0995) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 0.9995) return `${(value * 1000).toFixed(0)} ms`;
-  return value < 99.5 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
+  const digits = value < 9.995 ? 2 : 1;
+  return `${value.toFixed(value < 99.95 ? digits : 0)} s`;
 }
 
 /** A number with three figures, or all of its whole ones. */
