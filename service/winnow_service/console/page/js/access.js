@@ -15,7 +15,9 @@ export async function useKey(key) {
 export async function look() {
   const names = Object.keys(SCOPES);
   const answers = await Promise.allSettled(names.map((name) => askJson(SCOPES[name])));
-  const refusal = answers.map((answer) => answer.reason).find((reason) => reason?.status === 401);
+  // Of an open service the runtime may want a key, which the service passes on.
+  const refuses = (reason) => reason?.refusesKey || (reason?.status === 401 && session.key === null);
+  const refusal = answers.map((answer) => answer.reason).find(refuses);
   const reached = answers.some((answer) => answer.status === "fulfilled" || answer.reason.status !== null);
   const models = answers[0].value?.data;
   session.learn({

@@ -18,6 +18,11 @@ export class Problem extends Error {
     this.param = param;
   }
 
+  /** Whether it is the service that refuses the key, or that there is none; a runtime may want one of its own. */
+  get refusesKey() {
+    return ["missing_key", "invalid_key"].includes(this.code);
+  }
+
   /** From a body: problem details, OpenAI's error object, or SGLang's own error. */
   static of(body, status) {
     const error = typeof body?.error === "object" && body.error !== null ? body.error : {};
@@ -55,7 +60,7 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   }
   if (answer.ok) return answer;
   const problem = Problem.of(await answer.json().catch(() => null), answer.status);
-  if (problem.status === 401) session.refused(problem);
+  if (problem.refusesKey) session.refused(problem);
   throw problem;
 }
 
