@@ -81,6 +81,9 @@ _CODES: Final[Mapping[str, _Known]] = {
         413, _INVALID, "The request body is larger than the limit of {limit} bytes (WINNOW_MAX_BODY_BYTES)."
     ),
     "not_json": _Known(415, _INVALID, "The body must be JSON, and content-type must say so: application/json."),
+    "explain_not_served": _Known(
+        422, _INVALID, "The runtime explains nothing: it must run on a CPU, without tensor parallelism, with Winnow."
+    ),
     "exceeds_limit": _Known(422, _INVALID, "{path}: {problem}"),
     "invalid_field": _Known(422, _INVALID, "{path}: {problem}"),
     "invalid_policy": _Known(422, _INVALID, "{path}: {problem}"),

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sglang_winnow.audit_share import phase_of
+from sglang_winnow.explain_requests import explanation_of
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
 from sglang_winnow.server_information import PARAMETER, ServedModel, served_model_of
 from sglang_winnow.sglang_versions.arguments import resolved
 from sglang_winnow.sglang_versions.request_fields import present
+from winnow_kernels.contract.explanation import PARAMETER as EXPLAIN
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
@@ -183,6 +185,8 @@ def check_custom_params(custom: Any, limits: Limits) -> None:
         ValueError: they are not what SGLang carries, or have a policy that cannot be served.
     """
     _validate("", SamplingParameters, {"custom_params": custom}, limits)
+    if custom and EXPLAIN in custom:
+        raise PolicyError(EXPLAIN, "is not served in this form: ask /generate or /v1/chat/completions")
     limits.model.policy_of(custom)
 
 
@@ -201,19 +205,24 @@ def attach_policy(req: Req, model: ServedModel) -> None:
     """
     # Kernels are imported where they are used, not where requests are taken.
     from sglang_winnow.request_state import RequestState  # noqa: PLC0415
+    from winnow_kernels.decode.explanation import Explanation  # noqa: PLC0415
 
     parameters = req.sampling_params.custom_params
+    asked = None
     try:
         policy = model.policy_of(parameters)
+        asked = explanation_of(parameters, model, policy)
     except PolicyError as error:
         req.set_finish_with_abort(str(error))
         policy = AttentionPolicy()
     if parameters is not None and req.custom_logit_processor is None:
         # Nothing else reads SGLang's reference to the request, which would keep a finished one in memory.
-        others = {name: value for name, value in parameters.items() if name not in (PARAMETER, _REFERENCE)}
+        others = {name: value for name, value in parameters.items() if name not in (PARAMETER, EXPLAIN, _REFERENCE)}
         req.sampling_params.custom_params = others or None
     if model.has_policies:
         req.winnow_state = RequestState(policy, len(req.origin_input_ids), audit_phase=phase_of(req.rid))
+        if asked is not None:
+            req.winnow_state.explanation = Explanation(asked)
         req.extra_key = namespace_of(policy, req.extra_key, model.page_size)
 
 
@@ -308,6 +317,8 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
             raise ValueError(f"logprob_start_len: at most {limits.model.context_length}, the model's context length")
         parameters = checked.sampling_params
         policy = limits.model.policy_of(parameters and parameters.custom_params)
+        if explanation_of(parameters and parameters.custom_params, limits.model, policy) is not None:
+            _check_explained(parameters, batched=batched)
         if policy.verify is not None:
             _check_verified(checked, limits)
         samples.add((parameters and parameters.n) or 1)
@@ -331,6 +342,13 @@ def _check_verified(row: _PerSequence, limits: Limits) -> None:
             f"sampling_params.{given[0]}: is not served with attention.verify by --grammar-backend"
             f" {limits.grammar_backend}, which cannot take tokens back; start the server with llguidance or xgrammar"
         )
+
+
+def _check_explained(parameters: SamplingParameters | None, *, batched: bool) -> None:
+    if batched:
+        raise ValueError(f"{EXPLAIN}: is for a single prompt, not a list of them")
+    if ((parameters and parameters.n) or 1) > 1:
+        raise ValueError(f"{EXPLAIN}: is for a single sample; sampling_params.n must be 1")
 
 
 def _without_unset(parameters: object, later: frozenset[str]) -> object:

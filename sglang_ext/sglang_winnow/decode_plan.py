@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from sglang_winnow.auditing import audited_rows
+from sglang_winnow.explaining import explained_rows, note_dense_steps
 from sglang_winnow.request_policy import drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.dense import attend_all
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
-from winnow_kernels.decode.audit import Audit
+from winnow_kernels.decode.audit import Audit, AuditedMeter, AuditedRow
+from winnow_kernels.decode.explanation import ExplainedMeter, StepExplanation
 from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.decode.step import DecodeStep
@@ -38,6 +40,7 @@ class _Group:
         table_rows: int64 [n], their rows in the statistics.
         drafts: bool [n], whose tokens are drafts.
         audit: of those of its rows whose step is audited; None if there are none.
+        explanation: likewise of those whose step is explained.
     """
 
     rows: Tensor | None
@@ -46,13 +49,16 @@ class _Group:
     meter: Meter
     drafts: Tensor
     audit: Audit | None
+    explanation: StepExplanation | None
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
-        """Attend in a layer, and audit it."""
+        """Attend in a layer, and audit and explain it."""
         self.meter.count_context(self.step.context, cache)
         output = self.step.attend(layer, queries, cache, self.meter)
         if self.audit is not None:
             self.audit.add(queries, output, cache, self.step.scale)
+        if self.explanation is not None:
+            self.explanation.add(layer, queries, cache, self.step.scale)
         return output
 
     def forget_contexts_of_drafts(self) -> None:
@@ -143,18 +149,28 @@ def _group(
     own = context if everything else context.rows(rows)
     index = torch.tensor(rows, device=context.device)
     own_table_rows = table_rows[index]
+    own_lengths = [lengths[i] for i in rows]
+    explained = explained_rows([states[i] for i in rows], own_lengths)
+    audited: list[AuditedRow] = []
     if name == _DENSE:
         step: DecodeStep = DenseStep(own, scale, None)
+        note_dense_steps([states[i] for i in rows], own_lengths)
     else:
         own_states = [state for i in rows if (state := states[i]) is not None]
+        audited = audited_rows(own_states, own_lengths, indexes.page_size)
         termination = Termination.of([state.policy.early_termination for state in own_states], context.device)
-        own_lengths = [lengths[i] for i in rows]
         batch = PolicyBatch(own, own_lengths, own_states, scale, termination, indexes, own_table_rows, statistics)
         step = declaration_of(own_states[0].decode).step(batch)
-    audited = [] if name == _DENSE else audited_rows(own_states, own_lengths, indexes.page_size)
-    audit = Audit(audited, own) if audited else None
-    meter = Meter(len(rows), context.device) if audit is None else audit.meter
-    return _Group(None if everything else index, own_table_rows, step, meter, drafting[index], audit)
+    meter = Meter(len(rows), context.device)
+    audit = explanation = None
+    if explained:
+        meter = ExplainedMeter(len(rows), context.device)
+        explanation = StepExplanation(explained, own, meter)
+    elif audited:
+        meter = AuditedMeter(len(rows), context.device)
+    if audited and isinstance(meter, AuditedMeter):
+        audit = Audit(audited, own, meter)
+    return _Group(None if everything else index, own_table_rows, step, meter, drafting[index], audit, explanation)
 
 
 def _note_step(

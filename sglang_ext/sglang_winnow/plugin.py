@@ -30,6 +30,7 @@ from sglang_winnow.admission import attach_policy, check_request, check_tokens, 
 from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.audit_share import server_share
 from sglang_winnow.crossover import crossover_tokens
+from sglang_winnow.explain_requests import note_explained_prompt
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
@@ -86,11 +87,16 @@ def _check_before_anything_else(
 
 
 def _check_after_tokenizing(
-    tokenized: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput, manager: TokenizerManager, *_: Any, **__: Any
+    tokenized: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput,
+    manager: TokenizerManager,
+    request: GenerateReqInput | EmbeddingReqInput,
+    *_: Any,
+    **__: Any,
 ) -> None:
     # A multimodal processor's placeholders may lie outside the vocabulary; SGLang replaces them in the scheduler.
     if tokenized.input_ids is not None and tokenized.mm_inputs is None:
         check_tokens(tokenized.input_ids, manager.model_config.vocab_size)
+        note_explained_prompt(request, tokenized.input_ids, tokenized.sampling_params.custom_params)
 
 
 def _forget_unused_states(

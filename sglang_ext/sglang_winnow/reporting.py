@@ -30,6 +30,7 @@ from sglang_winnow.metrics import (
     VERIFICATIONS,
 )
 from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.text_offsets import text_and_offsets
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
 KEY: Final = "attention"
+EXPLAIN: Final = "explain"
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +113,14 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
         state.sliding_layers,
         audited_share(policy),
     )
-    cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":
         # Its client may be gone.
-        logger.info("The attention of request %s until it was aborted: %s", req.rid, cost)
+        logger.info("The attention of request %s until it was aborted: %s", req.rid, json.dumps(told))
+    elif state.explanation is not None:
+        from sglang_winnow.explaining import explained  # noqa: PLC0415
+
+        told[EXPLAIN] = explained(state.explanation, req.output_ids_through_stop)
+    cost = json.dumps(told, separators=(",", ":"))
     _count(row, req, "aborted" if reason["type"] == "abort" else "finished")
     return reason | {KEY: cost}
 
@@ -145,16 +151,27 @@ def _count(row: torch.Tensor, req: Any, outcome: str) -> None:
 async def wait_and_place(
     wait_one_response: Callable[..., AsyncIterator[dict[str, Any]]],
     manager: TokenizerManager,
+    request: GenerateReqInput,
     *arguments: Any,
     **options: Any,
 ) -> AsyncIterator[dict[str, Any]]:
     """Move the cost from the finish reason to ``meta_info["attention"]``."""
-    async with aclosing(wait_one_response(manager, *arguments, **options)) as outputs:  # type: ignore[type-var]
+    async with aclosing(wait_one_response(manager, request, *arguments, **options)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             reason = output["meta_info"].get("finish_reason")
             if reason and (cost := reason.pop(KEY, None)) is not None:
-                output["meta_info"][KEY] = json.loads(cost)
+                output["meta_info"][KEY] = _read(cost, manager, request)
             yield output
+
+
+def _read(cost: str, manager: TokenizerManager, request: GenerateReqInput) -> dict[str, Any]:
+    """Return what the scheduler reported, an explanation with the texts that it is of."""
+    told: dict[str, Any] = json.loads(cost)
+    if (explanation := told.get(EXPLAIN)) is not None:
+        ids, text = request.winnow_prompt
+        explanation["prompt"] = text_and_offsets(manager.tokenizer, ids, text)
+        explanation["output"] = text_and_offsets(manager.tokenizer, explanation.pop("output_ids"), None)
+    return told
 
 
 async def generate_and_note(

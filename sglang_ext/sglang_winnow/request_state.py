@@ -13,6 +13,7 @@ from sglang_winnow.draft_length import DraftLength
 from sglang_winnow.sglang_versions.prefix_cache import shared_length
 from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.contract.fields import Parameters
+from winnow_kernels.decode.explanation import Explanation
 from winnow_kernels.decode.request import CheckObserver, PromptSelection
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.policies.attention_policy import AttentionPolicy
@@ -57,6 +58,7 @@ class RequestState:
         sliding_layers: how many layers have a sliding window: they are dense and not counted. None before it has run.
         shared: how many of its first tokens lie in pages of the prefix cache.
         audit_phase: which of its decode steps are audited (``is_audited``), if some are.
+        explanation: of some of its decode steps, if it asks for one.
         released: what it has given back of its prompt since its last prefill; None while it has all of it.
     """
 
@@ -76,6 +78,7 @@ class RequestState:
     anew_from: int | None = None
     sliding_layers: int | None = None
     audit_phase: float = 0.0
+    explanation: Explanation | None = None
     shared: int = 0
     released: Released | None = None
 

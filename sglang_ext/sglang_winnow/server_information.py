@@ -51,6 +51,8 @@ class ServedModel:
         key_bits: bits of a channel in the codes of keys.
         verifies: whether the server checks drafts, for requests that ask for it.
         device: where it runs.
+        kv_heads: of a layer.
+        ranks: how many processes share the layers' heads.
     """
 
     layers: int
@@ -64,6 +66,8 @@ class ServedModel:
     key_bits: int = DEFAULT.key_bits
     verifies: bool = False
     device: str = "cpu"
+    kv_heads: int = 1
+    ranks: int = 1
 
     def policy_of(self, custom_params: Mapping[str, Any] | None) -> AttentionPolicy:
         """Return the policy that a request's ``custom_params`` ask for, as this model runs it; dense if they ask none.
@@ -87,6 +91,15 @@ class ServedModel:
         if policy.audit and self.device != "cpu":
             raise PolicyError(f"{PARAMETER}.audit", f"must be 0 on {self.device}: a CPU alone audits")
         return policy
+
+    @property
+    def explains_not(self) -> str | None:
+        """Where explanations are not served, if this server is such a place."""
+        if not self.has_policies:
+            return f"without --attention-backend {NAME}"
+        if self.device != "cpu":
+            return f"on {self.device}: a CPU alone explains"
+        return f"with --tp-size {self.ranks}: no rank sees all heads" if self.ranks > 1 else None
 
     def _check_delta_layers(self, policy: AttentionPolicy) -> None:
         layers = declaration_of(policy.decode).own_layers(policy.decode)
@@ -127,6 +140,8 @@ class ServedModel:
             "prefill_policies": list(PREFILL_POLICIES) if self.has_policies else ["dense"],
             "key_bits": self.key_bits,
             "verifies": self.verifies,
+            "kv_heads": self.kv_heads,
+            "explains": self.explains_not is None,
         }
 
 
@@ -150,6 +165,8 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         key_bits=index_settings().key_bits,
         verifies=verifies_drafts(resolved(arguments)),
         device=resolved(arguments).device,
+        kv_heads=config.get_total_num_kv_heads(),
+        ranks=resolved(arguments).tp_size,
     )
 
 

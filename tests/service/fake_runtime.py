@@ -54,6 +54,7 @@ class FakeRuntime:
         word_seconds: if there is such a time, streams are those of OpenAI's clients: the words of the prompt, at that
             pace, and what their attention cost.
         gates_words: whether each of them waits for ``gate``, too.
+        explanation: what a request that asks for one is answered, with ``explanation_status``.
     """
 
     healthy: bool = True
@@ -64,6 +65,8 @@ class FakeRuntime:
     probed: list[str] = field(default_factory=list)
     server_info: dict[str, Any] = field(default_factory=dict)
     server_info_status: int = 200
+    explanation: dict[str, Any] | None = None
+    explanation_status: int = 200
     server_info_asked: list[dict[str, str]] = field(default_factory=list)
     word_seconds: float | None = None
     gates_words: bool = False
@@ -119,10 +122,12 @@ class FakeRuntime:
                 return StreamingResponse(self._events(fake), media_type="text/event-stream")
             if fake.get("die"):
                 return StreamingResponse(_broken_json(), media_type="application/json")
+            if self.explanation is not None and b"attention_explain" in body:
+                fake = {"answer": self.explanation}
             if "together" in fake:
                 await self._gather(fake["together"])
             if "answer" in fake:
-                return JSONResponse(fake["answer"])
+                return JSONResponse(fake["answer"], self.explanation_status)
             return JSONResponse({"path": request.url.path, "text": "an answer"}, headers={"x-from-runtime": "1"})
         finally:
             self.concurrent -= 1

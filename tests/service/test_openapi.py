@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.control import ADMIN_KEY, processes, runtime
+from tests.service.test_explain import EXPLAINED
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 
 CONFIGURATION = Path(__file__).with_name("schemathesis.toml")
@@ -19,6 +20,8 @@ SERVED = {
     "delta_layers": [2, 6],
     "policies": list(DECODE_POLICIES),
     "prefill_policies": list(PREFILL_POLICIES),
+    "kv_heads": 2,
+    "explains": True,
 }
 
 
@@ -30,6 +33,7 @@ async def check_endpoints(folder: Path, *options: str) -> int:
         processes(f"sqlite:///{folder}/control.db", folder, address, number=1) as [service],
     ):
         fake.server_info = {"winnow": SERVED}
+        fake.explanation = {"text": "a", "meta_info": {"attention": EXPLAINED}} | {"attention": EXPLAINED}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIGURATION)),
             *("run", f"{service.client.base_url}/openapi.json", "--checks", "all", "--no-color"),

@@ -25,7 +25,7 @@ LENGTH = {"type": "length", "length": 3}
 def request(policy: AttentionPolicy = QUEST, *, finished: bool = True, retracted: bool = False) -> Any:
     return SimpleNamespace(
         rid="r",
-        winnow_state=SimpleNamespace(policy=policy, kept_answer=32, sliding_layers=15, released=None),
+        winnow_state=SimpleNamespace(policy=policy, kept_answer=32, sliding_layers=15, released=None, explanation=None),
         cached_tokens=16,
         retraction_count=0,
         is_retracted=retracted,
@@ -141,11 +141,11 @@ def test_costs_are_counted_with_their_outcome(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_the_cost_moves_from_the_finish_reason_to_its_place() -> None:
-    async def responses(_manager: object) -> AsyncIterator[dict[str, Any]]:
+    async def responses(_manager: object, _request: object) -> AsyncIterator[dict[str, Any]]:
         yield {"meta_info": {"finish_reason": None}}
         yield {"meta_info": {"finish_reason": LENGTH | {reporting.KEY: '{"retracted":0}'}}}
 
-    first, last = await drain(reporting.wait_and_place(responses, None))
+    first, last = await drain(reporting.wait_and_place(responses, None, None))
     assert first == {"meta_info": {"finish_reason": None}}
     assert last == {"meta_info": {"finish_reason": LENGTH, "attention": {"retracted": 0}}}
 

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from winnow_kernels.attend.early_termination import Termination
+from winnow_kernels.attend.early_termination import TILE, Dealt, Termination
 from winnow_kernels.batch import Count
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.selection.tokens import Selection
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What was read of a selection.
+
+    Attributes:
+        selection: of all rows.
+        dealt: the tiles that it was dealt out in, under early termination; None if it was read to its end.
+        tiles: int64 [requests, KV heads, splits]; how many tiles each split has read. None likewise.
+    """
+
+    selection: Selection
+    dealt: Dealt | None = None
+    tiles: Tensor | None = None
+
+    def slots(self, row: int, head: int) -> Tensor:
+        """Return the slots that a KV head of a request has read, int64 [tokens]."""
+        chosen = self.selection.slots[row, head, : int(self.selection.counts[row, head])]
+        if self.dealt is None or self.tiles is None:
+            return chosen
+        of_splits = self.dealt.tiles[row, head]
+        is_read = torch.arange(of_splits.shape[1], device=chosen.device) < self.tiles[row, head, :, None]
+        entries = (of_splits[is_read][:, None] * TILE + torch.arange(TILE, device=chosen.device)).flatten()
+        return chosen[entries[entries < len(chosen)]]
 
 
 class Meter:
@@ -52,6 +79,12 @@ class Meter:
         """Take what a layer's attended tokens weigh: the log-sum-exp of their scores, float32 [requests, query heads].
 
         A server has no use for it. Who compares it with exact attention's keeps it.
+        """
+
+    def note_reading(self, reading: Reading) -> None:
+        """Take what a layer has read of a selection; nothing is noted where it attends to all.
+
+        Only who explains a step keeps it.
         """
 
     def of_rows(self, rows: int) -> Meter:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE, Termination, deal, tiles_read
-from winnow_kernels.attend.gather import Meter, gather_keys_and_values, peek_keys_and_values
+from winnow_kernels.attend.gather import Meter, Reading, gather_keys_and_values, peek_keys_and_values
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.selection.tokens import Selection
 
@@ -54,6 +54,7 @@ def attend(
     log_sum_exp = scores.logsumexp(-1)
     output = scores.sub_(log_sum_exp[..., None]).exp_() @ values.to(grouped.dtype)
     meter.note_mass(log_sum_exp.flatten(1))
+    meter.note_reading(Reading(selection))
     return Attended(output.flatten(1, 2).to(queries.dtype), log_sum_exp.flatten(1), selection.counts)
 
 
@@ -96,6 +97,7 @@ def _attend_until_settled(
     log_sum_exp = split_mass.logsumexp(2)
     output = ((split_mass - log_sum_exp[:, :, None]).exp()[..., None] * split_output).sum(2)
     meter.note_mass(log_sum_exp.flatten(1))
+    meter.note_reading(Reading(selection, dealt, read))
 
     tokens = dealt.tokens(read, selection.counts)
     meter.count_attended(tokens.sum(1), cache)

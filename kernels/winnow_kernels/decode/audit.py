@@ -86,19 +86,21 @@ class AuditedRow:
 class Audit:
     """The audit of one decode step of some requests that share a policy.
 
-    Attributes:
-        meter: for the step; it counts as any other.
+    Args:
+        rows: those that are audited.
+        context: of all rows.
+        meter: of the step.
     """
 
-    def __init__(self, rows: Sequence[AuditedRow], context: Context) -> None:
+    def __init__(self, rows: Sequence[AuditedRow], context: Context, meter: AuditedMeter) -> None:
         self._rows = rows
         self._context = context
-        self.meter = AuditedMeter(context.requests, context.device)
+        self._meter = meter
         # Of each row: query heads of all layers, and over them sums of shares, of errors, and of those that reach p.
         self._sums = torch.zeros(len(rows), 4, dtype=torch.float64, device=context.device)
 
     def add(self, queries: Tensor, output: Tensor, cache: LayerCache, scale: float) -> None:
-        """Audit the layer that the step has just attended in, with ``meter``.
+        """Audit the layer that the step has just attended in.
 
         Args:
             queries: [requests, query heads, head dim].
@@ -106,7 +108,7 @@ class Audit:
             cache: the layer's KV cache.
             scale: what scores are multiplied by before the softmax.
         """
-        mass, self.meter.mass = self.meter.mass, None
+        mass, self._meter.mass = self._meter.mass, None
         for sums, audited in zip(self._sums, self._rows, strict=True):
             slots = self._context.slots[audited.row, : self._context.lengths[audited.row]]
             exact, all_mass = exact_attention(queries[audited.row], slots, cache, scale)

@@ -45,12 +45,12 @@ def read_policies(body: Mapping[str, Any], form: Form, named: Named) -> Policies
     return each_policy(asked, lambda item: read_policy(item, named))
 
 
-def names_own(body: Mapping[str, Any], form: Form) -> bool:
-    """Whether ``body`` has a policy, or what stands for one, where the runtime looks for it."""
+def is_custom_param(name: str, body: Mapping[str, Any], form: Form) -> bool:
+    """Whether ``body`` has something of that name among the ``custom_params``, where the runtime looks for it."""
     holders: Any = body.get(_SAMPLING) if form is Form.NATIVE else body
     for holder in holders if isinstance(holders, list) else [holders]:
         custom = holder.get(_CUSTOM) if isinstance(holder, Mapping) else None
-        if isinstance(custom, Mapping) and FIELD in custom:
+        if isinstance(custom, Mapping) and name in custom:
             return True
     return False
 

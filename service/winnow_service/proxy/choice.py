@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from winnow_kernels.contract.explanation import PARAMETER as EXPLAIN
 from winnow_kernels.policies.attention_policy import AttentionPolicy
-from winnow_service.errors import PolicyForbidden
+from winnow_service.errors import InvalidField, PolicyForbidden
 from winnow_service.keys.keyring import Caller
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.registry import PolicyRegistry
-from winnow_service.proxy.attention_field import FIELD, Policies, each_policy, names_own, read_policies
+from winnow_service.proxy.attention_field import FIELD, Policies, each_policy, is_custom_param, read_policies
 from winnow_service.proxy.body import Form
 
 _DENSE = AttentionPolicy()
@@ -38,11 +39,14 @@ def choose(body: Mapping[str, Any], form: Form, registry: PolicyRegistry, caller
     Raises:
         InvalidPolicy: what it asks for, or the default, cannot be served, whatever the model.
         PolicyForbidden: the bounds do not allow it.
+        InvalidField: it asks to be explained, which takes time and memory: administrators alone have a route for that.
     """
+    if is_custom_param(EXPLAIN, body, form):
+        raise InvalidField(f"custom_params.{EXPLAIN}", "must be absent: ask POST /v1/attention:explain")
     policies = read_policies(body, form, registry.named)
     asked = body.get(FIELD)
     name = asked if isinstance(asked, str) else None
-    if names_own(body, form):
+    if is_custom_param(FIELD, body, form):
         if caller.bounds is not None:
             raise PolicyForbidden("custom_params.attention", "must be absent: give it as attention")
     elif policies is None:

@@ -31,6 +31,9 @@ class ServedModel(BaseModel):
         policies: the decode policies that its attention backend serves; all serve ``dense``.
         prefill_policies: likewise for prefill.
         verifies: whether it checks drafts.
+        sliding_layers: those with a sliding window, where policies do not act.
+        kv_heads: of a layer; None if the runtime does not tell.
+        explains: whether it explains what decode steps attend to.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -41,6 +44,9 @@ class ServedModel(BaseModel):
     policies: tuple[str, ...]
     prefill_policies: tuple[str, ...]
     verifies: bool = False
+    sliding_layers: tuple[int, ...] = ()
+    kv_heads: Annotated[int, Field(ge=1)] | None = None
+    explains: bool = False
 
     def check(self, policy: AttentionPolicy) -> AttentionPolicy:
         """Return ``policy`` as this model runs it.
