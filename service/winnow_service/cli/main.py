@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from winnow_service.cli import bench, calibrate, doctor, down, evaluate, fidelity, keys, models, sample, serve, text, up
+from winnow_service.cli import (
+    bench,
+    calibrate,
+    doctor,
+    down,
+    evaluate,
+    explain,
+    fidelity,
+    keys,
+    models,
+    sample,
+    serve,
+    text,
+    up,
+)
 from winnow_service.cli.terminal import PASSED_ON
 
 app = typer.Typer(
@@ -19,6 +33,7 @@ app.command("down")(down.down)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("fidelity", context_settings=PASSED_ON, add_help_option=False)(fidelity.fidelity)
+app.command("explain")(explain.explain)
 app.command("sample")(sample.sample)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
