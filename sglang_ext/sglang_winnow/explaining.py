@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 from torch import Tensor
@@ -61,7 +60,7 @@ def explained(explanation: Explanation, output_ids: Sequence[int]) -> dict[str, 
                 "attended": _ranges(attended),
                 "attended_tokens": int(attended.sum()),
                 "share": round(float(weights.double()[attended].sum()), _DIGITS),
-                "weights": [round(weight, _DIGITS) for weight in weights.tolist()],
+                "weights": weights.double().round(decimals=_DIGITS).tolist(),
             }
             for step, by_layer in found.items()
             for layer, own in sorted(by_layer.items())
@@ -72,5 +71,5 @@ def explained(explanation: Explanation, output_ids: Sequence[int]) -> dict[str, 
 
 def _ranges(attended: Tensor) -> list[list[int]]:
     """Return the runs of true elements of a vector: the first position of each, and the one after the last."""
-    edges = pad(attended.int(), (1, 1)).diff().nonzero().flatten().tolist()
-    return [list(run) for run in list(pairwise(edges))[::2]]
+    runs: list[list[int]] = pad(attended.int(), (1, 1)).diff().nonzero().view(-1, 2).tolist()
+    return runs

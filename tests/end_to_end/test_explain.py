@@ -139,7 +139,7 @@ def test_the_runtime_itself_refuses_what_it_does_not_explain(deployment: Deploym
     asked = '{"steps": [1], "layers": [0], "heads": [0]}'
     custom = {"attention_explain": asked}
     one = {"text": "a prompt", "sampling_params": {"max_new_tokens": 4, "custom_params": custom}}
-    several = one | {"sampling_params": one["sampling_params"] | {"n": 2}}
+    several = one | {"sampling_params": {"max_new_tokens": 4, "custom_params": custom, "n": 2}}
     released = '{"decode": {"policy": "snapkv", "release": true}}'
     gone = one | {"sampling_params": {"max_new_tokens": 4, "custom_params": custom | {"attention": released}}}
     for body, message in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +66,7 @@ def _every_length_is_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def selections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Selection]]:
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[Selection]:
     """What is selected from now on, a layer's after another's."""
     seen: list[Selection] = []
 
@@ -113,7 +112,8 @@ def float64_weights(own: Pass, row: int, layer: int, head: int) -> Tensor:
     slots = own.context.slots[row, : LENGTHS[row]]
     queries = own.queries(len(LENGTHS), layer)[row].unflatten(0, (KV_HEADS, GROUP))[head].double()
     scores = queries @ own.indexes.caches[layer].keys[slots, head].double().T * SCALE
-    return scores.softmax(-1).mean(0)
+    weights: Tensor = scores.softmax(-1).mean(0)
+    return weights
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: str(policy["policy"]))

@@ -37,5 +37,5 @@ def _summary(explanation: dict[str, Any]) -> str:
         share = share_of(policy, None, steps[-1]) if steps else None
         cells = ("", "", "") if share is None else (str(steps[-1]), f"{share.share:.1%}", f"{share.attended:.1%}")
         numbers = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr><th scope="row">{html.escape(title(policy))}</th>{numbers}</tr>')
+        rows.append(f'<tr><th scope="row" class="policy">{html.escape(title(policy))}</th>{numbers}</tr>')
     return "\n".join(rows)
