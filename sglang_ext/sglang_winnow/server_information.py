@@ -153,6 +153,7 @@ def block_of(policy: AttentionPolicy, page_size: int) -> int:
 def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
     """Return what the model and the server's command line allow."""
     chunk = resolved(arguments).chunked_prefill_size
+    has_policies = set(attention_backends(arguments)) == {NAME}
     return ServedModel(
         layers=config.num_hidden_layers,
         context_length=config.context_len,
@@ -160,12 +161,13 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         sliding_layers=_sliding_layers(config),
         page_size=resolved(arguments).page_size,
         chunk=chunk if chunk is not None and chunk > 0 else None,
-        has_policies=set(attention_backends(arguments)) == {NAME},
+        has_policies=has_policies,
         decode_policies=served_policies(),
         key_bits=index_settings().key_bits,
         verifies=verifies_drafts(resolved(arguments)),
         device=resolved(arguments).device,
-        kv_heads=config.get_total_num_kv_heads(),
+        # Models that Winnow's attention does not serve may have none.
+        kv_heads=config.get_total_num_kv_heads() if has_policies else 1,
         ranks=resolved(arguments).tp_size,
     )
 

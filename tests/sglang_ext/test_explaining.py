@@ -26,6 +26,7 @@ from tests.kernels.attention_float64 import attend_head_until_settled
 from tests.models import NEEDLE
 from tests.sglang_ext.test_plans import DIM, GROUP, KV_HEADS, LAYERS, SCALE, SLOTS, Pass
 from winnow_kernels.attend import reference
+from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.reference import Attended
 from winnow_kernels.contract.explanation import (
     MAX_WEIGHTS,
@@ -208,6 +209,13 @@ def test_only_what_is_asked_for_is_explained() -> None:
     ended = told(own, 1, tokens=2)
     assert (ended["decode_steps"], ended["missing_steps"], ended["entries"]) == (1, [2, 3], [])
     assert own.states[0].explanation is None
+
+
+def test_steps_that_nobody_asks_about_are_computed_as_ever() -> None:
+    own = decoding({"decode": POLICIES[0]}, 1, asked=Explain(steps=(7,), layers=(0,), heads=(0,)))
+    plan = DecodePlan(own.context, own.lengths, own.rows, own.states, SCALE, own.indexes, own.statistics)
+    [group] = plan._groups
+    assert (type(group.meter), group.explanation) == (Meter, None)
 
 
 @given(heads=st.lists(st.integers(0, KV_HEADS - 1), min_size=1, unique=True), length=st.integers(1, 300))

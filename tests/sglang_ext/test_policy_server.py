@@ -100,6 +100,8 @@ def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
             "sliding_layers": [],
             "key_bits": 2,
             "verifies": False,
+            "kv_heads": 1,
+            "explains": True,
         }
         assert {"dense", "tactic", "quest"} <= set(policies)
 
