@@ -18,7 +18,7 @@ from winnow_service.cli.explanation import share_of, steps_found, title
 
 _TEMPLATE: Final = "explain_page.html"
 # What could end the element that the data is in, or a line of a script.
-_ESCAPED: Final = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+_ESCAPED: Final = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def page(explanation: dict[str, Any]) -> str:
@@ -26,7 +26,7 @@ def page(explanation: dict[str, Any]) -> str:
     template = files("winnow_service.cli").joinpath(_TEMPLATE).read_text(encoding="utf-8")
     [script] = re.findall(r"<script>(.*?)</script>", template, re.S)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    data = json.dumps(explanation, ensure_ascii=True).translate(str.maketrans(_ESCAPED))
+    data = json.dumps(explanation, ensure_ascii=True).translate(_ESCAPED)
     return Template(template).substitute(script_digest=digest, summary=_summary(explanation), data=data)
 
 

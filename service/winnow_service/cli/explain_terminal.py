@@ -40,8 +40,8 @@ def draw(console: Console, explanation: dict[str, Any]) -> None:
         for warning in policy["warnings"]:
             console.print(Text(f"  {plain(warning)}", style="yellow"))
         if policy["missing_steps"]:
-            steps = ", ".join(map(str, policy["missing_steps"]))
-            console.print(f"  Not explained: step {steps}; the answer took {policy['decode_steps']}.", highlight=False)
+            missing = ", ".join(map(str, policy["missing_steps"]))
+            console.print(f"  Not explained: step {missing}; the answer took {policy['decode_steps']}.", highlight=False)
         if steps := steps_found(policy):
             console.print(_shares(policy, explanation["layers"], steps, console))
             console.print(f"  The context in step {steps[-1]}, over these layers and heads:", highlight=False)
