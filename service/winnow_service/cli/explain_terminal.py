@@ -41,7 +41,9 @@ def draw(console: Console, explanation: dict[str, Any]) -> None:
             console.print(Text(f"  {plain(warning)}", style="yellow"))
         if policy["missing_steps"]:
             missing = ", ".join(map(str, policy["missing_steps"]))
-            console.print(f"  Not explained: step {missing}; the answer took {policy['decode_steps']}.", highlight=False)
+            console.print(
+                f"  Not explained: step {missing}; the answer took {policy['decode_steps']} steps.", highlight=False
+            )
         if steps := steps_found(policy):
             console.print(_shares(policy, explanation["layers"], steps, console))
             console.print(f"  The context in step {steps[-1]}, over these layers and heads:", highlight=False)
