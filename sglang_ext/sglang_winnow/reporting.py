@@ -112,6 +112,7 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
         req.retraction_count,
         state.sliding_layers,
         audited_share(policy),
+        state.choice,
     )
     if reason["type"] == "abort":
         # Its client may be gone.

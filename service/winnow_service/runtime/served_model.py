@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -34,6 +34,7 @@ class ServedModel(BaseModel):
         sliding_layers: those with a sliding window, where policies do not act.
         kv_heads: of a layer; None if the runtime does not tell.
         explains: whether it explains what decode steps attend to.
+        profile: what it chooses policies by; None if it chooses none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,6 +48,7 @@ class ServedModel(BaseModel):
     sliding_layers: tuple[int, ...] = ()
     kv_heads: Annotated[int, Field(ge=1)] | None = None
     explains: bool = False
+    profile: Mapping[str, Any] | None = None
 
     def check(self, policy: AttentionPolicy) -> AttentionPolicy:
         """Return ``policy`` as this model runs it.
@@ -59,7 +61,7 @@ class ServedModel(BaseModel):
         if policy.prefill.policy not in ("dense", *self.prefill_policies):
             raise InvalidPolicy("attention.prefill.policy", f"must be one of {', '.join(self.prefill_policies)}")
         try:
-            check_served(policy, self.policies, verifies=self.verifies)
+            check_served(policy, self.policies, verifies=self.verifies, calibrated=self.profile is not None)
             return check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         except PolicyError as error:
             raise InvalidPolicy(error.path, error.problem) from None
