@@ -23,8 +23,12 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
+Family = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +36,12 @@ class ModelShape:
     """What a ``config.json`` says of a model. The defaults are small enough to load and run within seconds.
 
     Attributes:
-        sliding_window: tokens that Gemma's layers see, but for every third one, which sees all.
+        sliding_window: tokens that layers of Gemma and gpt-oss see: Gemma 3's but for every third one, which sees all,
+            and of the others the first, the third and so on.
+        logit_cap: what bounds the attention scores of Gemma 2.
     """
 
-    family: Literal["llama", "qwen2", "qwen3", "gemma3_text"] = "llama"
+    family: Family = "llama"
     hidden_size: int = 256
     layers: int = 2
     query_heads: int = 4
@@ -45,6 +51,7 @@ class ModelShape:
     vocab_size: int = 512
     context_length: int = 8192
     sliding_window: int = 64
+    logit_cap: float = 50.0
     dtype: Literal["bfloat16", "float32"] = "float32"
 
     def __post_init__(self) -> None:
@@ -53,9 +60,27 @@ class ModelShape:
 
     def config(self) -> dict[str, object]:
         """Return the content of ``config.json``."""
-        return self._common() | (self._of_gemma() if self.family == "gemma3_text" else {})
+        own = {
+            "gemma2": self._of_gemma2,
+            "gemma3_text": self._of_gemma3,
+            "gpt_oss": self._of_gpt_oss,
+            "qwen3_next": self._of_qwen3_next,
+        }
+        return self._common() | (own[self.family]() if self.family in own else {})
 
-    def _of_gemma(self) -> dict[str, object]:
+    def _of_gemma2(self) -> dict[str, object]:
+        return {
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": self.head_dim,
+            "sliding_window": self.sliding_window,
+            "layer_types": self._alternating(),
+            "attn_logit_softcapping": self.logit_cap,
+            "final_logit_softcapping": None,
+            "pad_token_id": 0,
+        }
+
+    def _of_gemma3(self) -> dict[str, object]:
         return {
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": self.head_dim,
@@ -69,6 +94,37 @@ class ModelShape:
             },
             "pad_token_id": 0,
         }
+
+    def _of_gpt_oss(self) -> dict[str, object]:
+        return {
+            "sliding_window": self.sliding_window,
+            "layer_types": self._alternating(),
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        }
+
+    def _of_qwen3_next(self) -> dict[str, object]:
+        return {
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "tie_word_embeddings": False,
+        }
+
+    def _alternating(self) -> list[str]:
+        return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(self.layers)]
 
     def _common(self) -> dict[str, object]:
         return {

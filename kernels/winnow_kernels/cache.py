@@ -9,6 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from winnow_kernels.softmax import PLAIN, Softmax
+
 NARROW: Final = (torch.float8_e4m3fn,)
 """Dtypes that are stored and not computed with: torch and tensor cores' kernels widen them first."""
 
@@ -29,11 +31,13 @@ class LayerCache:
         keys: [slots, KV heads, head dim], rotated, of the server's KV dtype.
         values: [slots, KV heads, head dim].
         windowed: whether the layer has a sliding window: policies do not act there, and indexes leave it out.
+        softmax: what the layer's softmax has beside tokens' scores.
     """
 
     keys: Tensor
     values: Tensor
     windowed: bool = field(default=False, kw_only=True)
+    softmax: Softmax = field(default=PLAIN, kw_only=True)
 
     @property
     def slots(self) -> int:

@@ -22,6 +22,7 @@ from sglang_winnow.verification_plan import VerificationPlan
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
+from winnow_kernels.softmax import Softmax
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -45,10 +46,7 @@ class WinnowAttentionBackend(AttentionBackend):
         self._scale = layers[0].scaling
         self._last_layer = layers[-1].layer_id
         self._full_layers = [layer.layer_id for layer in layers if _window_of(layer) is None]
-        caches = [
-            replace(self._cache(layer), windowed=layer not in self._full_layers)
-            for layer in range(self._last_layer + 1)
-        ]
+        caches = [replace(self._cache(layer), windowed=layer.layer_id not in self._full_layers) for layer in layers]
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics, len(layers) - len(self._full_layers))
@@ -108,11 +106,15 @@ class WinnowAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attend with one query a request. Returns [requests, query heads × head dim]."""
+        """Attend with one query a request. Returns [requests, query heads × head dim].
+
+        ``sinks`` are the sink logits of the layer, [query heads].
+        """
         assert isinstance(self._plan, DecodePlan)
-        return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def forward_extend(
         self,
@@ -122,11 +124,15 @@ class WinnowAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
+        """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim].
+
+        ``sinks`` are the sink logits of the layer, [query heads].
+        """
         assert isinstance(self._plan, PrefillPlan | MixedPlan | VerificationPlan)
-        return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def _forward(
         self,
@@ -137,11 +143,12 @@ class WinnowAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
+        sinks: Tensor | None,
     ) -> Tensor:
         if save_kv_cache:
             write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        cache = self._cache(layer.layer_id)
+        cache = self._cache(layer, sinks)
         of_keys, of_values = scales_of(layer, cache)
         if of_keys != 1:
             queries = queries * of_keys
@@ -191,8 +198,10 @@ class WinnowAttentionBackend(AttentionBackend):
             layers=self._full_layers,
         )
 
-    def _cache(self, layer: int) -> LayerCache:
-        return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer))
+    def _cache(self, layer: RadixAttention, sinks: Tensor | None = None) -> LayerCache:
+        cap = layer.logit_cap if layer.logit_cap > 0 else None
+        softmax = Softmax(cap, None if sinks is None else sinks.float())
+        return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id), softmax=softmax)
 
 
 def _window_of(layer: RadixAttention) -> int | None:

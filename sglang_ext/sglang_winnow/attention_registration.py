@@ -69,14 +69,15 @@ def _place_decoding_rows(_nothing: None, batch: ScheduleBatch, running: Schedule
     batch.prefix_lens[-decoding:] = [length - 1 for length in running.seq_lens_cpu.tolist()]
 
 
-def _is_chosen(arguments: ServerArgs) -> bool:
+def is_chosen(arguments: ServerArgs) -> bool:
+    """Return whether ``arguments`` choose the attention backend for both phases."""
     # SGLang fills in the platform's default before this is asked, but not what is named for both phases by itself.
     of = resolved(arguments)
     return of.attention_backend == NAME or (of.prefill_attention_backend, of.decode_attention_backend) == (NAME, NAME)
 
 
 def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
-    if not _is_chosen(arguments):
+    if not is_chosen(arguments):
         return
     if not torch.cuda.is_available():
         # As SGLang does for its own backends in torch.
@@ -96,7 +97,7 @@ def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
 
 def _sized_before_capture(planned: Callable[[ServerArgs], bool], arguments: ServerArgs) -> bool:
     # Indexes are as large as the KV cache, and graphs are captured with both: no pool may change its size later.
-    return not _is_chosen(arguments) and planned(arguments)
+    return not is_chosen(arguments) and planned(arguments)
 
 
 def _without_triton(supports: Any, backend: str) -> bool:

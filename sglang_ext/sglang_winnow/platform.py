@@ -68,6 +68,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # SGLang has by now chosen its AMX backend where none was asked for; a plain installation does not have it.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.attention_backend == ATTENTION_BACKEND:
+            # Windowed layers have no pool of their own.
+            server_args.disable_hybrid_swa_memory = True
         if server_args.dtype == "auto":
             server_args.dtype = DTYPE
         for name, value in DEFAULTS.items():

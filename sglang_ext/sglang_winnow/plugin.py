@@ -15,6 +15,7 @@ from sglang_winnow import (
     chunk_ends,
     messages_form,
     metrics,
+    model_arguments,
     openai_forms,
     radix,
     rank_cores,
@@ -138,6 +139,7 @@ def _hooks_on_cuda() -> tuple[Hook, ...]:
 HOOKS: Final = (
     *_hooks_on_cuda(),
     *attention_registration.HOOKS,
+    *model_arguments.HOOKS,
     *metrics.HOOKS,
     *server_information.HOOKS,
     *server_options.HOOKS,

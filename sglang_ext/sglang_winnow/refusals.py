@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.audit_share import ENVIRONMENT, server_share
+from sglang_winnow.backend_name import NAME
 from sglang_winnow.served_policies import served_policies
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.cache import NARROW
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 PAGE_SIZES_ON_CUDA = (16, 32, 64)
+LINEAR_ATTENTION: Final = (
+    "models with linear attention (Qwen3-Next): beside keys and values they keep states, of which its rules for the"
+    " radix cache know nothing"
+)
+WITH_SINKS: Final = frozenset({"GptOssForCausalLM"})
+"""Models whose query heads each have a sink logit, which SGLang hands to the backend."""
 # SGLang's name for attention that is bidirectional among the tokens of an image, which these models do not have. Other
 # models are bidirectional in the whole prompt under the same name.
 CAUSAL_IN_FACT = frozenset({"Gemma3ForCausalLM"})
@@ -34,9 +41,12 @@ KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def refuse_what_is_not_served(runner: ModelRunner) -> None:
     """Raise SystemExit with one sentence that names what is not served."""
     for reason in _reasons(runner):
-        raise SystemExit(
-            f"Winnow: the server does not start, because --attention-backend winnow does not serve {reason}."
-        )
+        raise SystemExit(refusal(reason))
+
+
+def refusal(reason: str) -> str:
+    """Return the sentence that says what is not served."""
+    return f"Winnow: the server does not start, because --attention-backend {NAME} does not serve {reason}."
 
 
 def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
@@ -71,8 +81,8 @@ def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:
         yield "encoder-decoder models"
     if not config.is_generation:
         yield "models that do not generate"
-    if any(name.endswith(("sinks", "attention_sink_bias")) for name, _ in runner.model.named_parameters()):
-        yield "attention sinks that are parameters (gpt-oss)"
+    if _has_sinks(runner) and WITH_SINKS.isdisjoint(config.hf_config.architectures):
+        yield f"sink logits of other models than gpt-oss ({', '.join(config.hf_config.architectures)})"
     if with_images := WITH_IMAGES.intersection(config.hf_config.architectures):
         yield f"attention that is not causal among the tokens of an image ({', '.join(with_images)})"
     layers = attention_layers(runner)
@@ -81,12 +91,16 @@ def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:
     for layer in layers:
         if not _is_causal(layer, config) or layer.is_cross_attention:
             yield "attention that is not causal self-attention"
-        if layer.logit_cap > 0:
-            yield "capped attention scores (logit_cap)"
+        if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
+            yield f"attention scores that are capped by {layer.logit_capping_method}, not tanh"
         if layer.qk_head_dim != layer.v_head_dim:
             yield "keys and values of different sizes"
         if layer.use_irope or layer.xai_temperature_len > 0:
             yield "attention whose temperature depends on the position"
+
+
+def _has_sinks(runner: ModelRunner) -> bool:
+    return any(name.endswith(("sinks", "attention_sink_bias")) for name, _ in runner.model.named_parameters())
 
 
 def _is_causal(layer: RadixAttention, config: ModelConfig) -> bool:
@@ -107,9 +121,13 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
             yield f"contexts of more than {longest} tokens with {name} (leave it out of {POLICIES_SETTING})"
     if server_share() > 0:
         yield f"{ENVIRONMENT} above 0 on CUDA"
+    if _has_sinks(runner):
+        yield "sink logits (gpt-oss) on CUDA"
     for layer in attention_layers(runner):
         if layer.sliding_window_size > -1:
             yield "sliding windows on CUDA"
+        if layer.logit_cap > 0:
+            yield "capped attention scores (logit_cap) on CUDA"
         if layer.tp_q_head_num > LARGEST_GROUP * layer.tp_k_head_num:
             yield f"more than {LARGEST_GROUP} query heads for a KV head on CUDA"
 

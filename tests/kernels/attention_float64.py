@@ -23,10 +23,27 @@ class HeadOutput:
     """How near what was compared came to its threshold; less than float32 rounds may be judged either way."""
 
 
-def attend_head(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return outputs [group, head dim] and log-sum-exps [group]."""
+def attend_head(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    cap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs [group, head dim] and the tokens' log-sum-exps [group]; ``sink_logits`` are [group]."""
+    scores = scores_of_head(queries, keys, scale, cap)
+    logits = scores
+    if sink_logits is not None:
+        # One more token, of which the value is nothing.
+        logits = torch.cat((scores, sink_logits.double()[:, None]), 1)
+    return logits.softmax(-1)[:, : len(keys)] @ values.double(), scores.logsumexp(-1)
+
+
+def scores_of_head(queries: Tensor, keys: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Return what the softmax is taken of: float64 [queries, tokens]."""
     scores = queries.double() @ keys.double().T * scale
-    return scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
+    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def attend_head_until_settled(
@@ -35,6 +52,8 @@ def attend_head_until_settled(
     """Read ``slots`` tile by tile in the splits that the definition names, each until its output has settled."""
     tiles = [slots[i : i + 64] for i in range(0, len(slots), 64)]
     splits = min(16, max(1, math.ceil(len(tiles) / 16)))
+    group, cap, sinks = len(queries), cache.softmax.cap, cache.softmax.sink_logits
+    sink_logits = None if sinks is None else sinks[head * group : (head + 1) * group]
     parts, read, tiles_read, margin = [], 0, 0, math.inf
     for split in range(splits):
         seen: list[int] = []
@@ -42,9 +61,11 @@ def attend_head_until_settled(
         for tile in tiles[split::splits]:
             seen += tile
             tiles_read += 1
-            output, mass = attend_head(queries, cache.keys[seen, head], cache.values[seen, head], scale)
+            vectors = cache.keys[seen, head], cache.values[seen, head]
+            output, mass = attend_head(queries, *vectors, scale, cap)
+            with_sink, _ = attend_head(queries, *vectors, scale, cap, sink_logits)
             dims = output.shape[1]
-            probe = output[:, sorted({i * dims // 32 for i in range(32)})]
+            probe = with_sink[:, sorted({i * dims // 32 for i in range(32)})]
             if thresholds and before is not None:
                 slack = [_slack(b, a, thresholds) for b, a in zip(before, probe, strict=True)]
                 margin = min(margin, *(abs(x) for pair in slack for x in pair))
@@ -58,6 +79,8 @@ def attend_head_until_settled(
     masses = torch.stack([mass for _, mass in parts])
     total = masses.logsumexp(0)
     outputs = torch.stack([(mass - total).exp()[:, None] * output for output, mass in parts]).sum(0)
+    if sink_logits is not None:
+        outputs *= (1 / (1 + (sink_logits.double() - total).exp()))[:, None]
     return HeadOutput(outputs, total, read, len(tiles), tiles_read, margin)
 
 

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.softmax import PLAIN, Softmax
+
+CAP = 1.5
+SOFTMAXES = ("plain", "cap", "sinks", "cap and sinks")
+"""Kinds for ``random_softmax``."""
 
 
 def random_cache(
@@ -32,6 +37,14 @@ def scattered_context(lengths: Sequence[int], slots: int, page_size: int = 16, s
 
 def random_queries(requests: int, heads: int, head_dim: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(requests, heads, head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def random_softmax(kind: str, query_heads: int, seed: int = 0) -> Softmax:
+    """A softmax with a cap that scores of one or two reach, and sinks that take next to nothing or most."""
+    if kind == "plain":
+        return PLAIN
+    sink_logits = 4 * torch.randn(query_heads, generator=torch.Generator().manual_seed(seed)) + 4
+    return Softmax(CAP if "cap" in kind else None, sink_logits if "sinks" in kind else None)
 
 
 def bytes_allocated(owner: object) -> int:

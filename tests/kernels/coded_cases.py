@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.kernels.attention_float64 import scores_of_head
 from tests.kernels.caches import random_cache, random_queries, scattered_context
 from tests.kernels.coded_float64 import Head, kept_positions
 from tests.kernels.parameters import termination_at
@@ -16,6 +17,7 @@ from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.indexes.key_codes import KeyCodes, RoundedQueries
 from winnow_kernels.indexes.pages import PageGenerations
+from winnow_kernels.softmax import capped
 
 CPU = torch.device("cpu")
 SLOTS = 4096
@@ -72,10 +74,10 @@ class Case:
         length = int(self.context.lengths[request])
         slots = self.context.slots[request, :length]
         kept = kept_positions(length, sinks, page_size)
-        grouped = queries.float().unflatten(1, (self.cache.kv_heads, -1))[request]
-        exact = grouped[kv_head].double() @ self.cache.keys[slots[kept], kv_head].double().T
+        grouped, cap = queries.float().unflatten(1, (self.cache.kv_heads, -1))[request], self.cache.softmax.cap
+        exact = scores_of_head(grouped[kv_head], self.cache.keys[slots[kept], kv_head], self.scale, cap) / math.log(2)
         pages = slots[: (length - 64) // page_size * page_size : page_size] // page_size
         scores = self.codes.scores(0, RoundedQueries.of(grouped, self.scale), self.codes.blocks_of(pages))
         others = sorted(set(range(length)) - set(kept))
         of_head = scores[kv_head][:, others] if others else scores[kv_head][:, :0]
-        return Head(length, kept, (exact * self.scale / math.log(2)).tolist(), of_head.tolist())
+        return Head(length, kept, exact.tolist(), capped(of_head, cap, 1 / math.log(2)).tolist())

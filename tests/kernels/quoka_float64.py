@@ -60,7 +60,7 @@ def plain_prefill(
     group, vector = queries.shape[1] // cache.kv_heads, cache.vector_bytes
     result = PlainPrefill(torch.zeros(queries.shape, dtype=torch.float64))
     prefix = len(slots) - len(queries)
-    queries = queries.double()
+    queries, sink_logits = queries.double(), cache.softmax.sink_logits
     for start in range(0, len(slots), block):
         end, begin = min(start + block, len(slots)), max(start, prefix)
         if begin >= end:
@@ -89,7 +89,12 @@ def plain_prefill(
                 visible = [slots[token] for token in [*seen, *range(start, position + 1)]]
                 row = position - prefix
                 result.outputs[row, heads], _ = attend_head(
-                    queries[row, heads], cache.keys[visible, head], cache.values[visible, head], scale
+                    queries[row, heads],
+                    cache.keys[visible, head],
+                    cache.values[visible, head],
+                    scale,
+                    cache.softmax.cap,
+                    None if sink_logits is None else sink_logits[heads],
                 )
                 result.attended += len(visible)
                 result.context += position + 1

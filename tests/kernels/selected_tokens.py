@@ -32,13 +32,18 @@ def output_over(
     queries: Tensor, context: Context, cache: LayerCache, scale: float, positions: Sequence[Sequence[Sequence[int]]]
 ) -> Tensor:
     """Attention in float64 over the positions that each request and KV head reads."""
-    size = queries.shape[1] // cache.kv_heads
+    size, sinks = queries.shape[1] // cache.kv_heads, cache.softmax.sink_logits
     outputs = torch.empty(queries.shape, dtype=torch.float64)
     for request, of_heads in enumerate(positions):
         for head, own in enumerate(of_heads):
             slots = context.slots[request, list(own)]
             heads = slice(head * size, (head + 1) * size)
             outputs[request, heads] = attend_head(
-                queries[request, heads], cache.keys[slots, head], cache.values[slots, head], scale
+                queries[request, heads],
+                cache.keys[slots, head],
+                cache.values[slots, head],
+                scale,
+                cache.softmax.cap,
+                None if sinks is None else sinks[heads],
             )[0]
     return outputs

@@ -43,10 +43,21 @@ def _mixed(cluster: int, kv_head: int, length: int) -> tuple[float, int]:
     return (number >> 8) / 2**24, number * 0x9E3779B1 % 2**32 >> 16
 
 
-def predicted_scores(query: Array, clusters: Sequence[Cluster], scale: float) -> list[float]:
+def scores_of(queries: Array, keys: Array, scale: float, soft_cap: float | None) -> Array:
+    """What the softmax is taken of."""
+    scores = queries @ keys.T * scale
+    capped: Array = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+    return capped
+
+
+def predicted_scores(
+    query: Array, clusters: Sequence[Cluster], scale: float, soft_cap: float | None = None
+) -> list[float]:
     """To base 2; what a cluster without members has means nothing."""
-    means = [scale * float(query @ cluster.centroid) for cluster in clusters]
+    means = [float(scores_of(query, cluster.centroid, scale, soft_cap)) for cluster in clusters]
     variances = [cluster.spread * scale**2 * float(query**2 @ cluster.directions) / len(query) for cluster in clusters]
+    if soft_cap is not None:
+        variances = [v * (1 - (mean / soft_cap) ** 2) ** 2 for v, mean in zip(variances, means, strict=True)]
     found = []
     for number, (mean, variance) in enumerate(zip(means, variances, strict=True)):
         neighbours = range(number // 64 * 64, min(number // 64 * 64 + 64, len(clusters)))
@@ -55,7 +66,8 @@ def predicted_scores(query: Array, clusters: Sequence[Cluster], scale: float) ->
             default=-math.inf,
         )
         reached = min(max(bound - mean, 0.0), variance)
-        found.append((mean + (reached - reached**2 / (2 * variance) if variance else 0.0)) / math.log(2))
+        score = mean + (reached - reached**2 / (2 * variance) if variance else 0.0)
+        found.append((score if soft_cap is None else min(score, soft_cap)) / math.log(2))
     return found
 
 
@@ -74,10 +86,11 @@ def select(
     sinks: int,
     kv_head: int,
     in_order: bool,
+    soft_cap: float | None = None,
 ) -> Expected:
     """What one KV head attends to; ``queries`` are its group's, [group, head dim], ``keys`` the context's."""
-    length, to_base_2 = len(keys), scale / math.log(2)
-    exact = queries @ keys.T * to_base_2
+    length = len(keys)
+    exact = scores_of(queries, keys, scale, soft_cap) / math.log(2)
     clustered = {member for cluster in clusters for member in cluster.members}
     firsts = list(range(min(sinks, length)))
     newest = [position for position in reversed(range(length)) if position not in clustered and position >= sinks]
@@ -89,7 +102,7 @@ def select(
     filled = [number for number, cluster in enumerate(clusters) if cluster.members]
     levels, shares, kept_shares, totals = [], [], [], []
     for query, scores in zip(queries, exact, strict=True):
-        predicted = predicted_scores(query, clusters, scale)
+        predicted = predicted_scores(query, clusters, scale, soft_cap)
         own = {c: round(8 * predicted[c]) for c in filled}
         masses = [2.0 ** scores[position] for position in kept]
         total = math.fsum([*masses, *(len(clusters[c].members) * 2.0 ** (own[c] / 8) for c in filled)])
@@ -151,13 +164,15 @@ def select(
     return Expected(positions, list(selected), list(others), len(samples), wanted > limit)
 
 
-def reported_share(queries: Array, keys: Array, scale: float, expected: Expected, read: list[int]) -> float:
+def reported_share(
+    queries: Array, keys: Array, scale: float, expected: Expected, read: list[int], soft_cap: float | None = None
+) -> float:
     """The share that is told, a mean over the query heads, where ``read`` of what is selected has been read."""
     if not expected.held:
         return 1.0
     shares = []
     for query, held, rest in zip(queries, expected.held, expected.rest, strict=True):
-        mass = math.log2(math.fsum(2.0 ** (query @ keys[position] * scale / math.log(2)) for position in read))
+        mass = math.log2(math.fsum(np.exp(scores_of(query, keys[read], scale, soft_cap)).tolist()))
         selected = mass if len(read) == len(expected.positions) else max(held, mass)
         shares.append(1 / (2.0 ** (selected - mass) + 2.0 ** (rest - mass)))
     return sum(shares) / len(shares)

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.attention_float64 import attend_head, attend_head_until_settled
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.parameters import termination_at
 from winnow_kernels.attend.early_termination import Termination, probe_of
 from winnow_kernels.attend.gather import Meter
@@ -38,8 +38,11 @@ def _random_selection(context: Context, kv_heads: int, counts: list[list[int]], 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 4), (1, 8), (4, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype, softmax: str) -> None:
     cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
+    cache = replace(cache, softmax=random_softmax(softmax, kv_heads * group))
+    sinks = cache.softmax.sink_logits
     context = scattered_context([700, 33, 1], SLOTS)
     counts = [[300 + head for head in range(kv_heads)], [33] * kv_heads, [1] * kv_heads]
     selection = _random_selection(context, kv_heads, counts, seed=1)
@@ -54,7 +57,12 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype)
             slots = selection.slots[request, head, :count]
             of_group = slice(head * group, (head + 1) * group)
             output, mass = attend_head(
-                queries[request, of_group], cache.keys[slots, head], cache.values[slots, head], SCALE
+                queries[request, of_group],
+                cache.keys[slots, head],
+                cache.values[slots, head],
+                SCALE,
+                cache.softmax.cap,
+                None if sinks is None else sinks[of_group],
             )
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(attended.output[request, of_group].double(), output, atol=tolerance, rtol=0)
@@ -68,14 +76,15 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype)
     scale=st.sampled_from([0.003, 0.03, 0.3]),
     direction=st.sampled_from([0.0003, 0.003, 0.3]),
     patience=st.integers(1, 5),
+    softmax=st.sampled_from(SOFTMAXES),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_early_termination_reads_what_the_plain_version_reads(
-    lengths: list[int], scale: float, direction: float, patience: int, seed: int
+    lengths: list[int], scale: float, direction: float, patience: int, softmax: str, seed: int
 ) -> None:
     kv_heads, group = 2, 2
-    cache = random_cache(SLOTS, kv_heads, DIM, seed)
+    cache = replace(random_cache(SLOTS, kv_heads, DIM, seed), softmax=random_softmax(softmax, 4, seed))
     # A common part in all values, as in a model: outputs of random values alone never settle.
     cache = replace(cache, values=cache.values + 3 * torch.randn(DIM, generator=torch.Generator().manual_seed(seed)))
     context = scattered_context(lengths, SLOTS + 16 * len(lengths), seed=seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.attention_float64 import scores_of_head
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.parameters import delta_parameters, termination_at
 from tests.kernels.selected_tokens import dense_output, output_over, positions_of
 from winnow_kernels.attend.early_termination import Termination
@@ -29,7 +31,8 @@ def _token_scores(queries: Tensor, slots: Tensor, cache: LayerCache) -> list[flo
     group = len(queries) // cache.kv_heads
     scores = [0.0] * len(slots)
     for query_head, query in enumerate(queries.double()):
-        weights = (cache.keys[slots, query_head // group].double() @ query * SCALE).softmax(0)
+        keys = cache.keys[slots, query_head // group]
+        weights = scores_of_head(query[None], keys, SCALE, cache.softmax.cap)[0].softmax(0)
         scores = [max(score, float(weight)) for score, weight in zip(scores, weights, strict=True)]
     return scores
 
@@ -167,8 +170,9 @@ def test_a_row_is_the_same_whatever_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_scores_are_the_maximum_over_all_heads_however_the_tokens_lie(dtype: torch.dtype) -> None:
-    cache = random_cache(8192, 2, DIM, dtype=dtype)
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_token_scores_are_the_maximum_over_all_heads_however_the_tokens_lie(dtype: torch.dtype, softmax: str) -> None:
+    cache = replace(random_cache(8192, 2, DIM, dtype=dtype), softmax=random_softmax(softmax, 4))
     in_place = torch.arange(1000, 2300)
     tables = [
         scattered_context([300], 8192).slots[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.attention_float64 import attend_head
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import random_cache, random_queries, random_softmax, scattered_context
 from winnow_kernels.attend import dense
 from winnow_kernels.attend.dense import SHORTEST_RUN, Layout, attend_all, prefill
 from winnow_kernels.attend.gather import Meter
@@ -38,13 +39,19 @@ def plain_rows(queries: Tensor, slots: Tensor, cache: LayerCache, window: int | 
     """Row by row and head by head in float64; the rows are the context's newest tokens."""
     group = queries.shape[1] // cache.kv_heads
     outputs = torch.empty(queries.shape, dtype=torch.float64)
+    softmax = cache.softmax
     for row in range(len(queries)):
         position = len(slots) - len(queries) + row
         seen = slots[0 if window is None else max(0, position - window) : position + 1]
         for head in range(cache.kv_heads):
             of_group = slice(head * group, (head + 1) * group)
             outputs[row, of_group], _ = attend_head(
-                queries[row, of_group], cache.keys[seen, head], cache.values[seen, head], SCALE
+                queries[row, of_group],
+                cache.keys[seen, head],
+                cache.values[seen, head],
+                SCALE,
+                softmax.cap,
+                None if softmax.sink_logits is None else softmax.sink_logits[of_group],
             )
     return outputs
 
@@ -58,12 +65,23 @@ RUNS = [
 
 
 @pytest.mark.parametrize("window", [None, 0, 700])
-@pytest.mark.parametrize(("kv_heads", "group", "threads"), [(2, 4, 1), (1, 8, 2), (4, 1, 1)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "threads", "softmax"),
+    [
+        (2, 4, 1, "plain"),
+        (1, 8, 2, "plain"),
+        (4, 1, 1, "plain"),
+        (2, 4, 1, "cap"),
+        (1, 8, 2, "sinks"),
+        (2, 2, 2, "cap and sinks"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decode_equals_the_plain_version(
-    kv_heads: int, group: int, dtype: torch.dtype, window: int | None, threads: int
+    kv_heads: int, group: int, dtype: torch.dtype, window: int | None, threads: int, softmax: str
 ) -> None:
     cache = random_cache(SLOTS, kv_heads, DIM, dtype=dtype)
+    cache = replace(cache, softmax=random_softmax(softmax, kv_heads * group))
     queries = random_queries(len(RUNS), kv_heads * group, DIM).to(dtype)
     context = context_of(RUNS)
     meter = Meter(len(RUNS), torch.device("cpu"))
@@ -139,13 +157,24 @@ def test_a_slot_beyond_the_pool_raises(slots: Tensor) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 0, 700])
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "softmax"),
+    [(2, 2, "plain"), (1, 2, "plain"), (2, 2, "cap"), (1, 2, "sinks"), (2, 1, "cap and sinks")],
+)
 @pytest.mark.parametrize("new_tokens", [1, 37, 600])
 @pytest.mark.parametrize("slots", [RUNS[0][:1500], RUNS[1], RUNS[3][:600]], ids=["run", "runs", "scattered"])
 def test_prefill_equals_the_plain_version(
-    slots: Tensor, new_tokens: int, kv_heads: int, group: int, window: int | None
+    slots: Tensor,
+    new_tokens: int,
+    kv_heads: int,
+    group: int,
+    window: int | None,
+    softmax: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = random_cache(SLOTS, kv_heads, DIM)
+    # So few that rows are computed in several parts.
+    monkeypatch.setattr(dense, "CAPPED_SCORES", 2**20)
+    cache = replace(random_cache(SLOTS, kv_heads, DIM), softmax=random_softmax(softmax, kv_heads * group))
     queries = random_queries(new_tokens, kv_heads * group, DIM)
     outputs = prefill(queries, slots, cache, SCALE, window)
     rows = [0, new_tokens // 2, new_tokens - 1]

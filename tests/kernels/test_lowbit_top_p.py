@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.caches import random_cache
+from tests.kernels.attention_float64 import scores_of_head
+from tests.kernels.caches import random_cache, random_softmax
 from tests.kernels.coded_cases import CPU, SLOTS, Case, never
 from tests.kernels.coded_float64 import Head, kept_positions
 from tests.kernels.parameters import lowbit_top_p_parameters, termination_at
@@ -36,8 +36,8 @@ def step_of(case: Case, parameters: list[LowBitTopP], termination: Termination |
 def exact_share(case: Case, queries: Tensor, request: int, kv_head: int, head: Head, positions: list[int]) -> float:
     """The share that is told of a KV head: the exact mass of what was read, beside what is predicted of the rest."""
     grouped = queries.double().unflatten(1, (case.cache.kv_heads, -1))[request, kv_head]
-    keys = case.cache.keys[case.context.slots[request, positions], kv_head].double()
-    read = (grouped @ keys.T * case.scale / math.log(2)).exp2().sum(1).tolist()
+    keys = case.cache.keys[case.context.slots[request, positions], kv_head]
+    read = scores_of_head(grouped, keys, case.scale, case.cache.softmax.cap).exp().sum(1).tolist()
     shares = []
     for own, rest, total, top in zip(read, head.rest(positions), head.totals, head.highest, strict=True):
         shares.append(own / (own + rest * total * 2**top))
@@ -50,12 +50,21 @@ def exact_share(case: Case, queries: Tensor, request: int, kv_head: int, head: H
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("in_order", "softmax"), [(False, "plain"), (True, "plain"), (True, "cap and sinks")])
 def test_equals_the_plain_version(
-    kv_heads: int, group: int, head_dim: int, bits: int, dtype: torch.dtype, page_size: int, in_order: bool
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    bits: int,
+    dtype: torch.dtype,
+    page_size: int,
+    in_order: bool,
+    softmax: str,
 ) -> None:
     lengths = [700, 300, 96, 513]
     case = Case.of(lengths, kv_heads, head_dim, bits, page_size, dtype=dtype)
+    # Its shares are of the tokens' mass alone, whatever sinks take.
+    case = replace(case, cache=replace(case.cache, softmax=random_softmax(softmax, kv_heads * group)))
     asked = [(0.6, 0, None, 16), (0.3, 150, None, 0), (0.9, 0, None, 16), (0.97, 0, 170, 40)]
     parameters = [lowbit_top_p_parameters(p, least, most, sinks) for p, least, most, sinks in asked]
     queries = case.queries(group, sharpness=3.0).to(dtype)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.window_votes import window_votes
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.policies.snapkv import observation
@@ -27,8 +29,9 @@ def _votes(buffer: ObservationBuffer, kv_heads: int, layer: int = 0, meter: Mete
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 4), (3, 1)])
 @pytest.mark.parametrize(("prompt", "window"), [(200, 32), (33, 32), (20, 32), (1, 1)])
-def test_votes_equal_the_plain_version(kv_heads: int, group: int, prompt: int, window: int) -> None:
-    cache = random_cache(SLOTS, kv_heads, DIM)
+@pytest.mark.parametrize("softmax", ["plain", "cap and sinks"])
+def test_votes_equal_the_plain_version(kv_heads: int, group: int, prompt: int, window: int, softmax: str) -> None:
+    cache = replace(random_cache(SLOTS, kv_heads, DIM), softmax=random_softmax(softmax, kv_heads * group))
     slots = scattered_context([prompt], SLOTS).slots[0]
     queries = random_queries(prompt, kv_heads * group, DIM)
     buffer = ObservationBuffer(window, prompt)

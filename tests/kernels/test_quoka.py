@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.kernels import codes_float64
 from tests.kernels.attention_float64 import attend_head
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.parameters import quoka_decode_parameters, quoka_prefill_parameters
 from tests.kernels.quoka_float64 import plain_prefill
 from tests.kernels.selected_tokens import positions_of
@@ -80,8 +80,9 @@ def test_prefill_equals_the_plain_version(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_prefill_in_half_precision(dtype: torch.dtype) -> None:
-    cache = random_cache(SLOTS, 2, DIM, dtype=dtype)
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_prefill_in_half_precision(dtype: torch.dtype, softmax: str) -> None:
+    cache = replace(random_cache(SLOTS, 2, DIM, dtype=dtype), softmax=random_softmax(softmax, 4))
     queries, slots = random_queries(200, 4, DIM).to(dtype), slots_of(200, scattered=True)
     plain = plain_prefill(queries, slots.tolist(), cache, SCALE, budget=40, block=32, kept=4)
     outputs, _ = quoka_prefill(queries, slots, cache, SCALE, quoka_prefill_parameters(budget=40, block=32, queries=4))

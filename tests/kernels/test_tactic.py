@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.kernels import tactic_float64
 from tests.kernels.attention_float64 import attend_head
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.parameters import tactic_parameters, termination_at
 from tests.kernels.selected_tokens import dense_output
 from tests.kernels.test_clusters import members_of
@@ -88,8 +88,9 @@ def expected_of(
     grouped = queries.double().unflatten(1, (a_case.cache.kv_heads, -1))[request, head].numpy()
     clusters = [tactic_float64.Cluster(*own) for own in zip(centroids, spreads, directions, members, strict=False)]
     asked = (parameters.p, parameters.max_tokens, parameters.sinks, head)
-    expected = tactic_float64.select(grouped, keys, clusters, SCALE, *asked, in_order)
-    return expected, tactic_float64.reported_share(grouped, keys, SCALE, expected, expected.positions)
+    soft_cap = a_case.cache.softmax.cap
+    expected = tactic_float64.select(grouped, keys, clusters, SCALE, *asked, in_order, soft_cap)
+    return expected, tactic_float64.reported_share(grouped, keys, SCALE, expected, expected.positions, soft_cap)
 
 
 def slots_of(selection: Selection, request: int, head: int) -> list[int]:
@@ -100,10 +101,13 @@ def slots_of(selection: Selection, request: int, head: int) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sinks", [[0, 0, 0, 0], [16, 1, 150, 16], [300, 127, 16, 40]])
 @pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("softmax", ["plain", "cap and sinks"])
 def test_equals_the_plain_version(
-    kv_heads: int, group: int, dtype: torch.dtype, sinks: list[int], in_order: bool
+    kv_heads: int, group: int, dtype: torch.dtype, sinks: list[int], in_order: bool, softmax: str
 ) -> None:
     a_case = case([1500, 200, 900, 100], [1408, 128, 640, 0], kv_heads, dtype, sinks=sinks)
+    # Its shares are of the tokens' mass alone, whatever sinks take.
+    a_case.cache = replace(a_case.cache, softmax=random_softmax(softmax, kv_heads * group))
     asked = [(0.9, None), (0.5, None), (0.8, 400), (0.3, 60)]
     parameters = [tactic_parameters(*of_row, sinks=first) for of_row, first in zip(asked, sinks, strict=True)]
     step = a_case.step(parameters, NEVER if in_order else None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.attention_float64 import scores_of_head
+from tests.kernels.caches import random_cache, random_queries, random_softmax, scattered_context
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.verified_pages.parameters import VerifiedPages
@@ -23,19 +26,19 @@ def plain_masses(queries: Tensor, slots: Tensor, cache: LayerCache, kv_head: int
     masses = [0.0] * -(-length // PAGE)
     for token in range(len(queries)):
         seen = length - len(queries) + token + 1
-        keys = cache.keys[slots[:seen], kv_head].double()
+        keys = cache.keys[slots[:seen], kv_head]
         for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-            weights = (keys @ queries[token, head].double() * SCALE).softmax(0)
+            weights = scores_of_head(queries[token, head][None], keys, SCALE, cache.softmax.cap)[0].softmax(0)
             for position, weight in enumerate(weights.tolist()):
                 masses[position // PAGE] += weight / (len(queries) * GROUP)
     return masses
 
 
 @settings(deadline=None)
-@given(st.integers(1, 200), st.integers(1, 6), st.integers(0, 99))
-def test_masses_are_those_of_attention(length: int, new_tokens: int, seed: int) -> None:
+@given(st.integers(1, 200), st.integers(1, 6), st.sampled_from(["plain", "cap and sinks"]), st.integers(0, 99))
+def test_masses_are_those_of_attention(length: int, new_tokens: int, softmax: str, seed: int) -> None:
     length = max(length, new_tokens)
-    cache = random_cache(512, KV_HEADS, HEAD_DIM, seed)
+    cache = replace(random_cache(512, KV_HEADS, HEAD_DIM, seed), softmax=random_softmax(softmax, KV_HEADS * GROUP))
     slots = scattered_context([length], 512, PAGE, seed).slots[0, :length]
     queries = random_queries(new_tokens, KV_HEADS * GROUP, HEAD_DIM, seed)
     found = page_masses(queries, slots, cache, SCALE, PAGE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.kernels.attention_float64 import scores_of_head
 from winnow_kernels.cache import LayerCache
 
 
@@ -20,8 +21,9 @@ def window_votes(queries: Tensor, slots: Tensor, cache: LayerCache, window: int,
     for position in range(prompt - window, prompt):
         for query_head in range(query_heads):
             head = query_head // group
-            keys = cache.keys[slots[: position + 1], head].double()
-            weights = (keys @ queries[position, query_head].double() * scale).softmax(0)
+            keys = cache.keys[slots[: position + 1], head]
+            query = queries[position, query_head][None]
+            weights = scores_of_head(query, keys, scale, cache.softmax.cap)[0].softmax(0)
             votes[head] += weights[: prompt - window] / group
     return votes
 

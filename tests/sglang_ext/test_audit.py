@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from sglang_winnow.answer import answer
 from sglang_winnow.audit_share import ENVIRONMENT, audited_share, phase_of, server_share
 from sglang_winnow.decode_plan import DecodePlan
 from tests.kernels.attention_float64 import attend_head
-from tests.kernels.caches import random_cache
+from tests.kernels.caches import random_cache, random_softmax
 from tests.sglang_ext.test_plans import CPU, DIM, GROUP, KV_HEADS, LAYERS, PAGE_SIZE, SCALE, SLOTS, Pass
 from winnow_kernels.attend.reference import Attended, attend
+from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode import step
 from winnow_kernels.decode.audit import is_audited
 from winnow_kernels.decode.statistics import Field
@@ -71,9 +73,19 @@ def _decode(own: Pass) -> list[Tensor]:
 
 def _pass(policy: dict[str, Any], seed: int) -> Pass:
     own = Pass(LENGTHS, [policy] * len(LENGTHS))
-    caches = [random_cache(SLOTS, KV_HEADS, DIM, 10 * seed + layer) for layer in range(LAYERS)]
+    # Shares are of the tokens' mass alone, errors of outputs with sinks.
+    softmax = random_softmax("cap and sinks" if seed % 2 else "plain", KV_HEADS * GROUP, seed)
+    caches = [
+        replace(random_cache(SLOTS, KV_HEADS, DIM, 10 * seed + layer), softmax=softmax) for layer in range(LAYERS)
+    ]
     own.indexes = Indexes(caches, PAGE_SIZE, CPU)
     return own
+
+
+def attended_by(cache: LayerCache, head: int, queries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    softmax = cache.softmax
+    sinks = None if softmax.sink_logits is None else softmax.sink_logits.unflatten(0, (KV_HEADS, GROUP))[head]
+    return attend_head(queries, cache.keys[slots, head], cache.values[slots, head], SCALE, softmax.cap, sinks)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -93,10 +105,8 @@ def test_shares_and_errors_are_those_of_float64(name: str, selections: list[Sele
                 grouped = own.queries(len(LENGTHS), layer)[row].unflatten(0, (KV_HEADS, GROUP))
                 for head in range(KV_HEADS):
                     chosen = selections[layer].slots[row, head, : int(selections[layer].counts[row, head])]
-                    whole, all_mass = attend_head(
-                        grouped[head], cache.keys[slots, head], cache.values[slots, head], SCALE
-                    )
-                    _, mass = attend_head(grouped[head], cache.keys[chosen, head], cache.values[chosen, head], SCALE)
+                    whole, all_mass = attended_by(cache, head, grouped[head], slots)
+                    _, mass = attended_by(cache, head, grouped[head], chosen)
                     found = outputs[layer][row].unflatten(0, (KV_HEADS, GROUP))[head]
                     shares += (mass - all_mass).exp().tolist()
                     errors += ((found - whole).norm(dim=-1) / whole.norm(dim=-1)).tolist()

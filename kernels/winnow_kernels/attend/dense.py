@@ -18,11 +18,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.softmax import capped
 
 # Copying fewer tokens than these costs less than one more part to merge.
 SHORTEST_RUN = 512
 # Rows of queries that share one mask and one range of keys in a sliding window's prefill.
 WINDOW_ROWS = 512
+# Capped scores are computed at once, as many as these: 64 MiB.
+CAPPED_SCORES = 2**24
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def attend_all(
     Args:
         queries: [requests, query heads, head dim]; query heads of a KV head lie next to each other.
         context: the requests' contexts, the newest token included.
-        cache: the layer's KV cache.
+        cache: the layer's KV cache, and its softmax's cap and sink logits.
         scale: what scores are multiplied by before the softmax.
         meter: counts what was read.
         sliding_window: how many tokens before the newest are visible beside it; None for all.
@@ -105,13 +108,13 @@ def attend_all(
     """
     visible = context.lengths if sliding_window is None else context.lengths.clamp_max(sliding_window + 1)
     meter.count_attended(visible * cache.kv_heads, cache)
-    if queries.device.type != "cpu":
+    if queries.device.type != "cpu" and cache.softmax.is_plain:
         return _attend_padded(queries, context, cache, scale, visible)
     outputs = torch.empty_like(queries)
     for request, layout in enumerate(_layouts_of(context, cache.kv_heads, sliding_window)):
         rows = queries[request].reshape(cache.kv_heads, -1, cache.head_dim)
-        parts = [_attend_part(rows, keys, values, scale) for keys, values in layout.parts(cache, queries.dtype)]
-        outputs[request] = _merge(parts)[0].flatten(0, 1)
+        output, mass = _merge(_parts(rows, layout, cache, scale))
+        outputs[request] = cache.softmax.with_sinks(output.flatten(0, 1), mass.flatten())
     return outputs
 
 
@@ -123,7 +126,7 @@ def prefill(
     Args:
         queries: [new tokens, query heads, head dim].
         slots: int64 [tokens]; the KV slot of each token of the context, the new ones last.
-        cache: the layer's KV cache.
+        cache: the layer's KV cache, and its softmax's cap and sink logits.
         scale: what scores are multiplied by before the softmax.
         sliding_window: how many tokens before its own position a token sees; None for all.
 
@@ -132,13 +135,13 @@ def prefill(
     """
     if sliding_window is not None and len(slots) > sliding_window + 1:
         return _prefill_window(queries, slots, cache, scale, sliding_window)
-    if queries.device.type != "cpu":
+    if queries.device.type != "cpu" and cache.softmax.is_plain:
         return _prefill_lower_right(queries, slots, cache, scale)
-    return ungroup(attend_to_newest(queries, slots, cache, scale)[0])
+    return with_sinks(*attend_to_newest(queries, slots, cache, scale), cache)
 
 
 def attend_to_newest(queries: Tensor, slots: Tensor, cache: LayerCache, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend as ``prefill`` does, and tell how much was attended to.
+    """Attend as ``prefill`` does, but without sinks, and tell how much was attended to.
 
     Args:
         queries: [new tokens, query heads, head dim].
@@ -155,13 +158,18 @@ def attend_to_newest(queries: Tensor, slots: Tensor, cache: LayerCache, scale: f
         return own
     rows = as_rows(queries, cache.kv_heads)
     layout = Layout.of(slots[:-new_tokens], cache.kv_heads)
-    parts = [_attend_part(rows, keys, values, scale) for keys, values in layout.parts(cache, queries.dtype)]
-    output, mass = _merge(parts)
+    output, mass = _merge(_parts(rows, layout, cache, scale))
     return merge([own, (output.view_as(own[0]), mass.view_as(own[1]))])
 
 
 def attend_with_mass(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_causal: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    cap: float | None = None,
+    *,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend, and tell how much was attended to, so that outputs over disjoint sets of tokens can be merged.
 
@@ -170,11 +178,14 @@ def attend_with_mass(
         keys: [batch, heads, tokens, head dim], at least one token, of the queries' dtype.
         values: the same shape.
         scale: what scores are multiplied by before the softmax.
+        cap: what then bounds them; None for none.
         is_causal: row i sees tokens up to i; rows and tokens are as many.
 
     Returns:
         Outputs, [batch, heads, rows, head dim], and float32 log-sum-exps of the scores, [batch, heads, rows].
     """
+    if cap is not None:
+        return _attend_capped(queries, keys, values, scale, cap, is_causal=is_causal)
     # F.scaled_dot_product_attention hides the log-sum-exps of the very functions that it calls.
     if queries.device.type == "cpu":
         output, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
@@ -228,9 +239,15 @@ def as_rows(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.reshape(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
 
 
-def ungroup(outputs: Tensor) -> Tensor:
-    """Return ``outputs``, [KV heads, group, tokens, head dim], as [tokens, query heads, head dim]."""
-    return outputs.permute(2, 0, 1, 3).flatten(1, 2)
+def with_sinks(outputs: Tensor, log_sum_exp: Tensor, cache: LayerCache) -> Tensor:
+    """Return what attention over tokens comes to with the layer's sinks: [tokens, query heads, head dim].
+
+    Args:
+        outputs: [KV heads, group, tokens, head dim].
+        log_sum_exp: float32 [KV heads, group, tokens].
+        cache: the layer's.
+    """
+    return cache.softmax.with_sinks(outputs.permute(2, 0, 1, 3).flatten(1, 2), log_sum_exp.permute(2, 0, 1).flatten(1))
 
 
 def _layouts_of(context: Context, kv_heads: int, sliding_window: int | None) -> list[Layout]:
@@ -253,12 +270,43 @@ def _attend_causally(queries: Tensor, slots: Tensor, cache: LayerCache, scale: f
         pool.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
         for pool in _keys_and_values(cache, slots, queries.dtype)
     )
-    return attend_with_mass(grouped, keys, values, scale, is_causal=True)
+    return attend_with_mass(grouped, keys, values, scale, cache.softmax.cap, is_causal=True)
 
 
-def _attend_part(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend without a mask from ``rows``, [KV heads, rows, head dim], to each split of a part."""
-    return attend_with_mass(rows.expand(len(keys), -1, -1, -1), keys, values, scale)
+def _parts(rows: Tensor, layout: Layout, cache: LayerCache, scale: float) -> list[tuple[Tensor, Tensor]]:
+    """Attend without a mask from ``rows``, [KV heads, rows, head dim], to each split of each part."""
+    return [
+        attend_with_mass(rows.expand(len(keys), -1, -1, -1), keys, values, scale, cache.softmax.cap)
+        for keys, values in layout.parts(cache, rows.dtype)
+    ]
+
+
+def _attend_capped(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, cap: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend as ``attend_with_mass`` does, with scores that are computed: torch's own attention bounds none."""
+    tokens = keys.shape[2]
+    at_once = max(1, CAPPED_SCORES // (queries.shape[:2].numel() * tokens))
+    position = torch.arange(tokens, device=queries.device)
+    outputs, masses = [], []
+    for first in range(0, queries.shape[2], at_once):
+        rows = queries[:, :, first : first + at_once]
+        mask = position <= first + torch.arange(rows.shape[2], device=rows.device)[:, None] if is_causal else None
+        output, mass = _attend_masked(rows, keys, values, scale, cap, mask)
+        outputs.append(output)
+        masses.append(mass)
+    return torch.cat(outputs, 2), torch.cat(masses, 2)
+
+
+def _attend_masked(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, cap: float | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attend as ``attend_with_mass`` does where ``mask``, bool [rows, tokens], is true; of each row somewhere."""
+    scores = capped((queries.float() @ keys.float().mT) * scale, cap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    mass = scores.logsumexp(-1)
+    return (scores.sub_(mass[..., None]).exp_() @ values.float()).to(queries.dtype), mass
 
 
 def _merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -312,8 +360,11 @@ def _prefill_window(queries: Tensor, slots: Tensor, cache: LayerCache, scale: fl
         first, last = int(max(0, rows.start + length - new_tokens - window)), rows.stop + length - new_tokens
         seen = slice(first - offset, last - offset)
         mask = (positions[seen] <= own[:, None]) & (positions[seen] >= own[:, None] - window)
-        output = F.scaled_dot_product_attention(
-            queries[rows].transpose(0, 1)[None], keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=scale
-        )
-        outputs[rows] = output[0].transpose(0, 1)
+        of_heads = (queries[rows].transpose(0, 1)[None], keys[:, :, seen], values[:, :, seen])
+        if cache.softmax.is_plain:
+            output = F.scaled_dot_product_attention(*of_heads, attn_mask=mask, scale=scale)
+            outputs[rows] = output[0].transpose(0, 1)
+        else:
+            output, mass = _attend_masked(*of_heads, scale, cache.softmax.cap, mask)
+            outputs[rows] = cache.softmax.with_sinks(output[0].transpose(0, 1), mass[0].T)
     return outputs

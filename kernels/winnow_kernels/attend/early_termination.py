@@ -8,6 +8,9 @@ normalised running output. The tile is calm if
 
 for every query head of a KV head's group; the KV head stops after ``patience`` calm tiles in a row.
 
+With a sink logit (``winnow_kernels.softmax``) the output is the one with the sink, which grows with the mass that was
+read. A split judges by the whole sink beside its own part of the tokens, where it weighs more than in the end.
+
 Long selections are dealt out to splits tile by tile, in turn, so that each split sees the order; each stops by itself,
 and their outputs are merged by log-sum-exp. How many splits there are depends on the selection's own length alone: what
 a request reads does not depend on its neighbours in the batch, nor on the device.
@@ -123,7 +126,7 @@ def tiles_read(running: Tensor, tiles: Tensor, termination: Termination) -> Tens
 
     Args:
         running: float [requests, KV heads, splits, tiles, query heads of the group, head dim]; the normalised output of
-            a split after each of its tiles.
+            a split, with sinks, after each of its tiles.
         tiles: int64 [requests, KV heads, splits]; tiles that the split has.
         termination: thresholds.
 

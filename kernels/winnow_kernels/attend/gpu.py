@@ -153,7 +153,8 @@ def attend(
     Args:
         queries: [rows, query heads, head dim], in the cache's dtype; query heads of a KV head, at most 16, lie next to
             each other. Rows and heads may be strided.
-        cache: the layer's KV cache: bfloat16, float16 or float32, slots and heads strided alike in keys and values.
+        cache: the layer's KV cache: bfloat16, float16 or float32, slots and heads strided alike in keys and values; and
+            its softmax's cap and sink logits, which cost nothing where there are none.
         batch: where the rows' contexts lie, in pages of at most 64 tokens.
         selection: contiguous, [rows, KV heads, width]; slots within the pool.
         scale: what scores are multiplied by before the softmax.
@@ -185,12 +186,15 @@ def attend(
         # Left alone, the compiler aims at other numbers of programs.
         "maxnreg": launch.registers(of_multiprocessor),
     }
-    scaling = (scale * _LOG2_E, pairs)
+    cap, sink_logits = cache.softmax.cap, cache.softmax.sink_logits
+    scaling = (scale * _LOG2_E, None if cap is None else cap * _LOG2_E)
     if thresholds is None:
-        attend_kernel[(programs,)](*inputs, *attended, buffers.partial, heads, *scaling, programs=programs, **tiling)
+        attend_kernel[(programs,)](
+            *inputs, *attended, buffers.partial, heads, *scaling, pairs, programs=programs, **tiling
+        )
     else:
         terminating_attend_kernel[(programs,)](
-            *inputs, *attended, thresholds, buffers.partial, heads, *scaling, **tiling
+            *inputs, *attended, thresholds, buffers.partial, heads, *scaling, sink_logits, pairs, **tiling
         )
     merge_kernel[(pairs, group)](
         buffers.partial,
@@ -198,6 +202,7 @@ def attend(
         thresholds,
         Vectors.of(output),
         buffers.log_sum_exp,
+        sink_logits,
         batch.counts,
         reported,
         heads,
@@ -220,6 +225,7 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
     partial: Partial,
     heads: Heads,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     pairs: tl.tensor,
     padded_group: tl.constexpr,
     padded_pairs: tl.constexpr,
@@ -291,7 +297,9 @@ def attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around 
         query = tl.load(queries.pointer + row * queries.row_stride + of_heads, mask=is_output, other=0.0)
         key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
         value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
-        highest, masses, weighted = attend_tile(query, key, value, is_token, scale_log2, highest, masses, weighted)
+        highest, masses, weighted = attend_tile(
+            query, key, value, is_token, scale_log2, cap_log2, highest, masses, weighted
+        )
 
         # One number to keep until the tile has come: where the split's result goes, if this was its last tile.
         result = tl.where(tile == last, pair * (heads.group * _PARTIAL_SLOTS) + split, -1)

@@ -154,6 +154,7 @@ def attend_new(
     assert rest == 0
     assert tokens <= len(partial.masses)
     assert batch.page_size <= TILE
+    assert cache.softmax.is_plain
     heads = Heads.of(query_heads, cache)
     of_pair = new_tokens * (query_heads // cache.kv_heads)
     launch = launch or CheckLaunch.of(batch.rows, of_pair, cache)

@@ -22,6 +22,7 @@ _PROBE = tl.constexpr(PROBE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
 _PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _FOREVER = tl.constexpr(float(1 << 24))
 
 
@@ -35,6 +36,8 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
     partial: Partial,
     heads: Heads,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
+    sink_logits_ptr: tl.tensor | None,
     pairs: tl.tensor,
     padded_group: tl.constexpr,
     padded_pairs: tl.constexpr,
@@ -82,6 +85,9 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
         highest = tl.full([padded_group], -INFINITY, tl.float32)
         masses = tl.zeros([padded_group, _TILE], tl.float32)
         weighted = tl.zeros([padded_group, heads.dim_block], tl.float32)
+        if sink_logits_ptr is not None:
+            of_group = kv_head * heads.group + member
+            sink_log2 = tl.load(sink_logits_ptr + of_group, mask=member < heads.group, other=-INFINITY) * _LOG2_E
         mass = tl.zeros([padded_group], tl.float32)
         norm = tl.zeros([padded_group], tl.float32)
         calm_tiles = 0.0
@@ -101,11 +107,14 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
                 value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
                 before = weighted
                 highest, masses, weighted = attend_tile(
-                    query, key, value, is_token, scale_log2, highest, masses, weighted
+                    query, key, value, is_token, scale_log2, cap_log2, highest, masses, weighted
                 )
                 if stops:
                     before = before / tl.where(mass > 0, mass, 1.0)[:, None]
                     mass = tl.sum(masses, axis=1)
+                    if sink_logits_ptr is not None:
+                        # The probe is of the output with the whole sink.
+                        mass += tl.exp2(sink_log2 - highest)
                     after = weighted / mass[:, None]
                     norm, is_calm = _compare(before, after, norm, dim, scale_bound, direction_bound, heads.head_dim)
                     all_calm = tl.min((is_calm | (member >= heads.group)).to(tl.int32), axis=0) > 0

@@ -104,6 +104,7 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     thresholds_ptr: tl.tensor,
     output: Vectors,
     log_sum_exp_ptr: tl.tensor,
+    sink_logits_ptr: tl.tensor | None,
     counts_ptr: tl.tensor,
     reported: ReportedShares,
     heads: Heads,
@@ -112,7 +113,7 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     """Merge the splits of one query head and add the share that it attended; the first of a group counts what was read.
 
     Grid: (rows × KV heads, group). Arguments are those of ``attend.gpu.attend``, with None where there are no
-    thresholds or no shares are reported, and ``token_bytes``, those of a key and a value.
+    thresholds, no sinks or no shares are reported, and ``token_bytes``, those of a key and a value.
     """
     pair = tl.program_id(0)
     of_group = tl.program_id(1)
@@ -140,11 +141,14 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     highest = tl.max(masses, axis=0)
     weights = tl.exp2(masses - highest)
     total = tl.sum(weights, axis=0)
-    merged = tl.sum(outputs * weights[:, None], axis=0) / total
+    mass = highest + tl.log2(total)
     of_row = (pair % heads.kv_heads) * heads.group + of_group
+    merged = tl.sum(outputs * weights[:, None], axis=0) / total
+    if sink_logits_ptr is not None:
+        # The mass stays that of the tokens.
+        merged = merged / (1.0 + tl.exp2(tl.load(sink_logits_ptr + of_row) / LN_2 - mass))
     target = output.pointer + row.to(tl.int64) * output.row_stride + of_row * output.head_stride
     tl.store(target + dim, merged.to(output.pointer.dtype.element_ty), mask=dim < heads.head_dim)
-    mass = highest + tl.log2(total)
     tl.store(log_sum_exp_ptr + head, mass * LN_2)
 
     tiles = tl.cdiv(tokens, _TILE)

@@ -10,6 +10,9 @@ import triton.language as tl
 
 from winnow_kernels.attend.gpu_merge import INFINITY
 
+_MAX_EXPONENT = tl.constexpr(126.0)
+_TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_tile(
@@ -18,6 +21,7 @@ def attend_tile(
     value: tl.tensor,
     is_token: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     highest: tl.tensor,
     masses: tl.tensor,
     weighted: tl.tensor,
@@ -30,12 +34,17 @@ def attend_tile(
         value: [``TILE``, head dim].
         is_token: bool [``TILE``]; false beyond the end of a selection.
         scale_log2: what scores are multiplied by, to base 2.
+        cap_log2: what then bounds them, to base 2; None for no cap.
         highest: float32 [heads]; highest score so far, to base 2.
         masses: float32 [heads, ``TILE``]; sums of weights relative to it, of the tokens at each place of all tiles. The
             mass is their sum, for which warps must wait for each other: once at the end, not in every tile.
         weighted: float32 [heads, head dim]; sum of values by these weights.
     """
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+    if cap_log2 is not None:
+        # tanh(x) = 1 − 2 ÷ (1 + exp(2x)), which is 1 long before the exponential overflows.
+        grown = tl.exp2(tl.minimum(scores * (_TWO_LOG2_E / cap_log2), _MAX_EXPONENT))
+        scores = cap_log2 * (1.0 - 2.0 / (1.0 + grown))
     scores = tl.where(is_token[None, :], scores, -INFINITY)
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     fade = tl.exp2(highest - new_highest)

@@ -16,6 +16,7 @@ from torch import Tensor
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Field, Statistics
+from winnow_kernels.softmax import capped
 
 
 def is_audited(step: int, share: float, phase: float) -> bool:
@@ -39,11 +40,13 @@ def exact_attention(queries: Tensor, slots: Tensor, cache: LayerCache, scale: fl
         scale: what scores are multiplied by before the softmax.
 
     Returns:
-        The output, float32 [query heads, head dim], and the log-sum-exp of the scores, float32 [query heads].
+        The output, float32 [query heads, head dim], and the log-sum-exp of the tokens' scores, without sinks, float32
+        [query heads].
     """
     keys, values = (pool[slots].float().transpose(0, 1) for pool in (cache.keys, cache.values))
-    scores = (queries.float().unflatten(0, (cache.kv_heads, -1)) @ keys.mT) * scale
-    return (scores.softmax(-1) @ values).flatten(0, 1), scores.logsumexp(-1).flatten()
+    scores = capped((queries.float().unflatten(0, (cache.kv_heads, -1)) @ keys.mT) * scale, cache.softmax.cap)
+    mass = scores.logsumexp(-1).flatten()
+    return cache.softmax.with_sinks((scores.softmax(-1) @ values).flatten(0, 1), mass), mass
 
 
 class AuditedMeter(Meter):

@@ -35,6 +35,7 @@ from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.indexes.key_codes import BLOCK, KeyCodes, RoundedQueries, bytes_of_key
 from winnow_kernels.selection.tokens import Selection
+from winnow_kernels.softmax import capped
 
 WINDOW: Final = 64
 """Newest tokens, at least, that are always attended to."""
@@ -142,8 +143,10 @@ class CodedStep(DecodeStep, Generic[P]):
         code_bytes = bytes_of_key(cache.head_dim, self._codes.bits) * own.scored
         meter.count_bytes(alike.is_in * round(cache.kv_heads * (cache.vector_bytes * kept + code_bytes)))
         keys = dense.take(cache.keys, alike.context.slots[:, own.kept]).float().permute(0, 2, 3, 1)
+        cap = cache.softmax.cap
+        exact = capped(queries @ keys * (self.scale * _LOG2_E), cap, _LOG2_E)
         scores = self._codes.scores(layer, RoundedQueries.of(queries, self.scale), own.blocks)
-        predicted = PredictedAttention.of(queries @ keys * (self.scale * _LOG2_E), scores[..., own.sinks :])
+        predicted = PredictedAttention.of(exact, capped(scores[..., own.sinks :], cap, _LOG2_E))
         selected = self.chosen(own, predicted)
         counts = selected.sum(-1) + kept
         is_whole = counts > most

@@ -16,6 +16,7 @@ from winnow_kernels.attend.gather import Meter, Reading
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.contract.explanation import Explain
 from winnow_kernels.decode.audit import AuditedMeter
+from winnow_kernels.softmax import capped
 
 
 def exact_weights(queries: Tensor, slots: Tensor, cache: LayerCache, scale: float, heads: Sequence[int]) -> Tensor:
@@ -31,7 +32,7 @@ def exact_weights(queries: Tensor, slots: Tensor, cache: LayerCache, scale: floa
     chosen = list(heads)
     keys = cache.keys[slots][:, chosen].float().transpose(0, 1)
     grouped = queries.float().unflatten(0, (cache.kv_heads, -1))[chosen]
-    return ((grouped @ keys.mT) * scale).softmax(-1).mean(1)
+    return capped((grouped @ keys.mT) * scale, cache.softmax.cap).softmax(-1).mean(1)
 
 
 class ExplainedMeter(AuditedMeter):

@@ -66,6 +66,17 @@ def splits_attention_by_data(arguments: ServerArgs) -> bool:
     return bool(arguments.enable_dp_attention or (runs(ATTENTION_DATA_SIZE) and arguments.attn_dp_size > 1))
 
 
+def model_config_of(arguments: ServerArgs) -> ModelConfig:
+    """Return the configuration of the model that ``arguments`` name, which SGLang reads once."""
+    if not runs(ARGUMENTS_DECLARED):
+        own: ModelConfig = arguments.get_model_config()
+        return own
+    from sglang.srt.arg_groups import overrides  # noqa: PLC0415
+
+    declared: ModelConfig = overrides.model_config_of(arguments)
+    return declared
+
+
 def default_attention_backend(arguments: ServerArgs, model: ModelConfig) -> str:
     """Return the name of the backend that SGLang would choose for a model without latent attention (MLA)."""
     if not runs(ARGUMENTS_DECLARED):

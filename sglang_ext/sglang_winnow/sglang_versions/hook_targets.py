@@ -16,6 +16,10 @@ TARGETS: Final[dict[str, dict[Version, str]]] = {
         OLDEST: f"{_ARGUMENTS}._handle_attention_backend_compatibility",
         ARGUMENT_HANDLERS: f"{_HANDLERS}.attention_hook.handle_attention_backend_compatibility",
     },
+    "adjust arguments to the model": {
+        OLDEST: f"{_ARGUMENTS}._handle_model_specific_adjustments",
+        ARGUMENT_HANDLERS: f"{_HANDLERS}.model_hook.handle_model_specific_adjustments",
+    },
     "resolve the command line": {
         OLDEST: f"{_ARGUMENTS}.__post_init__",
         ARGUMENT_HANDLERS: f"{_ARGUMENTS}.resolve_once",

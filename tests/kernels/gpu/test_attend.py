@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.attention_float64 import attend_head_until_settled
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.parameters import termination_at
@@ -27,6 +27,7 @@ from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSel
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.selection.tokens import Selection
+from winnow_kernels.softmax import Softmax
 
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -139,7 +140,10 @@ def actual(
 ) -> Result:
     """What the kernel yields; ``thresholds`` None for the variant without early termination."""
     batch = layer.batch(device)
-    cache = LayerCache(layer.cache.keys.to(device), layer.cache.values.to(device))
+    softmax = layer.cache.softmax
+    if softmax.sink_logits is not None:
+        softmax = replace(softmax, sink_logits=softmax.sink_logits.to(device))
+    cache = LayerCache(layer.cache.keys.to(device), layer.cache.values.to(device), softmax=softmax)
     selection = DeviceSelection(layer.slots.int().to(device), layer.counts.int().to(device))
     rows, query_heads, head_dim = layer.queries.shape
     # As in a model, queries are part of a wider tensor.
@@ -181,6 +185,31 @@ def test_equals_the_reference(
     assert_equal(result, expected(layer, scale, [None] * 5), 1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("softmax", SOFTMAXES[1:])
+@pytest.mark.parametrize("termination", [False, True])
+@pytest.mark.parametrize(("group", "head_dim"), [(7, 96), (16, 64)])
+def test_caps_and_sinks(group: int, head_dim: int, termination: bool, softmax: str, device: torch.device) -> None:
+    layer = Layer.random([310, 1500, 190], [[300, 64], [WHOLE, 1100], [1, WHOLE]], group, head_dim)
+    layer = replace(layer, cache=replace(layer.cache, softmax=random_softmax(softmax, 2 * group)))
+    # With a sink an output grows with all that is read, and settles late.
+    settling = termination_at(0.3, 0.01, 2)
+    thresholds = [settling, settling, None] if termination else [None] * 3
+    scale = head_dim**-0.5
+
+    result = actual(layer, scale, thresholds if termination else None, device)
+
+    assert_equal(result, expected(layer, scale, thresholds), 2e-5)
+    assert bool(result.counts[:, Count.SKIPPED_TILES].any()) == termination
+
+
+def test_a_cap_far_beyond_scores_changes_little_and_one_far_below_bounds_all(device: torch.device) -> None:
+    layer = Layer.random([200], [[WHOLE]], group=4, head_dim=64)
+    plain = actual(layer, 10.0, None, device)
+    for cap, correct in ((1e4, plain.log_sum_exp), (1e-3, torch.full((1, 4), math.log(200)))):
+        bounded = replace(layer, cache=replace(layer.cache, softmax=Softmax(cap)))
+        torch.testing.assert_close(actual(bounded, 10.0, None, device).log_sum_exp, correct, atol=0.05, rtol=0)
+
+
 def test_long_contexts_have_longer_splits(device: torch.device) -> None:
     layer = Layer.random([3000, 16600], [[WHOLE], [WHOLE]], group=3, head_dim=64)
     assert_equal(actual(layer, 0.1, None, device), expected(layer, 0.1, [None, None]), 1e-5)
@@ -193,6 +222,7 @@ def test_long_contexts_have_longer_splits(device: torch.device) -> None:
         termination_at, st.sampled_from([0.003, 0.03]), st.sampled_from([0.0003, 0.003]), st.integers(1, 4)
     ),
     plain=st.integers(0, 3),
+    softmax=st.sampled_from(SOFTMAXES),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -201,6 +231,7 @@ def test_early_termination_reads_what_the_reference_reads(
     left_out: list[int | None],
     thresholds: EarlyTermination,
     plain: int,
+    softmax: str,
     seed: int,
     device: torch.device,
 ) -> None:
@@ -209,6 +240,7 @@ def test_early_termination_reads_what_the_reference_reads(
         for length, n in zip(lengths, left_out, strict=False)
     ]
     layer = Layer.random(lengths, counts, group=2, head_dim=64, seed=seed)
+    layer = replace(layer, cache=replace(layer.cache, softmax=random_softmax(softmax, 4, seed)))
     of_rows = [None if row == plain else thresholds for row in range(len(lengths))]
     assume(least_margin(layer, 0.125, of_rows) > 1e-6)
     assert_equal(actual(layer, 0.125, of_rows, device), expected(layer, 0.125, of_rows), 2e-5)

@@ -172,6 +172,7 @@ def attend_and_score(
         buffers: gets the scores.
         output: [rows, query heads, head dim]; rows and heads may be strided.
     """
+    assert cache.softmax.is_plain
     query_heads = queries.shape[1]
     pairs = batch.rows * cache.kv_heads
     launch = attend_buffers.launch

@@ -27,6 +27,7 @@ from winnow_kernels.decode.step import DecodeStep
 from winnow_kernels.policies.delta.parameters import Delta, Role
 from winnow_kernels.selection.pages import order_pages, pages_kept, pages_of, select_pages
 from winnow_kernels.selection.tokens import Selection
+from winnow_kernels.softmax import capped
 
 
 class WholeContext:
@@ -70,10 +71,13 @@ class WholeContext:
         ]
         # Keys times queries, not the other way round: this is faster where keys of several heads lie interleaved.
         columns = (grouped * scale).mT
-        weights = torch.cat([keys @ columns for keys, _ in parts], dim=1).mT.softmax(-1)
+        logits = capped(torch.cat([keys @ columns for keys, _ in parts], dim=1).mT, cache.softmax.cap)
+        weights = logits.softmax(-1)
         lengths = [keys.shape[1] for keys, _ in parts]
         of_parts = zip(torch.split(weights, lengths, dim=-1), parts, strict=True)
         output = torch.stack([own @ values for own, (_, values) in of_parts]).sum(0)
+        if cache.softmax.sink_logits is not None:
+            output = cache.softmax.with_sinks(output.flatten(0, 1), logits.logsumexp(-1).flatten()).view_as(output)
         scores = weights.amax((0, 1))
         return output, scores if self._place is None else scores[self._place]
 

@@ -270,9 +270,10 @@ def _attend_block(queries: Tensor, own: Tensor, selected: Tensor, cache: LayerCa
         for pool in (cache.keys, cache.values)
     )
     rows = dense.as_rows(queries, kv_heads)
-    output, mass = dense.attend_with_mass(rows[None], keys, values, scale)
+    output, mass = dense.attend_with_mass(rows[None], keys, values, scale, cache.softmax.cap)
     own_part = dense.attend_to_newest(queries, own, cache, scale)
-    return dense.ungroup(dense.merge([own_part, (output.view_as(own_part[0]), mass.view_as(own_part[1]))])[0])
+    merged = dense.merge([own_part, (output.view_as(own_part[0]), mass.view_as(own_part[1]))])
+    return dense.with_sinks(*merged, cache)
 
 
 def block_reads(begin: int, start: int, end: int, selected: int, cache: LayerCache) -> PrefillReads:

@@ -9,6 +9,7 @@ from winnow_kernels.attend.gather import Meter, gather_keys
 from winnow_kernels.attend.reference import group
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.selection.tokens import select_positions
+from winnow_kernels.softmax import capped
 
 _MAX_SCORES = 2**25
 """Scores of one pass while votes are counted: 128 MiB."""
@@ -91,7 +92,7 @@ class ObservationBuffer:
         for first in range(0, self.window, at_once):
             # [KV heads, queries × group, head dim]: one product for all query heads of a group.
             grouped = group(queries[first : first + at_once], cache.kv_heads).transpose(0, 1)
-            scores = grouped.flatten(1, 2) @ keys
+            scores = capped(grouped.flatten(1, 2) @ keys, cache.softmax.cap)
             own = self.first_position + first + torch.arange(grouped.shape[1], device=slots.device)
             later = prompt.positions[self.first_position :] > own.repeat_interleave(grouped.shape[2])[:, None]
             scores[..., self.first_position :].masked_fill_(later, -torch.inf)

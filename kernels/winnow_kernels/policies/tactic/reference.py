@@ -14,6 +14,8 @@ What is not as in the paper:
   head dimension, and w, one number an element, what part each element makes of such distances in the cluster's span.
   That is the mean of exp(s q·k) over keys k that are spread normally around μ, as far along each element as keys of
   the span are.
+- Where scores have a soft cap, so have these means. v is multiplied by the square of how steep the cap is there, and no
+  prediction exceeds the cap.
 - Where a query looks up one token, v is so large that such a mean is of scores that no token has. So scores above a
   bound do not count (``_gains``): the highest that is to be expected of any of 64 neighbouring clusters. The higher v,
   the less counts s q·μ beside it: the token may be in any cluster that spreads far enough.
@@ -59,6 +61,7 @@ from winnow_kernels.indexes.kmeans import CLUSTER_SIZE
 from winnow_kernels.policies.tactic.parameters import WHOLE_ABOVE, Tactic
 from winnow_kernels.policies.tactic.sample import chances, expected_samples
 from winnow_kernels.selection.tokens import Selection
+from winnow_kernels.softmax import capped
 
 WHOLE_SHARE: Final = 0.75
 """A KV head that would attend to more than this share of the context attends to all of it."""
@@ -256,29 +259,39 @@ class TacticStep(FullLayersStep["TacticStep"]):
         )
         for own in self._requests:
             of_rows = grouped[own.alike.rows]
-            predicted = self._predicted(own, layer, of_rows, self._kept_scores(own, of_rows, cache))
+            predicted = self._predicted(own, layer, of_rows, self._kept_scores(own, of_rows, cache), cache)
             taken[own.alike.rows, ..., : own.clusters] = own.reaching(predicted)
         return taken
 
     def _kept_scores(self, own: _Clustered, queries: Tensor, cache: LayerCache) -> Tensor:
         """Return the scores, to base 2, of the tokens in no cluster: float32 [requests, KV heads, group, n]."""
         keys = take(cache.keys, own.kept).transpose(1, 2).to(queries.dtype)
-        return queries @ keys.mT * (self.scale * _LOG2_E)
+        return self._scores(queries, keys, cache)
 
-    def _predicted(self, own: _Clustered, layer: int, queries: Tensor, kept_scores: Tensor) -> PredictedAttention:
+    def _scores(self, queries: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
+        """Return the scores of keys, or centroids, as logarithms to base 2."""
+        return capped(queries @ keys.to(queries.dtype).mT * (self.scale * _LOG2_E), cache.softmax.cap, _LOG2_E)
+
+    def _predicted(
+        self, own: _Clustered, layer: int, queries: Tensor, kept_scores: Tensor, cache: LayerCache
+    ) -> PredictedAttention:
         clusters = self.index.read(layer, own.spans)
         centroids, spreads, sizes = (
             of_heads.transpose(0, 1)[:, :, : own.clusters]
             for of_heads in (clusters.centroids, clusters.spreads, clusters.sizes)
         )
         sizes = sizes.long()
-        scores = queries @ centroids.to(queries.dtype).mT * (self.scale * _LOG2_E)
+        scores = self._scores(queries, centroids, cache)
         # How far scores vary along a query in a span, for each unit of its clusters' spread.
         along = queries.square() @ clusters.directions.transpose(0, 1).float().mT
         along *= self.scale**2 / queries.shape[-1]
         along = along.repeat_interleave(self.index.clusters, dim=-1)[..., : own.clusters]
+        most = torch.inf if cache.softmax.cap is None else cache.softmax.cap * _LOG2_E
+        if most < torch.inf:
+            # How steep the cap is where a cluster's mean is: 1 − tanh².
+            along *= (1 - (scores / most).square()).square()
         gains = _gains(scores, along * spreads.float()[:, :, None], (sizes > 0)[:, :, None])
-        return PredictedAttention.of(kept_scores, scores + gains, sizes)
+        return PredictedAttention.of(kept_scores, (scores + gains).clamp_max_(most), sizes)
 
     def _choose(self, own: _Clustered, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Choice:
         alike, limit = own.alike, own.limit
@@ -289,7 +302,7 @@ class TacticStep(FullLayersStep["TacticStep"]):
         if alike.key.clustered == 0:
             return self._choose_kept(own, kept_scores)
         meter.count_bytes(alike.is_in * self.index.read_bytes(layer, self.spans))
-        predicted = self._predicted(own, layer, queries, kept_scores)
+        predicted = self._predicted(own, layer, queries, kept_scores, cache)
         sizes, shares, total = predicted.tokens[:, :, 0], predicted.shares, predicted.total
         selected = own.reaching(predicted).any(-2)
         wanted = own.kept.shape[1] + (sizes * selected).sum(-1)
@@ -380,8 +393,8 @@ class TacticStep(FullLayersStep["TacticStep"]):
         slots = self._slots(own, layer, numbers, (ranks + first) % of_sampled.clamp_min(1))
         read = counts.sum((1, 2)) * (cache.vector_bytes + self.index.member_bytes(layer))
         meter.count_bytes(own.alike.is_in.scatter(0, own.alike.rows, read))
-        keys = peek_keys(cache, Selection(slots, counts.sum(-1))).to(queries.dtype)
-        scores = (queries @ keys.mT * (self.scale * _LOG2_E)).double() - predicted.total
+        keys = peek_keys(cache, Selection(slots, counts.sum(-1)))
+        scores = self._scores(queries, keys, cache).double() - predicted.total
         # Each stands for as many tokens as its cluster has for each sample.
         worth = (of_sampled / expected.gather(-1, numbers)).where(is_sample, 0.0)[:, :, None]
         weighs = (scores.exp2() * worth).sum(-1)

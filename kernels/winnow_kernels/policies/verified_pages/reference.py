@@ -28,6 +28,7 @@ from winnow_kernels.policies.snapkv.reference import select_kept
 from winnow_kernels.policies.verified_pages.parameters import VerifiedPages
 from winnow_kernels.selection.pages import pages_kept, pages_of
 from winnow_kernels.selection.tokens import Selection
+from winnow_kernels.softmax import capped
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def page_masses(queries: Tensor, slots: Tensor, cache: LayerCache, scale: float,
     keys = cache.keys[slots].transpose(0, 1).float()
     # One product for all new tokens and query heads of a KV head.
     rows = group(queries.float() * scale, cache.kv_heads).transpose(0, 1).flatten(1, 2)
-    scores = (rows @ keys.mT).view(cache.kv_heads, new_tokens, -1, length)
+    scores = capped(rows @ keys.mT, cache.softmax.cap).view(cache.kv_heads, new_tokens, -1, length)
     position = torch.arange(length, device=slots.device)
     later = position > position[-new_tokens:, None]
     weights = scores.masked_fill_(later[:, None], -torch.inf).softmax(-1).mean((1, 2))

@@ -111,6 +111,7 @@ def attend_blocks(
     group = query_heads // cache.kv_heads
     slots = selection.slots
     assert group <= LARGEST_GROUP
+    assert cache.softmax.is_plain
     assert slots.is_contiguous()
     launch = launch or Launch.of(cache.head_dim, cache.keys.element_size())
     most_queries = max(block.queries for block in blocks.blocks)

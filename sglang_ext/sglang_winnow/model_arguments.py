@@ -1,0 +1,63 @@
+"""What SGLang decides of its arguments by the model, where it does not know the attention backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_winnow.attention_registration import is_chosen
+from sglang_winnow.hooks import Hook
+from sglang_winnow.sglang_versions.arguments import model_config_of
+from sglang_winnow.sglang_versions.hook_targets import target
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+_KNOWN_TO_SGLANG: Final = "triton"
+"""A backend that SGLang lets attend with sink logits; only asked whether it may."""
+
+_asks_for_sinks: ContextVar[bool] = ContextVar("_asks_for_sinks", default=False)
+
+
+def _adjust(adjust: Callable[[ServerArgs], None], arguments: ServerArgs) -> None:
+    # A model that another instance has is not known here.
+    if not is_chosen(arguments) or "://" in arguments.model_path:
+        adjust(arguments)
+        return
+    # What they import waits for SGLang to have chosen its platform.
+    from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: PLC0415
+
+    from sglang_winnow.refusals import LINEAR_ATTENTION, WITH_SINKS, refusal  # noqa: PLC0415
+
+    config = model_config_of(arguments)
+    if mambaish_config(config) is not None:
+        # SGLang would say of its radix cache for such models what that needs.
+        raise SystemExit(refusal(LINEAR_ATTENTION))
+    if WITH_SINKS.isdisjoint(config.hf_config.architectures):
+        adjust(arguments)
+        return
+    with _asking_for_sinks():
+        adjust(arguments)
+
+
+@contextmanager
+def _asking_for_sinks() -> Iterator[None]:
+    token = _asks_for_sinks.set(True)
+    try:
+        yield
+    finally:
+        _asks_for_sinks.reset(token)
+
+
+def _backends_with_sinks(backends_of: Callable[[object], tuple[str, str]], arguments: object) -> tuple[str, str]:
+    return (_KNOWN_TO_SGLANG, _KNOWN_TO_SGLANG) if _asks_for_sinks.get() else backends_of(arguments)
+
+
+HOOKS: Final = (
+    Hook(target("adjust arguments to the model"), _adjust, HookType.AROUND),
+    Hook("sglang.srt.arg_groups.overrides.attention_backends_of", _backends_with_sinks, HookType.AROUND),
+)
