@@ -169,14 +169,21 @@ def write_model(folder: Path, shape: ModelShape) -> Path:
 
 
 def write_weights(folder: Path, seed: int = 0) -> None:
-    """Add random weights, the same for the same ``seed``, to a folder that ``write_model`` filled."""
+    """Add random weights, the same for the same ``seed``, to a folder that ``write_model`` filled.
+
+    Sink logits are as large as a trained model's, and numbers in the bfloat16 in which SGLang keeps them.
+    """
     # Slow to import, and the models that run with dummy weights do without.
     import torch  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(folder)
-    AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data = torch.arange(2.0, 2.0 + len(parameter)).to(parameter.dtype)
+    model.save_pretrained(folder)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

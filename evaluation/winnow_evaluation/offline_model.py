@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from winnow_evaluation.machine import surroundings
+from winnow_kernels.softmax import Softmax
 
 _ATTENTION: Final = "winnow_offline"
 
@@ -21,7 +22,7 @@ a sliding window (``OfflineModel.windows``), it is the callee that keeps to it."
 
 
 class OfflineModel:
-    """A causal language model with rotary embeddings, such as Llama, Qwen or Gemma 3, and its tokenizer.
+    """A causal language model with rotary embeddings, such as Llama, Qwen, Gemma or gpt-oss, and its tokenizer.
 
     Attributes:
         folder: where it lies.
@@ -29,6 +30,7 @@ class OfflineModel:
         dtype: of weights and activations.
         cache_dtype: of the KV cache.
         windows: of each layer, how many tokens before its own position a token sees; None for all.
+        softmaxes: of each layer, what its softmax has beside scores: it is the callee of attention that applies it.
     """
 
     def __init__(
@@ -48,6 +50,13 @@ class OfflineModel:
         self.windows: list[int | None] = [
             config.sliding_window - 1 if kind == "sliding_attention" else None for kind in kinds
         ]
+        cap = getattr(config, "attn_logit_softcapping", None)
+        sinks = {
+            int(name.split(".")[-3]): parameter.detach().float()
+            for name, parameter in self._network.named_parameters()
+            if name.endswith("self_attn.sinks")
+        }
+        self.softmaxes = [Softmax(cap, sinks.get(layer)) for layer in range(len(kinds))]
         self.query_heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -32,6 +32,7 @@ from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.quoka.parameters import QuokaDecode
 from winnow_kernels.policies.quoka.reference import COSINE_STEPS, cosine_steps
 from winnow_kernels.selection.tokens import Selection
+from winnow_kernels.softmax import capped
 
 LOG2_E: Final = 1.4426950408889634
 _NOTHING: Final = FLOOR * STEPS - 1
@@ -265,7 +266,7 @@ class CodedPass(_PassOverCodes):
     def _predicted(self, layer: int, queries: Tensor, row: int, exact: Scores) -> _Predicted:
         grouped = queries.float().unflatten(1, (exact.scores.shape[1], -1)).transpose(0, 1)
         rounded = RoundedQueries.of(grouped.flatten(1, 2), self.following.batch.scale)
-        scores = self._codes.scores(layer, rounded, self._blocks[row])
+        scores = capped(self._codes.scores(layer, rounded, self._blocks[row]), exact.softmax.cap, LOG2_E)
         scores = (scores * STEPS).round_().div_(STEPS).unflatten(1, grouped.shape[1:3])
         visible = exact.visible[0, 0]
         kept = self.kept(row, [kept_sinks(self._decode.sinks, own) for own in self._scored[row]], visible)

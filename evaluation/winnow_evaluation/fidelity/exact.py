@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from winnow_evaluation.fidelity.prefilled import PrefilledBatch
+from winnow_kernels.softmax import PLAIN, Softmax, capped
 
 _COPIES: Final = 4
 """Tensors of the scores' shape that are held at once."""
@@ -68,11 +69,13 @@ class Scores:
         scores: float32 [prompts, KV heads, tokens, group, context]; -inf where nothing is visible.
         visible: bool [prompts, 1, tokens, context].
         values: float32 [prompts, KV heads, context, head dim].
+        softmax: of the layer; its cap is in the scores.
     """
 
     scores: Tensor
     visible: Tensor
     values: Tensor
+    softmax: Softmax = PLAIN
 
     @classmethod
     def of(cls, following: Following, layer: int, queries: Tensor, part: slice) -> Scores:
@@ -85,19 +88,21 @@ class Scores:
         keys, values = following.batch.vectors(layer, following.prompts[part], longest)
         grouped = queries[part].float().unflatten(2, (keys.shape[1], -1)).transpose(1, 2)
         scores = (grouped.flatten(2, 3) @ keys.mT).mul_(following.batch.scale).unflatten(2, grouped.shape[2:4])
+        softmax = following.batch.model.softmaxes[layer]
+        scores = capped(scores, softmax.cap)
         places = torch.arange(longest, device=lengths.device)
         visible = places < lengths[..., None]
         if (window := following.batch.model.windows[layer]) is not None:
             visible &= places >= lengths[..., None] - 1 - window
         scores.masked_fill_(~visible[:, None, :, None], -torch.inf)
-        return cls(scores, visible[:, None], values)
+        return cls(scores, visible[:, None], values, softmax)
 
     def log_sum_exp(self) -> Tensor:
-        """Return that of the scores, float32 [prompts, tokens, query heads]."""
-        return self.scores.logsumexp(-1).transpose(1, 2).flatten(2)
+        """Return that of the scores, without sinks: float32 [prompts, tokens, query heads]."""
+        return _of_query_heads(self.scores.logsumexp(-1))
 
     def weights(self) -> Tensor:
-        """Return the attention weights, in the form of the scores."""
+        """Return the attention weights among tokens, without sinks, in the form of the scores."""
         weights: Tensor = self.scores.softmax(-1)
         return weights
 
@@ -110,4 +115,11 @@ class Scores:
         scores = self.scores if read is None else self.scores.masked_fill(~read[:, :, :, None], -torch.inf)
         output = (scores.softmax(-1).flatten(2, 3) @ self.values).unflatten(2, scores.shape[2:4])
         heads_inside: Tensor = output.transpose(1, 2).flatten(2, 3)
-        return heads_inside
+        if self.softmax.sink_logits is None:
+            return heads_inside
+        return self.softmax.with_sinks(heads_inside, _of_query_heads(scores.logsumexp(-1)))
+
+
+def _of_query_heads(numbers: Tensor) -> Tensor:
+    """Return ``numbers``, [prompts, KV heads, tokens, group], as [prompts, tokens, query heads]."""
+    return numbers.transpose(1, 2).flatten(2)

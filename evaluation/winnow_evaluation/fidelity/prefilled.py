@@ -78,7 +78,7 @@ class PrefilledBatch:
         capacity = -(-(max(self.lengths) + room) // PAGE_SIZE) * PAGE_SIZE
         self.slots = torch.arange(len(prompts) * capacity, device=model.device).view(len(prompts), capacity)
         dtype = cache_dtype or model.cache_dtype
-        self.caches = [self._empty_cache(dtype, windowed=sees is not None) for sees in model.windows]
+        self.caches = [self._empty_cache(dtype, layer) for layer in range(model.layers)]
         self.indexes = Indexes(self.caches, PAGE_SIZE, model.device)
         self.indexes.made[ClusterIndex] = ClusterIndex(self.caches, self.indexes.generations, span)
         self.scale = 0.0
@@ -161,10 +161,11 @@ class PrefilledBatch:
                 state.kept.record(layer, queries, state.prompt_length - len(queries))
         return state
 
-    def _empty_cache(self, dtype: torch.dtype, *, windowed: bool) -> LayerCache:
+    def _empty_cache(self, dtype: torch.dtype, layer: int) -> LayerCache:
         shape = (self.slots.numel(), self.model.kv_heads, self.model.head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=self.model.device) for _ in range(2))
-        return LayerCache(keys, values, windowed=windowed)
+        windowed = self.model.windows[layer] is not None
+        return LayerCache(keys, values, windowed=windowed, softmax=self.model.softmaxes[layer])
 
     def _prefill(self, row: int, prompt: Sequence[int], scored: int, window: int, chunk: int) -> Tensor:
         tokens = torch.tensor([prompt], device=self.model.device)

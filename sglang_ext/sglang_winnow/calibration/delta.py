@@ -31,7 +31,8 @@ def calibrate(
         words: the length of the longest prompt, for the record.
 
     Raises:
-        OSError, ValueError: the model cannot be loaded, has no room for Δ-layers, or a prompt is too long for it.
+        OSError, ValueError: the model cannot be loaded, has soft caps, sink logits or no room for Δ-layers, or a prompt
+            is too long for it.
     """
     config = json.loads((folder / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -39,6 +40,10 @@ def calibrate(
     _check_length(max(map(len, tokenized)) + steps, context_length(folder))
     dtype = torch.float32 if device == "cpu" else "auto"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
+    if has_other_softmax(model):
+        raise ValueError(
+            f"{folder}: Δ-layers cannot be calibrated of a model with soft caps or sink logits; name them in requests"
+        )
     kinds = config.get("layer_types") or ("full_attention",) * model.config.num_hidden_layers
     seeing = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
     coverage = MeanCoverage()
@@ -66,6 +71,12 @@ def calibrate(
 def _check_length(tokens: int, longest: int | None) -> None:
     if longest is not None and tokens > longest:
         raise ValueError(f"--words: a prompt and its answer need {tokens} tokens; the model's context has {longest}")
+
+
+def has_other_softmax(model: Any) -> bool:
+    """Return whether a model's attention is other than that by which Δ-layers are calibrated (``attention_maps``)."""
+    has_sinks = any(name.endswith("self_attn.sinks") for name, _ in model.named_parameters())
+    return has_sinks or getattr(model.config, "attn_logit_softcapping", None) is not None
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

@@ -41,7 +41,7 @@ def model(folder: Path) -> OfflineModel:
     return OfflineModel(folder, torch.device("cpu"))
 
 
-def _forcing(
+def forcing_of(
     model: OfflineModel,
     prompts: list[list[int]],
     following: Tensor,
@@ -59,7 +59,7 @@ def test_dense_attention_is_that_of_transformers(
 ) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
-        outcome = _forcing(model, prompts, following, chunk=chunk).dense()
+        outcome = forcing_of(model, prompts, following, chunk=chunk).dense()
         for row, (prompt, after) in enumerate(zip(prompts, following, strict=True)):
             logits = network(torch.tensor([[*prompt, *after[:-1].tolist()]])).logits[0, len(prompt) :]
             found = model.log_probabilities(outcome.hidden[row])
@@ -72,7 +72,7 @@ def test_all_at_once_is_as_step_by_step(
 ) -> None:
     policy = decode_policy(name, {} if name == "dense" else _parameters(name, SPARSE))
     with torch.inference_mode():
-        forcing = _forcing(model, prompts, following)
+        forcing = forcing_of(model, prompts, following)
         at_once, one_by_one = forcing.policy(policy), forcing.policy(policy, block=1)
         result = Result()
         result.add(Distances.between(model, one_by_one.hidden, at_once.hidden, following[:, 1:]), [TOKENS, TOKENS])
@@ -93,7 +93,7 @@ def test_a_policy_that_reads_everything_is_dense(
     name: str, model: OfflineModel, prompts: list[list[int]], following: Tensor
 ) -> None:
     with torch.inference_mode():
-        forcing = _forcing(model, prompts, following)
+        forcing = forcing_of(model, prompts, following)
         dense, found = forcing.dense(), forcing.policy(decode_policy(name, _parameters(name, COVERING)))
     torch.testing.assert_close(found.hidden, dense.hidden, atol=1e-4, rtol=1e-4)
 
@@ -102,7 +102,7 @@ def test_contexts_are_counted_in_the_layers_that_policies_act_on(
     model: OfflineModel, prompts: list[list[int]], following: Tensor
 ) -> None:
     with torch.inference_mode():
-        counts = _forcing(model, prompts, following).dense().counts
+        counts = forcing_of(model, prompts, following).dense().counts
     contexts = torch.tensor([[len(prompt) + 1 + token for token in range(TOKENS)] for prompt in prompts])
     assert torch.equal(counts["context"], contexts * len(FULL_LAYERS) * SHAPE.kv_heads)
 
@@ -111,9 +111,9 @@ def test_a_sparse_prefill_acts_there_alone(model: OfflineModel, prompts: list[li
     quoka = parse_policy({"prefill": {"policy": "quoka", "budget": 32, "block": 64}})
     everything = parse_policy({"prefill": {"policy": "quoka", "budget": 4096, "block": 64}})
     with torch.inference_mode():
-        dense = _forcing(model, prompts, following).dense()
-        sparse = _forcing(model, prompts, following, policy=quoka).dense()
-        covering = _forcing(model, prompts, following, policy=everything).dense()
+        dense = forcing_of(model, prompts, following).dense()
+        sparse = forcing_of(model, prompts, following, policy=quoka).dense()
+        covering = forcing_of(model, prompts, following, policy=everything).dense()
     torch.testing.assert_close(covering.hidden, dense.hidden, atol=1e-4, rtol=1e-4)
     assert float((sparse.hidden - dense.hidden).abs().max()) > 1e-2
 
