@@ -141,14 +141,15 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     highest = tl.max(masses, axis=0)
     weights = tl.exp2(masses - highest)
     total = tl.sum(weights, axis=0)
-    mass = highest + tl.log2(total)
-    of_row = (pair % heads.kv_heads) * heads.group + of_group
     merged = tl.sum(outputs * weights[:, None], axis=0) / total
+    of_row = (pair % heads.kv_heads) * heads.group + of_group
     if sink_logits_ptr is not None:
-        # The mass stays that of the tokens.
-        merged = merged / (1.0 + tl.exp2(tl.load(sink_logits_ptr + of_row) / LN_2 - mass))
+        # The log-sum-exp stays that of the tokens.
+        above = tl.load(sink_logits_ptr + of_row) / LN_2 - (highest + tl.log2(total))
+        merged = merged / (1.0 + tl.exp2(above))
     target = output.pointer + row.to(tl.int64) * output.row_stride + of_row * output.head_stride
     tl.store(target + dim, merged.to(output.pointer.dtype.element_ty), mask=dim < heads.head_dim)
+    mass = highest + tl.log2(total)
     tl.store(log_sum_exp_ptr + head, mass * LN_2)
 
     tiles = tl.cdiv(tokens, _TILE)

@@ -36,6 +36,7 @@ LONGEST, EXAMPLES = (1500, 5) if INTERPRETED else (20_000, 200)
 SETTLING = termination_at(0.05, 0.01, 2)
 # Head dim, query heads of a KV head, and whether some row terminates early.
 SHAPES = [(64, 4, True), (128, 16, True), (64, 4, False), (128, 4, False), (128, 16, False), (256, 7, False)]
+OTHER_SOFTMAXES = [(256, 2, False, "cap"), (256, 2, True, "cap"), (64, 8, False, "sinks"), (64, 8, True, "sinks")]
 
 
 @dataclass(frozen=True)
@@ -362,6 +363,29 @@ def _launch() -> None:
         thresholds = torch.empty(32, 3) if termination else None
         buffers = replace(AttendBuffers.empty(32, 8 * group, cache), multiprocessors=132)
         attend(queries, cache, batch, selection, 0.125, thresholds, buffers, torch.empty_like(queries), reported)
+
+
+def _launch_with_caps_and_sinks() -> None:
+    """The same with a cap, and with sinks: of the shapes of Gemma 2 and gpt-oss."""
+    batch = DecodeBatch.empty(32, 1024, 16, torch.device("cpu"))
+    selection = DeviceSelection.empty(32, 8, 256, torch.device("cpu"))
+    for head_dim, group, termination, softmax in OTHER_SOFTMAXES:
+        own = random_softmax(softmax, 8 * group)
+        cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16), softmax=own)
+        queries = torch.empty(32, 8 * group, head_dim, dtype=torch.bfloat16)
+        thresholds = torch.empty(32, 3) if termination else None
+        buffers = replace(AttendBuffers.empty(32, 8 * group, cache), multiprocessors=132)
+        attend(queries, cache, batch, selection, 0.125, thresholds, buffers, torch.empty_like(queries))
+
+
+def test_caps_and_sinks_fit_a_hopper_multiprocessor() -> None:
+    compiled = compile_launches(_launch_with_caps_and_sinks)
+    for (head_dim, group, termination, _), attending in zip(OTHER_SOFTMAXES, compiled[::2], strict=True):
+        launch = Launch.of(head_dim, 2, group)
+        programs = launch.programs_with_termination if termination else launch.programs
+        assert attending.local_bytes == 0
+        assert programs * attending.warps * 32 * attending.registers <= 64 << 10
+        assert programs * (attending.shared_bytes + 1024) <= SHARED_LIMIT + 1024
 
 
 def test_fits_a_hopper_multiprocessor() -> None:
