@@ -106,6 +106,7 @@ class WinnowAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        *,
         sinks: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
@@ -124,6 +125,7 @@ class WinnowAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        *,
         sinks: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
@@ -143,7 +145,7 @@ class WinnowAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
-        sinks: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if save_kv_cache:
             write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)

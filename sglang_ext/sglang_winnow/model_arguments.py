@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.attention_registration import is_chosen
 from sglang_winnow.hooks import Hook
-from sglang_winnow.sglang_versions.arguments import model_config_of
+from sglang_winnow.sglang_versions.arguments import decide, model_config_of, resolved
 from sglang_winnow.sglang_versions.hook_targets import target
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _KNOWN_TO_SGLANG: Final = "triton"
 """A backend that SGLang lets attend with sink logits; only asked whether it may."""
+
+_MOE_IN_TORCH: Final = "triton"
+"""What SGLang calls the experts' layout that it computes in torch on a CPU."""
 
 _asks_for_sinks: ContextVar[bool] = ContextVar("_asks_for_sinks", default=False)
 
@@ -31,7 +35,7 @@ def _adjust(adjust: Callable[[ServerArgs], None], arguments: ServerArgs) -> None
     # What they import waits for SGLang to have chosen its platform.
     from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: PLC0415
 
-    from sglang_winnow.refusals import LINEAR_ATTENTION, WITH_SINKS, refusal  # noqa: PLC0415
+    from sglang_winnow.refusals import LINEAR_ATTENTION, SINKS_ON_CUDA, WITH_SINKS, refusal  # noqa: PLC0415
 
     config = model_config_of(arguments)
     if mambaish_config(config) is not None:
@@ -40,6 +44,12 @@ def _adjust(adjust: Callable[[ServerArgs], None], arguments: ServerArgs) -> None
     if WITH_SINKS.isdisjoint(config.hf_config.architectures):
         adjust(arguments)
         return
+    if torch.cuda.is_available():
+        # Before weights are loaded.
+        raise SystemExit(refusal(SINKS_ON_CUDA))
+    if resolved(arguments).moe_runner_backend == "auto":
+        # SGLang would lay the experts' weights out for kernels that a CPU does not have.
+        decide(arguments, moe_runner_backend=_MOE_IN_TORCH)
     with _asking_for_sinks():
         adjust(arguments)
 

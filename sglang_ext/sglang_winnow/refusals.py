@@ -28,6 +28,7 @@ LINEAR_ATTENTION: Final = (
     "models with linear attention (Qwen3-Next): beside keys and values they keep states, of which its rules for the"
     " radix cache know nothing"
 )
+SINKS_ON_CUDA: Final = "sink logits (gpt-oss) on CUDA"
 WITH_SINKS: Final = frozenset({"GptOssForCausalLM"})
 """Models whose query heads each have a sink logit, which SGLang hands to the backend."""
 # SGLang's name for attention that is bidirectional among the tokens of an image, which these models do not have. Other
@@ -122,7 +123,7 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
     if server_share() > 0:
         yield f"{ENVIRONMENT} above 0 on CUDA"
     if _has_sinks(runner):
-        yield "sink logits (gpt-oss) on CUDA"
+        yield SINKS_ON_CUDA
     for layer in attention_layers(runner):
         if layer.sliding_window_size > -1:
             yield "sliding windows on CUDA"

@@ -9,10 +9,14 @@ from transformers import AutoModelForCausalLM
 
 
 class Reference:
-    """The model of a folder, in float32 on the CPU."""
+    """The model of a folder, in float32 on the CPU.
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    Of soft caps, of which transformers' ``sdpa`` knows nothing, only the ``attention`` called ``eager`` takes account.
+    """
+
+    def __init__(self, folder: Path, attention: str | None = None) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        self.model = model.eval()
 
     @torch.inference_mode()
     def logit_gaps(self, prompt: list[int], answer: list[int]) -> list[float]:

@@ -45,7 +45,14 @@ def test_open_arguments_get_defaults() -> None:
         "sleep_on_idle": True,
         "dtype": "float32",
         "attention_backend": "winnow",
+        "disable_hybrid_swa_memory": True,
     }
+
+
+def test_windows_have_pools_of_their_own_with_other_backends() -> None:
+    arguments = unset_arguments(attention_backend="torch_native", disable_hybrid_swa_memory=False)
+    platform.CpuPlatform().apply_server_args_defaults(arguments)
+    assert not arguments.disable_hybrid_swa_memory
 
 
 @pytest.mark.parametrize(("name", "value"), [("page_size", 1), ("chunked_prefill_size", -1), ("dtype", "bfloat16")])

@@ -27,6 +27,7 @@ SERVED_MODEL: dict[str, Any] = {
 
 
 GEMMA = {"hf_config": SimpleNamespace(architectures=["Gemma3ForCausalLM"])}
+GPT_OSS = {"hf_config": SimpleNamespace(architectures=["GptOssForCausalLM"])}
 BIDIRECTIONAL = {"attn_type": AttentionType.DECODER_BIDIRECTIONAL}
 
 
@@ -34,6 +35,12 @@ def layer(number: int, **changes: Any) -> RadixAttention:
     return RadixAttention(
         **{"num_heads": 4, "head_dim": 64, "scaling": 0.125, "num_kv_heads": 2, "layer_id": number} | changes
     )
+
+
+def with_sinks(name: str = "sinks") -> nn.Module:
+    attention: nn.Module = layer(1)
+    attention.register_parameter(name, nn.Parameter(torch.zeros(4)))
+    return attention
 
 
 def pool(kind: type[object] = MHATokenToKVPool, dtype: torch.dtype = torch.float32) -> Any:
@@ -69,6 +76,8 @@ def assert_refused(refused: Any, reason: str) -> None:
         runner(),
         runner(layer(0, sliding_window_size=128), layer(1)),
         runner(layer(0, **BIDIRECTIONAL, sliding_window_size=128), layer(1, **BIDIRECTIONAL), config=GEMMA),
+        runner(layer(0), layer(1, logit_cap=50.0)),
+        runner(with_sinks(), config=GPT_OSS),
         runner(cache=pool(dtype=torch.bfloat16)),
         runner(cache=pool(dtype=torch.float16)),
         runner(cache=pool(dtype=torch.float8_e4m3fn)),
@@ -93,6 +102,8 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
             runner(cache=pool(dtype=torch.float8_e4m3fn)),
             "a KV cache in float8_e4m3fn on CUDA (use float32, float16 or bfloat16)",
         ),
+        (runner(layer(0), layer(1, logit_cap=50.0)), "capped attention scores (logit_cap) on CUDA"),
+        (runner(with_sinks(), config=GPT_OSS), "sink logits (gpt-oss) on CUDA"),
         (runner(layer(0, num_heads=34)), "more than 16 query heads for a KV head on CUDA"),
     ],
 )
@@ -137,7 +148,7 @@ def test_models(config: dict[str, Any], reason: str) -> None:
         ({"scaling": 0.25}, "layers that scale their scores differently"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention that is not causal self-attention"),
         ({"is_cross_attention": True}, "attention that is not causal self-attention"),
-        ({"logit_cap": 30.0}, "capped attention scores (logit_cap)"),
+        ({"logit_cap": 30.0, "logit_capping_method": "mlp"}, "attention scores that are capped by mlp, not tanh"),
         ({"v_head_dim": 32}, "keys and values of different sizes"),
         ({"use_irope": True}, "attention whose temperature depends on the position"),
     ],
@@ -171,10 +182,10 @@ def test_a_temperature_of_long_contexts() -> None:
     assert_refused(runner(layer(0), grok), "attention whose temperature depends on the position")
 
 
-def test_sinks_that_are_parameters() -> None:
-    with_sinks = layer(1)
-    with_sinks.sinks = nn.Parameter(torch.zeros(4))
-    assert_refused(runner(layer(0), with_sinks), "attention sinks that are parameters (gpt-oss)")
+@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias"])
+def test_sinks_of_other_models(name: str) -> None:
+    refused = runner(layer(0), with_sinks(name))
+    assert_refused(refused, "sink logits of other models than gpt-oss (LlamaForCausalLM)")
 
 
 @pytest.mark.parametrize(
