@@ -23,6 +23,7 @@ from sglang_winnow.explaining import explained
 from sglang_winnow.server_information import ServedModel
 from sglang_winnow.text_offsets import text_and_offsets
 from tests.kernels.attention_float64 import attend_head_until_settled
+from tests.kernels.caches import random_softmax
 from tests.models import NEEDLE
 from tests.sglang_ext.test_plans import DIM, GROUP, KV_HEADS, LAYERS, SCALE, SLOTS, Pass
 from winnow_kernels.attend import reference
@@ -227,6 +228,20 @@ def test_weights_are_a_distribution_over_the_tokens(heads: list[int], length: in
     assert weights.shape == (len(heads), length)
     assert bool((weights >= 0).all())
     assert weights.sum(1).tolist() == pytest.approx([1] * len(heads), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["cap", "sinks", "cap and sinks"])
+def test_weights_have_the_softmax_of_the_layer_and_leave_out_its_sinks(kind: str) -> None:
+    own = Pass(LENGTHS, [{}] * len(LENGTHS))
+    softmax = random_softmax(kind, KV_HEADS * GROUP)
+    cache = replace(own.indexes.caches[0], softmax=softmax)
+    queries = 4 * own.queries(1, 0)[0]
+    slots = torch.arange(40)
+    [weights] = exact_weights(queries, slots, cache, SCALE, [1])
+    scores = queries.unflatten(0, (KV_HEADS, GROUP))[1].double() @ cache.keys[slots, 1].double().T * SCALE
+    if softmax.cap is not None:
+        scores = softmax.cap * (scores / softmax.cap).tanh()
+    torch.testing.assert_close(weights.double(), scores.softmax(-1).mean(0), rtol=1e-4, atol=1e-6)
 
 
 # What may be asked.

@@ -22,6 +22,8 @@ from winnow_kernels.softmax import capped
 def exact_weights(queries: Tensor, slots: Tensor, cache: LayerCache, scale: float, heads: Sequence[int]) -> Tensor:
     """Return what dense attention gives each token: float32 [heads, tokens], means over the query heads of a KV head.
 
+    What a sink takes is in none of them (``winnow_kernels.softmax``).
+
     Args:
         queries: [query heads, head dim].
         slots: int64 [tokens].
