@@ -21,16 +21,18 @@ from tests.sglang_ext.test_sliding_windows import Server
 
 pytestmark = pytest.mark.timeout(600)
 
-# A cap that scores of random weights reach.
 SHAPES = [
-    ModelShape(family="gemma2", layers=4, kv_heads=2, sliding_window=64, logit_cap=2.0),
     ModelShape(family="gpt_oss", layers=4, kv_heads=2, sliding_window=64),
+    # A cap that scores of random weights reach.
+    ModelShape(family="gemma2", layers=4, kv_heads=2, sliding_window=64, logit_cap=2.0),
 ]
 SLIDING, FULL = [0, 2], 1
 CHUNK, PROMPT = 128, 500
 LOGIT_TOLERANCE = 1e-3
 POLICIES: dict[str, Any] = {name: policy for name, policy in small_policies().items() if name != "dense"} | {
-    "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [FULL], "full_layers": 1}}
+    "delta": {"decode": {"policy": "delta", "budget": 64, "recency": 32, "delta_layers": [FULL], "full_layers": 1}},
+    # Capped scores are so alike that heads together need most tokens for a larger share.
+    "tactic": {"decode": {"policy": "tactic", "p": 0.2, "full_layers": 1}},
 }
 
 
@@ -96,5 +98,5 @@ def test_reported_shares_are_true_and_audited_outputs_near_those_of_dense_attent
     asked = {"decode": {"policy": "lowbit_top_p", "p": 0.95}, "audit": 1.0}
     cost = server.cost(prompt(4), asked)
     assert cost["decode"]["estimated_share"] == pytest.approx(cost["audit"]["true_share"], abs=0.03)
-    assert 0.93 < cost["audit"]["true_share"] < 1
+    assert 0.93 < cost["audit"]["true_share"] <= 1
     assert cost["audit"]["output_error"] < 0.2
