@@ -13,7 +13,7 @@ import pytest
 
 from sglang_winnow import crossover
 from tests.models import ModelShape, write_model, write_weights
-from tests.policy_rows import small_policies
+from tests.policy_rows import ROWS, small_policies
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import prompt_of
 from tests.sglang_ext.reference import Reference
@@ -21,11 +21,9 @@ from tests.sglang_ext.test_sliding_windows import Server
 
 pytestmark = pytest.mark.timeout(600)
 
-SHAPES = [
-    ModelShape(family="gpt_oss", layers=4, kv_heads=2, sliding_window=64),
-    # A cap that scores of random weights reach.
-    ModelShape(family="gemma2", layers=4, kv_heads=2, sliding_window=64, logit_cap=2.0),
-]
+SINKS = ModelShape(family="gpt_oss", layers=4, kv_heads=2, sliding_window=64)
+# A cap that scores of random weights reach.
+CAPS = ModelShape(family="gemma2", layers=4, kv_heads=2, sliding_window=64, logit_cap=2.0)
 SLIDING, FULL = [0, 2], 1
 CHUNK, PROMPT = 128, 500
 LOGIT_TOLERANCE = 1e-3
@@ -36,19 +34,20 @@ POLICIES: dict[str, Any] = {name: policy for name, policy in small_policies().it
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.family)
+@pytest.fixture(scope="module", params=[SINKS, pytest.param(CAPS, marks=pytest.mark.full)], ids=lambda it: it.family)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp(request.param.family)
     model = write_model(folder / "model", request.param)
     write_weights(model)
     arguments = ["--attention-backend", "winnow", "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "4096"]
+    arguments += ["--speculative-algorithm", "WINNOW"]
     environment = {crossover.ENVIRONMENT: "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
     with runtime_server(model, *arguments, log=folder / "log", **environment) as runtime:
         yield Server(runtime.url, Reference(model, "eager"))
 
 
 def prompt(seed: int, length: int = PROMPT) -> list[int]:
-    return prompt_of(length, seed, SHAPES[0].vocab_size)
+    return prompt_of(length, seed, SINKS.vocab_size)
 
 
 @pytest.mark.parametrize("length", [1, 65, CHUNK + 1, PROMPT])
@@ -92,6 +91,15 @@ def test_what_holds_all_of_the_attention_answers_as_dense_attention(server: Serv
     text = prompt(3, 300)
     answer = server.answer(text, policy)
     assert max(server.reference.logit_gaps(text, answer["output_ids"])) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "lowbit_top_k", "verified_pages"])
+def test_verified_answers_are_dense_ones(server: Server, name: str) -> None:
+    text = prompt(5)
+    sparse = {"decode": {"policy": name, **ROWS[name].small}, "verify": {"draft_tokens": 3}}
+    answer = server.answer(text, sparse)
+    assert answer["output_ids"] == server.answer(text, {})["output_ids"]
+    assert answer["meta_info"]["attention"]["verify"]["drafted"] > 0
 
 
 def test_reported_shares_are_true_and_audited_outputs_near_those_of_dense_attention(server: Server) -> None:
