@@ -24,6 +24,7 @@ import torch
 
 from tests.models import NEEDLE
 from tests.runtime import Runtime, runtime_server
+from winnow_kernels.contract.explanation import PARAMETER as EXPLAIN
 from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.models.cache import models_folder
 
@@ -203,6 +204,27 @@ def test_rows_that_are_not_verified_get_a_token_with_every_draft(server: Server,
     assert verified == dense
     assert seen[-1] == dense
     assert max(len(after) - len(before) for before, after in pairwise(seen)) == 8
+
+
+def test_steps_beside_drafts_are_explained_as_they_would_be_alone(server: Server) -> None:
+    text = prompt(11)
+    body = body_of(text, policy("quest"))
+    body["sampling_params"]["custom_params"][EXPLAIN] = '{"steps": [1, 9, 20], "layers": [2], "heads": [0, 1]}'
+
+    def explained() -> Any:
+        answer = server.http.post("/generate", json=body).raise_for_status().json()
+        return answer["meta_info"]["attention"]["explain"]
+
+    alone = explained()
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(ask, server, text, policy("quest", 8), max_new_tokens=160)
+        beside = explained()
+        verified.result()
+    assert (alone["missing_steps"], beside["missing_steps"]) == ([], [])
+    assert [entry["step"] for entry in alone["entries"]] == [1, 1, 9, 9, 20, 20]
+    for entry, expected in zip(beside["entries"], alone["entries"], strict=True):
+        assert entry["attended"] == expected["attended"]
+        np.testing.assert_allclose(entry["weights"], expected["weights"], atol=1e-4)
 
 
 def test_an_answer_beside_drafts_ends_where_it_would_alone(server: Server) -> None:
