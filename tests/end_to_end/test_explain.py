@@ -52,9 +52,12 @@ def test_offsets_are_those_of_the_tokenizer(explained: dict[str, Any]) -> None:
 def test_weights_and_shares_agree(explained: dict[str, Any]) -> None:
     prompt_tokens = len(explained["prompt"]["offsets"])
     for policy in explained["policies"]:
-        assert policy["missing_steps"] == []
+        # An answer that misses its needle may end before its third token.
+        steps = range(1, policy["decode_steps"] + 1)
+        assert len(steps) in {1, 2}
+        assert policy["missing_steps"] == list(range(len(steps) + 1, 3))
         combinations = [(entry["step"], entry["layer"], entry["head"]) for entry in policy["entries"]]
-        assert combinations == [(step, layer, head) for step in (1, 2) for layer in (0, 5, 11) for head in (0, 1)]
+        assert combinations == [(step, layer, head) for step in steps for layer in (0, 5, 11) for head in (0, 1)]
         for entry in policy["entries"]:
             weights, attended = entry["weights"], positions(entry)
             assert len(weights) == prompt_tokens + entry["step"]

@@ -102,6 +102,7 @@ def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
             "verifies": False,
             "kv_heads": 1,
             "explains": True,
+            "profile": None,
         }
         assert {"dense", "tactic", "quest"} <= set(policies)
 
