@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,8 +93,12 @@ class OfflineModel:
 
     def encode_message(self, text: str) -> list[int]:
         """Return the tokens of a conversation that begins with the user's message ``text``, up to the answer."""
-        message = [{"role": "user", "content": text}]
-        return self.encode(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        return self.encode(self.conversation([{"role": "user", "content": text}]))
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a chat request's messages in the model's chat template, up to the answer."""
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Run the network but for its last step.

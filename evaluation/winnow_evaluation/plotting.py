@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -34,16 +35,27 @@ def save_plot(path: Path, height: float, draw: Callable[[Figure], None]) -> None
     Raises:
         ImportError: matplotlib is not installed.
     """
+    path.write_text(svg(path.name, height, draw), encoding="utf-8")
+
+
+def svg(name: str, height: float, draw: Callable[[Figure], None]) -> str:
+    """Return as SVG what ``draw`` puts on an empty figure of ``height`` inches; plots of one page need other names.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise ImportError('a plot needs matplotlib: pip install "sglang-winnow[evaluation]"') from error
     # The same figures, the same file: no date, no random names; and text stays text.
-    with mpl.rc_context(_FONTS | {"svg.hashsalt": path.name, "svg.fonttype": "none"}):
+    with mpl.rc_context(_FONTS | {"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure = Figure(figsize=(WIDTH_PIXELS / _PIXELS_PER_INCH, height), layout="constrained")
         draw(figure)
-        figure.savefig(path, metadata={"Date": None})
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
 
 
 def label_axes(axes: Axes, title: str, x: str, y: str) -> None:

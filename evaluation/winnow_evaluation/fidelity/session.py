@@ -46,6 +46,35 @@ class SessionError(Exception):
     """What was asked for cannot be measured; the message says why in a sentence."""
 
 
+def device_of(name: str | None) -> torch.device:
+    """Return the device that is asked for: without a name a GPU if there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def default_dtype(device: torch.device) -> str:
+    """Return the dtype that models run in on a device unless another is asked for."""
+    return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def load_model(folder: Path, device: torch.device, dtype: str, cache_dtype: torch.dtype | None = None) -> OfflineModel:
+    """Load the model in ``folder``.
+
+    Raises:
+        SessionError: it cannot be loaded.
+    """
+    if not (folder / "config.json").is_file():
+        raise SessionError(f"{folder} is no folder of a model: it has no config.json")
+    try:
+        return OfflineModel(folder, device, getattr(torch, dtype), cache_dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SessionError(f"the model in {folder} cannot be loaded: {error}") from error
+
+
+def step_memory(device: torch.device) -> int:
+    """Return the bytes that a step may take for what it reads."""
+    return _CPU_STEP if device.type == "cpu" else torch.cuda.mem_get_info(device)[0] // _CUDA_STEP_SHARE
+
+
 @dataclass(frozen=True)
 class Options:
     """What the command was asked for; None where it is to choose."""
@@ -90,18 +119,12 @@ class Session:
             SessionError: it cannot be loaded.
         """
         self._options, self._console = options, console
-        self._device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._device = device_of(options.device)
         if options.cache_dtype is not None and self._device.type != "cpu":
             raise SessionError(f"--kv-cache-dtype: {options.cache_dtype} is measured on a CPU alone (--device cpu)")
-        dtype = options.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
-        folder = options.model
-        if not (folder / "config.json").is_file():
-            raise SessionError(f"{folder} is no folder of a model: it has no config.json")
-        try:
-            narrow = None if options.cache_dtype is None else _CACHE_DTYPES[options.cache_dtype]
-            self._model = OfflineModel(folder, self._device, getattr(torch, dtype), narrow)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise SessionError(f"the model in {folder} cannot be loaded: {error}") from error
+        dtype = options.dtype or default_dtype(self._device)
+        narrow = None if options.cache_dtype is None else _CACHE_DTYPES[options.cache_dtype]
+        self._model = load_model(options.model, self._device, dtype, narrow)
         self._texts: list[str] | None = None
         self._known = {identity_of(row) for row in options.known.rows} if options.known else set()
         if not console.is_terminal:
@@ -159,7 +182,7 @@ class Session:
             batch=options.batch or self._batch(context),
             scored=options.scored,
             prefilled=min(options.prefill_prompts, len(prompts)),
-            memory=int(options.memory * _GIB) if options.memory else self._step_memory(),
+            memory=int(options.memory * _GIB) if options.memory else step_memory(self._device),
         )
         header = model.environment() | {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -225,7 +248,7 @@ class Session:
             return profile, "the model's profile"
         with torch.inference_mode():
             return calibrated_layers(
-                self._model, spare, full_layers, self._step_memory()
+                self._model, spare, full_layers, step_memory(self._device)
             ), "one prompt that is not measured"
 
     def _batch(self, context: int) -> int:
@@ -238,11 +261,6 @@ class Session:
         of_prompt = tokens * 2 * model.layers * model.kv_heads * model.head_dim * model.dtype.itemsize
         batches = -(-self._options.prompts // max(1, room // of_prompt))
         return -(-self._options.prompts // batches)
-
-    def _step_memory(self) -> int:
-        if self._device.type == "cpu":
-            return _CPU_STEP
-        return torch.cuda.mem_get_info(self._device)[0] // _CUDA_STEP_SHARE
 
     def _with_progress(
         self, plan: Plan, prompts: Sequence[Continued], context: int

@@ -14,7 +14,7 @@ from winnow_evaluation.options import OptionError, parse_tasks
 from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.tasks.generation import SampleKey, prepare
 from winnow_service.cli.models import resolved
-from winnow_service.cli.terminal import module_command
+from winnow_service.cli.terminal import PASSED_ON, module_command
 
 PROFILE_FILE = "delta_profile.json"
 """Where the server looks for it, in the model's folder."""
@@ -29,6 +29,13 @@ app = typer.Typer(help="Measure a model for what its policies need to know in ad
 @app.callback()
 def calibrate() -> None:
     """Measure a model for what its policies need to know in advance."""
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def profile(context: typer.Context) -> None:
+    """Measure what policies lose and read, by length: what a server chooses policies by; --help tells all options."""
+    command = module_command("winnow_evaluation.calibration", context.args)
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
 @app.command()
