@@ -29,6 +29,7 @@ from benchmarks.fidelity.accuracy_tables import (
     tasks_table,
     times_table,
 )
+from benchmarks.fidelity.quality import quality_table
 from benchmarks.folders import REPOSITORY, RESULTS
 from benchmarks.kernels.tables import (
     attention_table,
@@ -131,6 +132,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
     "fidelity-gemma": ("fidelity-gemma.json", fidelity_tables.contexts_table),
     "fidelity-fp8": ("fidelity-fp8.json", fidelity_tables.fidelity_table),
+    "quality": ("quality.json", quality_table),
     "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
     "policies": ("../../docs/policy.schema.json", policies_table),
     "options": ("../../sglang_ext/sglang_winnow/server_options.py", options_table),

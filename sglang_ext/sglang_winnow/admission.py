@@ -14,18 +14,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sglang_winnow.audit_share import phase_of
+from sglang_winnow.profile_settings import default_kl
+from sglang_winnow.quality_choice import Choice, choose
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
 from sglang_winnow.server_information import PARAMETER, ServedModel, served_model_of
 from sglang_winnow.sglang_versions.arguments import resolved
+from sglang_winnow.sglang_versions.prefix_cache import cached_length_of
 from sglang_winnow.sglang_versions.request_fields import present
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy
+from winnow_kernels.policies.quality import Quality
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 # One body may ask for so many sequences: prompts times samples of each.
 MAX_SEQUENCES = 4096
@@ -194,8 +199,11 @@ def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"the prompt has a token outside the vocabulary; token ids must be from 0 to {vocab_size - 1}")
 
 
-def attach_policy(req: Req, model: ServedModel) -> None:
+def attach_policy(req: Req, model: ServedModel, cache: BasePrefixCache | None = None) -> None:
     """Give a request that reached the scheduler its policy, as ``winnow_state``, and its part of the radix cache.
+
+    Where the request leaves its policy to the server, it is chosen here, where the length of the prompt is known and
+    ``cache`` can be asked.
 
     A policy that cannot be served gets the request an answer with status 400: an error would end the server.
     """
@@ -203,8 +211,12 @@ def attach_policy(req: Req, model: ServedModel) -> None:
     from sglang_winnow.request_state import RequestState  # noqa: PLC0415
 
     parameters = req.sampling_params.custom_params
+    choice = None
     try:
         policy = model.policy_of(parameters)
+        if policy.quality is not None:
+            choice = choice_of(req, policy.quality, model, cache)
+            policy = choice.policy.model_copy(update={"audit": policy.audit})
     except PolicyError as error:
         req.set_finish_with_abort(str(error))
         policy = AttentionPolicy()
@@ -213,8 +225,39 @@ def attach_policy(req: Req, model: ServedModel) -> None:
         others = {name: value for name, value in parameters.items() if name not in (PARAMETER, _REFERENCE)}
         req.sampling_params.custom_params = others or None
     if model.has_policies:
-        req.winnow_state = RequestState(policy, len(req.origin_input_ids), audit_phase=phase_of(req.rid))
+        req.winnow_state = RequestState(policy, len(req.origin_input_ids), audit_phase=phase_of(req.rid), choice=choice)
         req.extra_key = namespace_of(policy, req.extra_key, model.page_size)
+
+
+def choice_of(req: Req, quality: Quality, model: ServedModel, cache: BasePrefixCache | None) -> Choice:
+    """Return the policy that a request gets which leaves it to the server.
+
+    Args:
+        req: the request, before it is queued.
+        quality: what its answer must keep.
+        model: with the profile to choose from.
+        cache: where prefixes are kept; None for nowhere.
+
+    Raises:
+        PolicyError: no policy that it allows keeps the quality.
+    """
+    from sglang_winnow.crossover import crossover_tokens  # noqa: PLC0415
+
+    assert model.profile is not None
+
+    def cached(prefilled: AttentionPolicy) -> int:
+        namespace = namespace_of(prefilled, req.extra_key, model.page_size)
+        return 0 if cache is None else cached_length_of(cache, req, namespace)
+
+    return choose(
+        quality,
+        len(req.origin_input_ids),
+        model.choices,
+        model.profile.lengths,
+        default_kl=default_kl(),
+        cached=cached,
+        dense_until=lambda chosen: crossover_tokens(chosen.decode.policy),
+    )
 
 
 def limits_of(manager: TokenizerManager) -> Limits:

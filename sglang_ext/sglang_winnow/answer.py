@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang_winnow.audit_share import promised_share
+from sglang_winnow.quality_choice import Choice
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
@@ -20,6 +21,7 @@ def answer(
     retracted: int,
     sliding_layers: int | None,
     audited_share: float,
+    choice: Choice | None = None,
 ) -> dict[str, Any]:
     """Return the ``attention`` object of a finished request.
 
@@ -32,6 +34,7 @@ def answer(
         retracted: how often the request was retracted and its generated tokens prefilled anew.
         sliding_layers: how many layers have a sliding window, and are in no ratio; None if it never ran.
         audited_share: of its decode steps, as it or the server asked for.
+        choice: how its policy was chosen; None if the request named it.
     """
     values = row.tolist()
 
@@ -71,10 +74,11 @@ def answer(
             "attended_ratio": ratio(Field.PREFILL_ATTENDED, Field.PREFILL_CONTEXT),
             "kv_read_ratio": ratio(Field.PREFILL_READ_BYTES, Field.PREFILL_CONTEXT_BYTES),
         },
+        "quality": None if choice is None else choice.told(),
         "sliding_layers": sliding_layers,
         "index_built_tokens": count(Field.INDEX_BUILT_TOKENS),
         "retracted": retracted,
-        "warnings": policy.warnings(),
+        "warnings": [*policy.warnings(), *([] if choice is None else choice.warnings)],
     }
 
 

@@ -33,6 +33,7 @@ from sglang_winnow.crossover import crossover_tokens
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
+from sglang_winnow.profile_settings import default_kl, profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model_of
 from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, runs
@@ -64,6 +65,8 @@ def register() -> None:
         index_settings()
         crossover_tokens("quest")
         server_share()
+        profile()
+        default_kl()
     register_backend()
     register_algorithm()
     install(HOOKS)
@@ -107,7 +110,7 @@ def _forget_unused_states(
 def _attach_before_queueing(scheduler: Scheduler, req: Req, *_: object, **__: object) -> None:
     # A retracted request comes here again.
     if not req.retraction_count:
-        attach_policy(req, served_model_of(scheduler))
+        attach_policy(req, served_model_of(scheduler), scheduler.tree_cache)
 
 
 def _hide_keys(shown: str, arguments: ServerArgs) -> str:

@@ -17,8 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from sglang_winnow.delta_profiles import config_hash, layer_count
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
-ENVIRONMENT: Final = "WINNOW_PROFILE"
-"""The setting that names a server's profile."""
 VERSION: Final = 1
 MAX_PREFILLS: Final = 2
 """With more, the turns of a conversation would be spread over more parts of the prefix cache."""
@@ -199,7 +197,7 @@ class Profile(BaseModel):
         unfinished.replace(path)
 
     def check_model(self, folder: Path, key_bits: int) -> None:
-        """Refuse to serve another model, or codes of other keys, than were measured.
+        """Refuse another model, or codes of other keys, than were measured.
 
         Raises:
             ValueError: it is another; the message says what differs.
@@ -207,16 +205,15 @@ class Profile(BaseModel):
         try:
             served = ModelIdentity.of(folder)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{ENVIRONMENT}: the model's folder {folder} cannot be read ({error})") from error
+            raise ValueError(f"the model's folder {folder} cannot be read ({error})") from error
         again = "run `winnow calibrate profile` on the model that is served"
         if served.config_sha256 != self.model.config_sha256:
-            raise ValueError(f"{ENVIRONMENT}: the profile is of another configuration ({self.model.name}): {again}")
+            raise ValueError(f"the profile is of another configuration ({self.model.name}): {again}")
         if served.weights_sha256 != self.model.weights_sha256:
-            raise ValueError(f"{ENVIRONMENT}: the profile is of other weights ({self.model.name}): {again}")
+            raise ValueError(f"the profile is of other weights ({self.model.name}): {again}")
         if key_bits != self.key_bits:
             raise ValueError(
-                f"{ENVIRONMENT}: the profile was measured with low-bit keys of {self.key_bits} bits;"
-                f" the server has WINNOW_KEY_BITS={key_bits}"
+                f"the profile was measured with low-bit keys of {self.key_bits} bits; the server's have {key_bits}"
             )
 
 

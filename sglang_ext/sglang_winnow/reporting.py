@@ -110,6 +110,7 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
         req.retraction_count,
         state.sliding_layers,
         audited_share(policy),
+        state.choice,
     )
     cost = json.dumps(told, separators=(",", ":"))
     if reason["type"] == "abort":

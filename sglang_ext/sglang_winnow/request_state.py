@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from sglang_winnow.draft_length import DraftLength
+from sglang_winnow.quality_choice import Choice
 from sglang_winnow.sglang_versions.prefix_cache import shared_length
 from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.contract.fields import Parameters
@@ -58,6 +59,7 @@ class RequestState:
         shared: how many of its first tokens lie in pages of the prefix cache.
         audit_phase: which of its decode steps are audited (``is_audited``), if some are.
         released: what it has given back of its prompt since its last prefill; None while it has all of it.
+        choice: how its policy was chosen; None if the request named it.
     """
 
     policy: AttentionPolicy
@@ -78,6 +80,7 @@ class RequestState:
     audit_phase: float = 0.0
     shared: int = 0
     released: Released | None = None
+    choice: Choice | None = None
 
     def __post_init__(self) -> None:
         if self.policy.verify is not None:

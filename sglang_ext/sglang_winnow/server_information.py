@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,8 @@ from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
+from sglang_winnow.profile_settings import default_kl, served_profile
+from sglang_winnow.quality_profile import Curve, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
 from winnow_kernels.contract.fields import PolicyError
@@ -51,6 +54,7 @@ class ServedModel:
         key_bits: bits of a channel in the codes of keys.
         verifies: whether the server checks drafts, for requests that ask for it.
         device: where it runs.
+        profile: what policies lose and read on this model; None if the server was given none.
     """
 
     layers: int
@@ -64,6 +68,7 @@ class ServedModel:
     key_bits: int = DEFAULT.key_bits
     verifies: bool = False
     device: str = "cpu"
+    profile: Profile | None = None
 
     def policy_of(self, custom_params: Mapping[str, Any] | None) -> AttentionPolicy:
         """Return the policy that a request's ``custom_params`` ask for, as this model runs it; dense if they ask none.
@@ -79,13 +84,36 @@ class ServedModel:
         policy = parse_policy(text)
         if not (policy.is_dense or self.has_policies):
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
-        check_served(policy, self.decode_policies, verifies=self.verifies)
+        check_served(policy, self.decode_policies, verifies=self.verifies, calibrated=self.profile is not None)
+        policy = self._as_run(policy)
+        if policy.audit and self.device != "cpu":
+            raise PolicyError(f"{PARAMETER}.audit", f"must be 0 on {self.device}: a CPU alone audits")
+        return policy
+
+    @cached_property
+    def choices(self) -> tuple[Curve, ...]:
+        """The policies that the server chooses from: those of its profile that it serves."""
+        curves = () if self.profile is None else self.profile.curves
+        return tuple(curve for curve in curves if self._serves(curve.attention))
+
+    def _serves(self, policy: AttentionPolicy) -> bool:
+        try:
+            check_served(policy, self.decode_policies, verifies=self.verifies, calibrated=True)
+            self._as_run(policy)
+        except PolicyError:
+            return False
+        return True
+
+    def _as_run(self, policy: AttentionPolicy) -> AttentionPolicy:
+        """Return ``policy`` as this model runs it.
+
+        Raises:
+            PolicyError: it cannot.
+        """
         policy = check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         self._check_chunk(policy)
         self._check_delta_layers(policy)
         self._check_release(policy)
-        if policy.audit and self.device != "cpu":
-            raise PolicyError(f"{PARAMETER}.audit", f"must be 0 on {self.device}: a CPU alone audits")
         return policy
 
     def _check_delta_layers(self, policy: AttentionPolicy) -> None:
@@ -127,6 +155,16 @@ class ServedModel:
             "prefill_policies": list(PREFILL_POLICIES) if self.has_policies else ["dense"],
             "key_bits": self.key_bits,
             "verifies": self.verifies,
+            "profile": None if self.profile is None else self._profile_in_short(),
+        }
+
+    def _profile_in_short(self) -> dict[str, Any]:
+        assert self.profile is not None
+        return {
+            "model": self.profile.model.name,
+            "lengths": list(self.profile.lengths),
+            "policies": [curve.attention.canonical() for curve in self.choices],
+            "kl": default_kl(),
         }
 
 
@@ -150,6 +188,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         key_bits=index_settings().key_bits,
         verifies=verifies_drafts(resolved(arguments)),
         device=resolved(arguments).device,
+        profile=served_profile(_folder(config.model_path), index_settings().key_bits),
     )
 
 

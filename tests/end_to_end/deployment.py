@@ -11,12 +11,22 @@ from pathlib import Path
 
 import httpx
 
+from sglang_winnow.profile_settings import PROFILE
+from tests.deployment.repository import ROOT
 from tests.ports import free_port
+from tests.profiles import curve, profile
 from tests.service.processes import WINNOW, alive, descendants
 from winnow_kernels.policies.registry import DECODE_POLICIES, POLICIES_SETTING
 
 START_SECONDS = 240
 STOP_SECONDS = 60
+NEEDLE = ROOT / "models/needle"
+PROFILE_LENGTHS = (1024, 20_000)
+NEAR, FAR = ({"decode": {"policy": "lowbit_top_k", "budget": budget}} for budget in (1024, 128))
+CURVES = [
+    curve(NEAR, dict.fromkeys(PROFILE_LENGTHS, (0.01, 0.99, 0.3))),
+    curve(FAR, dict.fromkeys(PROFILE_LENGTHS, (0.05, 0.9, 0.1))),
+]
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,13 @@ class Deployment:
 
 
 def start_up(folder: Path) -> Deployment:
-    """``winnow up`` with the shipped model, ready."""
+    """``winnow up`` with the shipped model, ready. It chooses policies by a profile whose figures are made up."""
     port, runtime_port = free_port(), free_port()
     log = folder / "log"
     command = [*WINNOW, "up", "--device", "cpu", "--port", str(port), "--runtime-port", str(runtime_port)]
+    profile(NEEDLE, PROFILE_LENGTHS, CURVES).write(folder / "profile.json")
     # Policies act at the lengths of tests.
-    process = start(command, log, {"WINNOW_CROSSOVER_TOKENS": "0"})
+    process = start(command, log, {"WINNOW_CROSSOVER_TOKENS": "0", PROFILE: str(folder / "profile.json")})
     deployment = Deployment(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{runtime_port}", process, log)
     wait_ready(deployment)
     return deployment

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.deployment import Deployment
+from tests.end_to_end.deployment import FAR, NEAR, Deployment
 from tests.end_to_end.test_answers import EXAMPLE, EXAMPLE_ANSWER
 from winnow_evaluation.tasks import TASKS
 
@@ -43,6 +43,26 @@ def test_policies_find_the_answer_and_say_what_it_cost(client: openai.OpenAI) ->
         assert cost["decode"]["attended_ratio"] < 0.8, (name, cost)
         assert cost["decode"]["dense_steps"] == 0, (name, cost)
         assert cost["prefill"]["attended_ratio"] in (1, None)
+
+
+def test_a_request_that_names_a_quality_gets_the_cheapest_policy_that_keeps_it(client: openai.OpenAI) -> None:
+    sample = TASKS["niah_multikey_1"].make(random.Random(3), WORDS)
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": sample.prompt}]
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        ("auto", NEAR),
+        ({"quality": {"kl": 0.05}}, FAR),
+        ({"quality": {"top1": 0.95}}, NEAR),
+        ({"quality": {"kl": 0.001}}, {"decode": {"policy": "dense"}}),
+    ]
+    for attention, chosen in asked:
+        answer = client.chat.completions.create(
+            model="needle", messages=messages, temperature=0, max_tokens=32, extra_body={"attention": attention}
+        )
+        cost = (answer.model_extra or {})["attention"]
+        assert cost["quality"]["chosen"]["decode"].items() >= chosen["decode"].items()
+        assert cost["decode"]["policy"] == chosen["decode"]["policy"]
+        if attention != {"quality": {"kl": 0.05}}:
+            assert answer.choices[0].message.content == sample.questions[0].answer, attention
 
 
 def test_sparse_prefill_answers_the_example_of_the_readme(deployment: Deployment) -> None:

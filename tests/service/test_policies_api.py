@@ -25,7 +25,7 @@ from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
 from winnow_service.errors import PolicyForbidden
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.names import is_policy_name
-from winnow_service.policies.presets import PRESETS
+from winnow_service.policies.presets import BUILT_IN, PRESETS
 
 ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]
 QUEST: dict[str, Any] = {"decode": {"policy": "quest", "budget": 512}}
@@ -197,10 +197,10 @@ async def test_presets_are_there_and_stay(client: httpx.AsyncClient) -> None:
     await client.put("/v1/policies/mine", json={"attention": QUEST})
     await client.put("/v1/policies/a", json={"attention": QUEST})
     listed = (await client.get("/v1/policies")).json()["policies"]
-    assert [each["name"] for each in listed] == [*PRESETS, "a", "mine"]
-    assert all(each["preset"] and each["revision"] is None for each in listed[: len(PRESETS)])
+    assert [each["name"] for each in listed] == [*PRESETS, "auto", "a", "mine"]
+    assert all(each["preset"] and each["revision"] is None for each in listed[: len(BUILT_IN)])
     assert listed[0]["attention"] == canonical({})
-    for name in PRESETS:
+    for name in BUILT_IN:
         for headers in ({}, {"if-match": "*"}):
             problem(await client.put(f"/v1/policies/{name}", json={"attention": {}}, headers=headers), 409, "preset")
             problem(await client.delete(f"/v1/policies/{name}", headers=headers), 409, "preset")

@@ -8,8 +8,10 @@ import pytest
 from packaging.version import Version
 
 from sglang_winnow import crossover
+from sglang_winnow.profile_settings import PROFILE
 from sglang_winnow.sglang_versions.releases import runs
 from tests.models import ModelShape, write_model, write_weights
+from tests.profiles import curve, profile
 from tests.runtime import Runtime, runtime_server
 
 SERVED_MODEL = "tiny"
@@ -19,13 +21,24 @@ CHUNK = 256
 # Policies are followed at every length; SGLang looks for lost KV slots whenever it is idle.
 ENVIRONMENT = {crossover.ENVIRONMENT: "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
 
+# Of no real model: figures by which a choice can be told.
+PROFILE_LENGTHS = (150, 2000)
+QUEST = {"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}
+QUOKA = {"prefill": {"policy": "quoka", "budget": 64, "block": 64}}
+CURVES = [
+    curve(QUEST, dict.fromkeys(PROFILE_LENGTHS, (0.01, 0.98, 0.4))),
+    curve(QUOKA, dict.fromkeys(PROFILE_LENGTHS, (0.005, 0.99, 0.5))),
+    curve(QUEST | QUOKA, dict.fromkeys(PROFILE_LENGTHS, (0.015, 0.96, 0.4))),
+]
+
 
 @pytest.fixture(scope="session")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
-    """It runs four requests at once."""
+    """It runs four requests at once, and chooses policies for those that leave it to the server."""
     folder = tmp_path_factory.mktemp("small_server")
     model = write_model(folder / "model", ModelShape())
     write_weights(model)
+    profile(model, PROFILE_LENGTHS, CURVES).write(folder / "profile.json")
     arguments = [
         "--served-model-name",
         SERVED_MODEL,
@@ -38,7 +51,8 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     arguments += ["--attention-backend", "winnow", "--enable-metrics", "--max-running-requests", "4"]
     if runs(RESPONSE_STORE):
         arguments.append("--enable-response-store")
-    with runtime_server(model, *arguments, log=folder / "log", **ENVIRONMENT) as runtime:
+    environment = ENVIRONMENT | {PROFILE: str(folder / "profile.json")}
+    with runtime_server(model, *arguments, log=folder / "log", **environment) as runtime:
         yield runtime
     # SGLang waits for those that it believes to run, until it is killed.
     assert "Remaining number of requests 0" in runtime.log.read_text()

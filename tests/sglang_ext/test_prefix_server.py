@@ -159,3 +159,65 @@ def test_nobody_else_finds_what_was_kept(http: httpx.Client) -> None:
     assert answer(http, turn, QUEST, extra_key="lead 60")["cached_tokens"] == (len(turn) - 1) // 16 * 16
     assert answer(http, turn, QUEST_KEPT, extra_key="lead 61")["cached_tokens"] == 0
     assert answer(http, turn, QUEST_KEPT, extra_key="lead 60")["cached_tokens"] > 0
+
+
+AUTO: dict[str, Any] = {"quality": {}}
+
+
+def test_a_conversation_whose_policies_are_chosen_keeps_what_is_cached(http: httpx.Client) -> None:
+    turns = eight_turns(http, AUTO, 70)
+    answers = conversation(http, AUTO, turns, "chosen")
+    told = [one["attention"]["quality"]["chosen"] for one in answers]
+    assert told == [told[0]] * 8
+    assert (told[0]["prefill"]["policy"], told[0]["decode"]["policy"]) == ("quoka", "quest")
+    assert [one["cached_tokens"] for one in answers] == [0, *(len(turn) // 64 * 64 for turn in turns[:-1])]
+
+
+def test_a_conversation_that_is_cached_densely_goes_on_densely(http: httpx.Client) -> None:
+    turns = eight_turns(http, AUTO, 71)
+    answer(http, turns[0], DENSE, extra_key="began densely")
+    answers = conversation(http, AUTO, turns[1:], "began densely")
+    assert {one["attention"]["prefill"]["policy"] for one in answers} == {"dense"}
+    assert {one["attention"]["decode"]["policy"] for one in answers} == {"quest"}
+    assert [one["cached_tokens"] for one in answers] == [len(turn) // 16 * 16 for turn in turns[:-1]]
+
+
+def test_what_is_chosen_answers_as_if_it_had_been_asked_for(http: httpx.Client) -> None:
+    document = prompt(72, 300)
+    chosen = answer(http, document, {"quality": {"kl": 0.012}, "audit": 0.5}, extra_key="chosen")
+    quality = chosen["attention"]["quality"]
+    assert quality["expected"] == {"kl": 0.01, "top1": 0.98, "kv_read_ratio": 0.4, "prefill_kv_read_ratio": 1.0}
+    assert (quality["kl"], quality["top1"], quality["measured_lengths"]) == (0.012, None, [150, 2000])
+    assert chosen["attention"]["audit"]["steps"] > 0
+    asked = answer(http, document, quality["chosen"], extra_key="asked")
+    assert scores(chosen) == pytest.approx(scores(asked), abs=1e-4)
+    assert asked["attention"]["quality"] is None
+
+
+@pytest.mark.parametrize(
+    ("quality", "length", "policies"),
+    [
+        ({}, 300, ("quest", "quoka")),
+        ({"kl": 0.001}, 300, ("dense", "dense")),
+        ({"top1": 0.985}, 300, ("dense", "quoka")),
+        ({"within": {"prefill": ["dense"]}}, 300, ("quest", "dense")),
+        ({"within": {"decode": ["dense", "quest"], "max_budget": 48}}, 300, ("dense", "dense")),
+        ({}, 100, ("dense", "dense")),
+        ({}, 2001, ("dense", "dense")),
+    ],
+)
+def test_the_choice_goes_by_quality_length_and_bounds(
+    http: httpx.Client, quality: dict[str, Any], length: int, policies: tuple[str, str]
+) -> None:
+    one = answer(http, prompt(73, length), {"quality": quality}, extra_key=json.dumps([quality, length]))["attention"]
+    assert (one["decode"]["policy"], one["prefill"]["policy"]) == policies
+    assert bool(one["warnings"]) == (length in (100, 2001))
+
+
+def test_bounds_that_leave_nothing_refuse_the_request_alone(http: httpx.Client) -> None:
+    policy = {"quality": {"kl": 0.001, "within": {"decode": ["quest"]}}}
+    body = {"input_ids": prompt(74, 300), "sampling_params": {"custom_params": {"attention": json.dumps(policy)}}}
+    response = http.post("/generate", json=body)
+    assert response.status_code == 400
+    assert "attention.quality: no policy within the bounds keeps it at 300 tokens" in response.text
+    assert answer(http, prompt(74), DENSE)["attention"]["quality"] is None

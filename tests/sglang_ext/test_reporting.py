@@ -25,7 +25,7 @@ LENGTH = {"type": "length", "length": 3}
 def request(policy: AttentionPolicy = QUEST, *, finished: bool = True, retracted: bool = False) -> Any:
     return SimpleNamespace(
         rid="r",
-        winnow_state=SimpleNamespace(policy=policy, kept_answer=32, sliding_layers=15, released=None),
+        winnow_state=SimpleNamespace(policy=policy, kept_answer=32, sliding_layers=15, released=None, choice=None),
         cached_tokens=16,
         retraction_count=0,
         is_retracted=retracted,

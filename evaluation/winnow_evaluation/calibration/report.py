@@ -99,9 +99,9 @@ def _about(profile: Profile) -> str:
     rows = "".join(f'<tr><td>{name}</td><td class="text">{escape(text)}</td></tr>' for name, text in facts.items())
     floor = ", ".join(f"{point.kl:.4f} at {point.length:,}" for point in profile.floor)
     return (
-        f"<table>{rows}</table>\n<p>KL is from dense attention, in nats, of the next token. Brackets hold the worse ends"
-        " of 95 % intervals of means over prompts: a choice goes by these. Dense attention beside itself has a KL of"
-        f" {floor}.</p>"
+        f"<table>{rows}</table>\n<p>KL is from dense attention, in nats, of the next token. Brackets hold the worse"
+        " ends of 95 % intervals of means over prompts: a choice goes by these. Dense attention beside itself has a KL"
+        f" of {floor}.</p>"
     )
 
 
@@ -157,7 +157,10 @@ def _draw(figure: Figure, lines: Mapping[str, Sequence[Point]]) -> None:
         for place, (label, points) in enumerate(lines.items()):
             shown = [(point.kv_read_ratio, value(point)) for point in points if value(point) is not None]
             if shown:
-                style = {"color": COLORS[place % len(COLORS)], "marker": _MARKERS[place % len(_MARKERS)]}
+                style: dict[str, Any] = {
+                    "color": COLORS[place % len(COLORS)],
+                    "marker": _MARKERS[place % len(_MARKERS)],
+                }
                 own.plot(*zip(*shown, strict=True), label=label, linewidth=1.6, markersize=6, **style)
         label_axes(own, title, "", unit)
     axes[0].set_yscale("log")

@@ -1,7 +1,7 @@
 """The policy of a request: what it may ask of its attention, and the one form in which that travels.
 
 A request asks with an ``AttentionPolicy``: how it decodes, how it prefills, whether reading may stop early, and whether
-what it decodes is verified.
+what it decodes is verified; or how near to dense attention its answer must be, and the runtime chooses.
 Every field has a default and bounds.
 
 The service and the runtime both read policies with ``parse_policy``: this module imports neither torch nor SGLang.
@@ -21,8 +21,10 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_va
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError, refuse
 from winnow_kernels.contract.verification import ALGORITHM, Verification
+from winnow_kernels.policies.bounds import PolicyBounds
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
+from winnow_kernels.policies.quality import Quality
 from winnow_kernels.policies.registry import (
     DECODE_POLICIES,
     PARAMETERS,
@@ -42,6 +44,15 @@ _MAX_QUOTED_CHARACTERS: Final = 40
 # What stands where a policy should, when a client believes that policies have names.
 _NAME: Final = re.compile(r'"?[A-Za-z0-9_.-]{1,128}"?')
 _ROOT: Final = "attention"
+_NO_PROFILE: Final = (
+    "is not served here: the server has no profile of its model; run `winnow calibrate profile --model MODEL` and start"
+    " the server with WINNOW_PROFILE=MODEL-profile.json"
+)
+_PARTS: Final[Mapping[str, type[BaseModel]]] = {
+    "early_termination": EarlyTermination,
+    "verify": Verification,
+    "quality": Quality,
+}
 
 
 class AttentionPolicy(Contract):
@@ -54,6 +65,7 @@ class AttentionPolicy(Contract):
             then need not compute it. Such requests share prefixes, prompts too, among themselves alone. A dense answer
             is kept for everybody, whatever this says.
         audit: the share of decode steps that are computed densely, too, to tell what they lost; None for the server's.
+        quality: what the answer must keep; the runtime chooses ``decode``, ``prefill`` and ``early_termination`` by it.
     """
 
     decode: DecodePolicy = Dense()
@@ -63,6 +75,8 @@ class AttentionPolicy(Contract):
     # Left out where it is false: runtimes that do not know it serve all other policies.
     keep: bool = Field(default=False, exclude_if=operator.not_)
     audit: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, exclude_if=lambda share: share is None)
+
+    quality: Quality | None = Field(default=None, exclude_if=lambda quality: quality is None)
 
     @field_validator("verify")
     @classmethod
@@ -95,10 +109,23 @@ class AttentionPolicy(Contract):
             refuse("must not be given together with decode.release: the rest of the prompt is gone")
         return audit
 
+    @field_validator("quality")
+    @classmethod
+    def _alone(cls, quality: Quality | None, info: ValidationInfo) -> Quality | None:
+        chosen = {"decode": Dense(), "prefill": DensePrefill(), "early_termination": None, "verify": None}
+        for name, unless in chosen.items() if quality is not None else ():
+            if info.data.get(name, unless) != unless:
+                refuse(f"must not be given together with {name}: the server chooses how to keep it")
+        if quality is not None and info.data.get("keep"):
+            refuse("must not be given together with keep: the next turn may have another policy")
+        return quality
+
     @property
     def is_dense(self) -> bool:
         """Whether the request is served as SGLang itself would serve it."""
-        return isinstance(self.decode, Dense) and self.has_dense_prefill and self.early_termination is None
+        is_chosen = self.quality is not None
+        has_dense_phases = isinstance(self.decode, Dense) and self.has_dense_prefill
+        return has_dense_phases and self.early_termination is None and not is_chosen
 
     @property
     def answers_densely(self) -> bool:
@@ -155,17 +182,20 @@ def parse_policy(policy: str | Mapping[str, Any]) -> AttentionPolicy:
         raise _policy_error(error) from None
 
 
-def check_served(policy: AttentionPolicy, served: Collection[str], *, verifies: bool) -> None:
-    """Refuse what a server was not started to serve: a decode policy, or verification.
+def check_served(policy: AttentionPolicy, served: Collection[str], *, verifies: bool, calibrated: bool) -> None:
+    """Refuse what a server was not started to serve: a decode policy, verification, or choosing policies.
 
     Args:
         policy: of a request.
         served: the server's decode policies.
         verifies: whether it checks drafts.
+        calibrated: whether it has a profile of its model.
 
     Raises:
         PolicyError: it names the setting, or the flag, that would serve it too.
     """
+    if policy.quality is not None and not calibrated:
+        raise PolicyError(f"{_ROOT}.quality", _NO_PROFILE)
     if policy.verify is not None and not verifies:
         flag = f"--speculative-algorithm {ALGORITHM}"
         raise PolicyError(f"{_ROOT}.verify", f"is not served here; start the server with {flag}")
@@ -250,19 +280,19 @@ def _policy_error(error: ValidationError) -> PolicyError:
     models = PARAMETERS.get(str(location[0]), {})
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return PolicyError(_path([*location, "policy"]), f"must be one of {', '.join(models)}")
-    model: type[Contract] = AttentionPolicy
+    model: type[BaseModel] = AttentionPolicy
     if len(location) > 1 and models:
         # The name of the policy is pydantic's part of the path, not the client's.
         model = models[str(location[1])]
         location = (location[0], *location[2:])
     elif len(location) > 1:
-        model = Verification if location[0] == "verify" else EarlyTermination
+        model = PolicyBounds if location[1] == "within" and len(location) > 2 else _PARTS[str(location[0])]
     if first["type"] == "extra_forbidden" and len(location) > 1 and location[-1] in AttentionPolicy.model_fields:
         return PolicyError(_path(location), f"unknown field; it belongs beside '{location[0]}', not into it")
     return PolicyError(_path(location), _problem(first["type"], first["msg"], model))
 
 
-def _problem(kind: str, message: str, model: type[Contract]) -> str:
+def _problem(kind: str, message: str, model: type[BaseModel]) -> str:
     match kind:
         case "extra_forbidden":
             # What tells the kind comes first, wherever it is inherited from.
@@ -277,7 +307,7 @@ def _problem(kind: str, message: str, model: type[Contract]) -> str:
         case "too_long":
             return f"must have at most {MAX_DELTA_LAYERS} items"
         case _:
-            return message.replace("Input should be", "must be", 1)
+            return message.removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
 def _path(location: Sequence[str | int]) -> str:

@@ -17,6 +17,8 @@ from winnow_kernels.contract.verification import AUTO, Verification
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.lowbit_top_k.parameters import LowBitTopK
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
+from winnow_kernels.policies.quality import NAME as AUTO_QUALITY
+from winnow_kernels.policies.quality import Quality
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
 
 MIN_TOKENS: Final = 128
@@ -56,3 +58,14 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
         ),
     }
 )
+
+BUILT_IN: Final[Mapping[str, Preset]] = MappingProxyType(
+    {
+        **PRESETS,
+        AUTO_QUALITY: Preset(
+            AttentionPolicy(quality=Quality()),
+            "The cheapest policy that keeps the quality the server was set to, by its profile, at the prompt's length.",
+        ),
+    }
+)
+"""All names that are there from the start: the presets, and that of what the runtime chooses."""

@@ -14,7 +14,7 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_poli
 from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.errors import InvalidPolicy
 from winnow_service.policies.names import ANY_MODEL, POLICY_NAME_IN_WORDS, is_policy_name
-from winnow_service.policies.presets import PRESETS
+from winnow_service.policies.presets import BUILT_IN
 from winnow_service.store.documents import Document
 from winnow_service.store.mirror import Mirror
 
@@ -57,7 +57,7 @@ class PolicyRegistry:
         Raises:
             InvalidPolicy: there is one, but this version of the service cannot serve it.
         """
-        if (preset := PRESETS.get(name)) is not None:
+        if (preset := BUILT_IN.get(name)) is not None:
             return NamedPolicy(name, preset.attention, preset.description, None)
         document = self._mirror.get(POLICIES, name)
         if document is None:
@@ -84,7 +84,7 @@ class PolicyRegistry:
 
     def all(self) -> Iterator[NamedPolicy]:
         """Every policy that can be served, by name: presets first."""
-        for name, preset in PRESETS.items():
+        for name, preset in BUILT_IN.items():
             yield NamedPolicy(name, preset.attention, preset.description, None)
         for document in self._mirror.all(POLICIES):
             try:

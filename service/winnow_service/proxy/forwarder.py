@@ -13,6 +13,7 @@ from typing import cast
 from fastapi import Request, Response
 from pydantic_core import to_json
 
+from winnow_kernels.policies.quality import NAME as AUTO_QUALITY
 from winnow_service.admission.queue import AdmissionQueue, QueueTicket
 from winnow_service.errors import ClientDisconnected, InvalidField, InvalidPolicy, RuntimeFailure
 from winnow_service.keys.keyring import ANYONE, Caller
@@ -38,7 +39,8 @@ from winnow_service.runtime.runtime import Call, Runtime
 from winnow_service.settings import Settings
 
 _WARNING = "winnow-warning"
-# What a request without a policy is counted as, and one with several kinds of them.
+# What a request without a policy is counted as, and one with several kinds of them. One whose policy the runtime
+# chooses is counted as such.
 _DEFAULT_POLICY = "default"
 _SEVERAL_POLICIES = "mixed"
 
@@ -208,7 +210,8 @@ def forwarder_of(request: Request) -> Forwarder:
 def _decode_policies(policies: Policies) -> set[str]:
     if policies is None:
         return {_DEFAULT_POLICY}
-    return {policy.decode.policy for policy in (policies if isinstance(policies, list) else [policies])}
+    several = policies if isinstance(policies, list) else [policies]
+    return {policy.decode.policy if policy.quality is None else AUTO_QUALITY for policy in several}
 
 
 async def _whole(answer: Call, rewrite: Callable[[bytes], bytes]) -> Response:

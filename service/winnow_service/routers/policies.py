@@ -14,7 +14,7 @@ from winnow_service.errors import InvalidField, InvalidPolicy, RuntimeFailure, R
 from winnow_service.keys.records import KEYS
 from winnow_service.openapi import json_body, problems
 from winnow_service.policies.names import MODEL_NAME, POLICY_NAME, POLICY_NAME_IN_WORDS
-from winnow_service.policies.presets import PRESETS
+from winnow_service.policies.presets import BUILT_IN
 from winnow_service.policies.registry import DEFAULTS, POLICIES, read_policy, read_stored
 from winnow_service.policies.resource import (
     DefaultList,
@@ -127,8 +127,8 @@ async def delete_policy(write: Writes, name: Name) -> Response:
 @router.get("/policies/{name}/revisions", response_model=PolicyRevisions, responses={**_READ, **problems(404, 422)})
 async def policy_revisions(_: Reads, name: Name, mirror: MirrorDependency) -> PolicyRevisions:
     """List the last states of a policy, the newest first, also after it was deleted. A preset has none."""
-    documents = [] if name in PRESETS else await mirror.revisions(POLICIES, name)
-    if not documents and name not in PRESETS:
+    documents = [] if name in BUILT_IN else await mirror.revisions(POLICIES, name)
+    if not documents and name not in BUILT_IN:
         raise ServiceError("not_found", what=f"policy {name!r}")
     return PolicyRevisions(name=name, revisions=[PolicyRevision.of(document) for document in documents])
 
@@ -180,7 +180,7 @@ def _written(resource: BaseModel, document: Document, created: bool) -> Response
 
 
 def _refuse_preset(name: str) -> None:
-    if name in PRESETS:
+    if name in BUILT_IN:
         raise ServiceError("preset", name=name)
 
 

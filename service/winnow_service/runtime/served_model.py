@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -31,6 +31,7 @@ class ServedModel(BaseModel):
         policies: the decode policies that its attention backend serves; all serve ``dense``.
         prefill_policies: likewise for prefill.
         verifies: whether it checks drafts.
+        profile: what it chooses policies by; None if it chooses none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -41,6 +42,7 @@ class ServedModel(BaseModel):
     policies: tuple[str, ...]
     prefill_policies: tuple[str, ...]
     verifies: bool = False
+    profile: Mapping[str, Any] | None = None
 
     def check(self, policy: AttentionPolicy) -> AttentionPolicy:
         """Return ``policy`` as this model runs it.
@@ -53,7 +55,7 @@ class ServedModel(BaseModel):
         if policy.prefill.policy not in ("dense", *self.prefill_policies):
             raise InvalidPolicy("attention.prefill.policy", f"must be one of {', '.join(self.prefill_policies)}")
         try:
-            check_served(policy, self.policies, verifies=self.verifies)
+            check_served(policy, self.policies, verifies=self.verifies, calibrated=self.profile is not None)
             return check_against_model(policy, self.layers, self.context_length, self.delta_layers)
         except PolicyError as error:
             raise InvalidPolicy(error.path, error.problem) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -54,6 +55,23 @@ def functions_on_keys(
 def matched_length(result: MatchResult) -> int:
     """Return how many tokens of a key are in the cache."""
     return int(result.device_prefix_len) if runs(CACHE_CHECKPOINTS) else len(result.device_indices)
+
+
+def cached_length_of(cache: BasePrefixCache, req: Req, namespace: str | None) -> int:
+    """Return how many of a request's first tokens are in the cache, in a part of it that may not be the request's own.
+
+    Args:
+        cache: the scheduler's.
+        req: the request, before it is queued.
+        namespace: the part, as ``extra_key`` of its requests.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # noqa: PLC0415
+    from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: PLC0415
+
+    # Later releases have it in the key, earlier ones in ``extra_key``.
+    salt = {"cache_salt": req.cache_salt} if hasattr(RadixKey, "cache_salt") else {}
+    key = RadixKey(array("q", req.origin_input_ids), extra_key=namespace, **salt)
+    return matched_length(cache.match_prefix(MatchPrefixParams(key=key)))
 
 
 def shared_length(req: Req) -> int:

@@ -20,7 +20,7 @@ from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import parse_policy
 
 QUEST = '{"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}'
-LOWBIT = '{"decode": {"policy": "lowbit_top_k", "budget": 160}}'
+LOWBIT = '{"decode": {"policy": "lowbit_top_k", "budget": 208}}'
 PREFILL = '{"policy": "quoka", "budget": 64, "block": 64}'
 
 
@@ -41,7 +41,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def invoke(folder: Path, prompts: Path, output: Path, *more: str) -> Any:
-    options = ["--lengths", "128,256", "--count", "2", "--tokens", "4", "--scored", "32", "--device", "cpu"]
+    options = ["--lengths", "192,320", "--count", "2", "--tokens", "4", "--scored", "32", "--device", "cpu"]
     options += ["--policy", QUEST, "--policy", LOWBIT, "--prefill", PREFILL]
     arguments = ["--model", str(folder), "--prompts", str(prompts), "--output", str(output), *options, *more]
     return CliRunner().invoke(app, arguments)
@@ -60,13 +60,13 @@ def profile(folder: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactor
 def test_a_profile_has_the_curves_of_every_policy_after_each_prefill(profile: Path, folder: Path) -> None:
     read = Profile.read(profile)
     read.check_model(folder, read.key_bits)
-    assert (read.lengths, read.data.prompts, read.data.source) == ((128, 256), 2, "prompts.jsonl")
+    assert (read.lengths, read.data.prompts, read.data.source) == ((192, 320), 2, "prompts.jsonl")
     quest, lowbit, prefill = json.loads(QUEST), json.loads(LOWBIT), {"prefill": json.loads(PREFILL)}
     asked = [quest, lowbit, prefill, quest | prefill, lowbit | prefill]
     assert [curve.attention for curve in read.curves] == [parse_policy(each) for each in asked]
-    # 160 tokens hold a prompt of 128.
+    # 208 tokens hold a prompt of 192.
     lengths = [[point.length for point in curve.points] for curve in read.curves]
-    assert lengths == [[128, 256], [256], [128, 256], [128, 256], [256]]
+    assert lengths == [[192, 320], [320], [192, 320], [192, 320], [320]]
     for curve in read.curves:
         for point in curve.points:
             assert 0 < point.kl <= point.kl_high
@@ -86,7 +86,8 @@ def test_the_report_needs_nothing_beside_it(profile: Path) -> None:
 def test_a_run_that_was_killed_goes_on_where_it_was(
     profile: Path, folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, measured = Calibration._measure, []
+    measure = Calibration._measure
+    measured: list[tuple[int, int]] = []
 
     def killed(self: Calibration, length: int, number: int, *others: Any) -> Any:
         if len(measured) == 3:
@@ -97,7 +98,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
     output = tmp_path / "profile.json"
     monkeypatch.setattr(Calibration, "_measure", killed)
     assert invoke(folder, prompts, output).exit_code != 0
-    assert measured == [(128, 0), (128, 1), (256, 0)]
+    assert measured == [(192, 0), (192, 1), (320, 0)]
     [unfinished] = tmp_path.iterdir()
     # It was killed while it wrote.
     unfinished.write_text(unfinished.read_text()[:-20])
@@ -105,7 +106,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
     assert invoke(folder, prompts, output, "--tokens", "5").exit_code == 1
     assert measured == []
     assert invoke(folder, prompts, output).exit_code == 0
-    assert measured == [(256, 0), (256, 1)]
+    assert measured == [(320, 0), (320, 1)]
     once, twice = Profile.read(profile), Profile.read(output)
     assert (once.curves, once.floor, once.data) == (twice.curves, twice.floor, twice.data)
 

@@ -1,0 +1,104 @@
+"""The profile and the quality that a server starts with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_winnow.profile_settings import DEFAULT_KL, PROFILE, QUALITY, default_kl, profile, served_profile
+from sglang_winnow.quality_profile import Profile
+from sglang_winnow.server_information import ServedModel
+from tests import profiles
+from tests.models import ModelShape, write_model, write_weights
+from tests.sglang_ext.conftest import CURVES, PROFILE_LENGTHS
+from winnow_kernels.contract.fields import PolicyError
+
+
+@pytest.fixture(autouse=True)
+def _read_anew() -> Iterator[None]:
+    for read in (profile, default_kl):
+        read.cache_clear()
+    yield
+    for read in (profile, default_kl):
+        read.cache_clear()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = write_model(tmp_path / "model", ModelShape())
+    write_weights(folder)
+    return folder
+
+
+@pytest.fixture
+def made(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    made = profiles.profile(model, PROFILE_LENGTHS, CURVES)
+    made.write(tmp_path / "profile.json")
+    monkeypatch.setenv(PROFILE, str(tmp_path / "profile.json"))
+    return made
+
+
+def test_the_served_model_has_the_profile_of_its_own_folder(model: Path, made: Profile, tmp_path: Path) -> None:
+    assert served_profile(model, 2) == made
+    with pytest.raises(ValueError, match=f"{PROFILE}: the profile was measured with low-bit keys of 2 bits"):
+        served_profile(model, 3)
+    other = write_model(tmp_path / "other", ModelShape(kv_heads=1))
+    with pytest.raises(ValueError, match=f"{PROFILE}: the profile is of another configuration"):
+        served_profile(other, 2)
+    with pytest.raises(ValueError, match=f"{PROFILE}: the model's folder .* cannot be read"):
+        served_profile(tmp_path / "nowhere", 2)
+
+
+def test_without_the_setting_there_is_none(model: Path) -> None:
+    assert served_profile(model, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [(None, "cannot be read"), ("{", "is no profile"), ("{}", "is no profile")]
+)
+def test_a_file_that_is_no_profile_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, problem: str
+) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv(PROFILE, str(path))
+    with pytest.raises(ValueError, match=f"{PROFILE}: {re.escape(str(path))} {problem}"):
+        profile()
+
+
+def test_the_operator_sets_the_quality_of_requests_that_name_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_kl() == DEFAULT_KL
+    default_kl.cache_clear()
+    monkeypatch.setenv(QUALITY, "0.005")
+    assert default_kl() == 0.005
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "11", "nan", "good"])
+def test_a_quality_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(QUALITY, text)
+    with pytest.raises(ValueError, match=f"{QUALITY}: must be a KL in nats, more than 0 and at most 10; it is {text}"):
+        default_kl()
+
+
+def test_a_server_chooses_among_what_it_serves(made: Profile) -> None:
+    def kinds(model: ServedModel) -> list[tuple[str, str]]:
+        chosen = [curve.attention for curve in model.choices]
+        return [(policy.decode.policy, policy.prefill.policy) for policy in chosen]
+
+    everything = ServedModel(2, 8192, profile=made)
+    assert kinds(everything) == [("quest", "dense"), ("dense", "quoka"), ("quest", "quoka")]
+    assert kinds(ServedModel(2, 8192, decode_policies=("dense", "tactic"), profile=made)) == [("dense", "quoka")]
+    # A block of the prefill must fit a chunk.
+    assert kinds(ServedModel(2, 8192, chunk=32, profile=made)) == [("quest", "dense")]
+    assert everything.describe()["profile"]["lengths"] == list(PROFILE_LENGTHS)
+    assert len(everything.describe()["profile"]["policies"]) == 3
+
+
+def test_without_a_profile_a_quality_is_refused_with_the_command() -> None:
+    asked = {"attention": '{"quality": {}}'}
+    with pytest.raises(PolicyError, match="winnow calibrate profile --model MODEL"):
+        ServedModel(2, 8192).policy_of(asked)

@@ -1,0 +1,164 @@
+"""Choosing policies: never below the quality, never dearer than dense, never dearer for less quality."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_winnow.quality_choice import AS_DENSE, Choice, choose, expected_of, measured_around
+from sglang_winnow.quality_profile import Curve
+from tests.profiles import curve
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
+from winnow_kernels.policies.quality import Quality
+
+LENGTHS = (1000, 2000, 4000)
+QUOKA = {"prefill": {"policy": "quoka", "budget": 256}}
+DECODES: tuple[dict[str, Any], ...] = tuple(
+    {"decode": {"policy": "lowbit_top_k", "budget": budget}} for budget in (128, 256, 512)
+)
+POLICIES = [*DECODES, QUOKA, *(decode | QUOKA for decode in DECODES)]
+QUEST = {"decode": {"policy": "quest", "budget": 256}}
+
+
+def chosen(quality: Mapping[str, Any], length: int, curves: Sequence[Curve], **more: Any) -> Choice:
+    defaults: dict[str, Any] = {"default_kl": 0.02, "cached": lambda _: 0, "dense_until": lambda _: 0}
+    return choose(Quality(**quality), length, curves, LENGTHS, **(defaults | more))
+
+
+figures = st.tuples(st.floats(0, 0.1), st.floats(0.5, 1), st.floats(0.01, 1.2))
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> list[Curve]:
+    """The prefill alone first, without which nothing can be said of what it costs."""
+    found = []
+    for policy in POLICIES:
+        lengths = draw(st.sets(st.sampled_from(LENGTHS), min_size=1))
+        found.append(curve(policy, {length: draw(figures) for length in sorted(lengths)}))
+    return found
+
+
+qualities = st.fixed_dictionaries({}, optional={"kl": st.floats(1e-4, 0.2), "top1": st.floats(0.5, 1)})
+
+
+@given(profiles(), qualities, st.integers(1, 5000), st.integers(0, 5000), st.integers(0, 5000))
+def test_the_choice_keeps_the_quality_and_costs_no_more_than_dense(
+    curves: list[Curve], quality: dict[str, float], length: int, dense: int, sparse: int
+) -> None:
+    def cached(policy: AttentionPolicy) -> int:
+        return dense if policy.has_dense_prefill else sparse
+
+    choice = chosen(quality, length, curves, cached=cached)
+    kl = 0.02 if not quality else quality.get("kl")
+    assert kl is None or choice.expected.kl <= kl
+    assert choice.expected.top1 >= quality.get("top1", 0)
+    found = cached(choice.policy)
+    assert choice.expected.cost(length, found) <= AS_DENSE.cost(length, dense)
+    assert choice.policy.is_dense or LENGTHS[0] <= length <= LENGTHS[-1]
+    # What a curve has at each measured length around is no worse than what is expected.
+    for own in curves:
+        for around in choice.lengths if own.attention == choice.policy else ():
+            point = own.at(around)
+            assert point is not None
+            assert point.kl_high <= choice.expected.kl
+            assert point.top1_low >= choice.expected.top1
+
+
+@given(profiles(), st.floats(1e-4, 0.1), st.floats(1e-4, 0.1), st.integers(1000, 4000), st.integers(0, 4000))
+def test_less_quality_never_costs_more(curves: list[Curve], one: float, other: float, length: int, dense: int) -> None:
+    def cached(policy: AttentionPolicy) -> int:
+        return dense if policy.has_dense_prefill else 0
+
+    strict, loose = (chosen({"kl": kl}, length, curves, cached=cached) for kl in sorted((one, other)))
+    costs = [each.expected.cost(length, cached(each.policy)) for each in (strict, loose)]
+    assert costs[1] <= costs[0]
+
+
+def test_between_two_lengths_both_count() -> None:
+    curves = [
+        curve(DECODES[0], {1000: (0.001, 0.99, 0.2), 2000: (0.03, 0.9, 0.1), 4000: (0.05, 0.8, 0.05)}),
+        curve(DECODES[1], {1000: (0.001, 0.99, 0.4), 2000: (0.01, 0.98, 0.2), 4000: (0.019, 0.95, 0.1)}),
+        curve(DECODES[2], {2000: (0.001, 0.99, 0.4), 4000: (0.002, 0.99, 0.2)}),
+    ]
+    budgets = {
+        length: getattr(chosen({}, length, curves).policy.decode, "budget", None) for length in (1000, 1001, 4000)
+    }
+    assert budgets == {1000: 128, 1001: 256, 4000: 256}
+    choice = chosen({"kl": 0.015}, 3000, curves)
+    assert (choice.policy.decode, choice.lengths) == (parse_policy(DECODES[2]).decode, (2000, 4000))
+    assert (choice.expected.kl, choice.expected.kv_read_ratio) == (0.002, 0.4)
+    assert chosen({"top1": 0.97}, 1500, curves).policy == parse_policy(DECODES[1])
+    # The last was not measured at 1,000 tokens.
+    assert chosen({"kl": 0.005}, 1500, curves).policy.is_dense
+    assert chosen({"kl": 0.0005}, 1000, curves).policy.is_dense
+
+
+@pytest.mark.parametrize(
+    ("length", "around"),
+    [(999, ()), (1000, (1000,)), (1001, (1000, 2000)), (3999, (2000, 4000)), (4000, (4000,)), (4001, ())],
+)
+def test_the_lengths_around_a_prompt(length: int, around: tuple[int, ...]) -> None:
+    assert measured_around(length, LENGTHS) == around
+
+
+@pytest.mark.parametrize("length", [10, 4001])
+def test_where_nothing_was_measured_it_is_dense_and_says_so(length: int) -> None:
+    choice = chosen({}, length, [curve(DECODES[0], {1000: (0.0, 1.0, 0.1), 4000: (0.0, 1.0, 0.1)})])
+    assert choice.policy.is_dense
+    [warning] = choice.warnings
+    assert f"no figures for a prompt of {length} tokens" in warning
+    assert choice.told()["measured_lengths"] == []
+
+
+def test_bounds_come_along() -> None:
+    at = dict.fromkeys(LENGTHS, (0.001, 0.99, 0.1))
+    dearer = dict.fromkeys(LENGTHS, (0.001, 0.99, 0.3))
+    curves = [curve(DECODES[0], at), curve(QUEST, dearer), curve(QUOKA, at), curve(QUEST | QUOKA, dearer)]
+
+    def within(**bounds: Any) -> AttentionPolicy:
+        return chosen({"within": bounds}, 1000, curves).policy
+
+    assert within() == parse_policy(QUEST | QUOKA)
+    assert within(prefill=["dense"]) == parse_policy(DECODES[0])
+    assert within(prefill=["dense"], decode=["quest"]) == parse_policy(QUEST)
+    assert within(prefill=["dense"], min_budget=200, decode=["quest", "lowbit_top_k"]) == parse_policy(QUEST)
+    assert within(prefill=["dense"], max_budget=100).is_dense
+    with pytest.raises(PolicyError, match=r"attention\.quality: no policy within the bounds keeps it at 1000 tokens"):
+        within(decode=["quest"], max_budget=100)
+
+
+def test_policies_that_run_dense_at_this_length_are_not_chosen() -> None:
+    curves = [curve(DECODES[0], dict.fromkeys(LENGTHS, (0.001, 0.99, 0.1)))]
+    assert chosen({}, 2000, curves, dense_until=lambda _: 2000).policy.is_dense
+    assert not chosen({}, 2001, curves, dense_until=lambda _: 2000).policy.is_dense
+
+
+def test_a_conversation_goes_on_where_most_of_it_is_cached() -> None:
+    at = dict.fromkeys(LENGTHS, (0.001, 0.99, 0.2))
+    curves = [curve(QUOKA, at)]
+
+    def has_dense_prefill(dense: int, sparse: int) -> bool:
+        def cached(policy: AttentionPolicy) -> int:
+            return dense if policy.has_dense_prefill else sparse
+
+        return chosen({}, 2000, curves, cached=cached).policy.has_dense_prefill
+
+    assert not has_dense_prefill(0, 0)
+    assert not has_dense_prefill(500, 0)
+    assert has_dense_prefill(1000, 0)
+    assert not has_dense_prefill(1900, 1900)
+    assert has_dense_prefill(1900, 500)
+
+
+def test_a_policy_after_a_sparse_prefill_costs_that_prefill() -> None:
+    at, prefill = (dict.fromkeys(LENGTHS, (0.001, 0.99, read)) for read in (0.1, 0.7))
+    both, alone = curve(DECODES[0] | QUOKA, at), curve(QUOKA, prefill)
+    expected = expected_of(both, [both, alone], (1000,))
+    assert expected is not None
+    assert (expected.kv_read_ratio, expected.prefill_kv_read_ratio) == (0.1, 0.7)
+    assert expected_of(both, [both], (1000,)) is None
