@@ -502,6 +502,9 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             "attention.audit",
             {"decode": {"policy": "tactic"}, "audit": 0.01},
         ),
+        ({"max_kl": 0.01}, {"quality": {"kl": 0.02}}, "attention.quality.kl", {"quality": {"kl": 0.01}}),
+        ({"max_kl": 0.01}, {"quality": {}}, "attention.quality.kl", {"quality": {"kl": 0.01}}),
+        ({"min_top1": 0.9}, {"quality": {"top1": 0.5}}, "attention.quality.top1", {"quality": {"top1": 0.9}}),
         (
             {"max_draft_tokens": 8},
             {"decode": {"policy": "tactic"}, "verify": {"draft_tokens": "auto"}},
@@ -586,6 +589,8 @@ REFUSED_BOUNDS: list[tuple[dict[str, Any], str]] = [
     ({"max_budget": 1}, "greater than or equal to 16"),
     ({"max_draft_tokens": 17}, "less than or equal to 16"),
     ({"max_audit": 1.5}, "less than or equal to 1"),
+    ({"max_kl": 0}, "greater than 0"),
+    ({"min_top1": 2}, "less than or equal to 1"),
     ({"on_violation": "ignore"}, "'refuse' or 'clamp'"),
     ({"other": 1}, "not permitted"),
 ]

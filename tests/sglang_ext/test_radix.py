@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_winnow import radix
 from sglang_winnow.block_keys import match_in_blocks
 from sglang_winnow.metrics import METRICS
-from sglang_winnow.sglang_versions.prefix_cache import matched_length
+from sglang_winnow.sglang_versions.prefix_cache import cached_length_of, matched_length
 from tests.sglang_ext.prefix_engine import CORE_SETTING, PAGE, Client, Engine, alone, hooked, tree_core, tree_cores
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
@@ -182,6 +182,25 @@ def test_of_a_block_that_was_evicted_in_part_nothing_is_found() -> None:
     result = match_in_blocks(match_prefix, engine.cache, MatchPrefixParams(key=key))
     assert asked == [256, 128]
     assert matched_length(result) == 128
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("policy", [DENSE, QUOKA])
+def test_a_request_can_be_looked_up_for_each_prefill_before_it_has_one(policy: AttentionPolicy, client: Client) -> None:
+    engine = Engine()
+    request = engine.request(prompt(300), policy, client)
+    engine.prefill(request)
+    engine.end(request)
+    longer = engine.request([*prompt(300), 7, 7], DENSE, client)
+    others = engine.request([*prompt(300), 7, 7], DENSE, ("c", "d"))
+    for prefill, block in ((DENSE, PAGE), (QUOKA, 64)):
+        own, foreign = (
+            cached_length_of(engine.cache, each, radix.namespace_of(prefill, each.extra_key, PAGE))
+            for each in (longer, others)
+        )
+        assert own == (300 // block * block if prefill == policy else 0)
+        assert foreign == 0
+    engine.assert_nothing_lost([])
 
 
 @pytest.mark.parametrize("policy", [QUOKA, QUOKA_WIDE])

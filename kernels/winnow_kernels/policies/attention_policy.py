@@ -45,8 +45,8 @@ _MAX_QUOTED_CHARACTERS: Final = 40
 _NAME: Final = re.compile(r'"?[A-Za-z0-9_.-]{1,128}"?')
 _ROOT: Final = "attention"
 _NO_PROFILE: Final = (
-    "is not served here: the server has no profile of its model; run `winnow calibrate profile --model MODEL` and start"
-    " the server with WINNOW_PROFILE=MODEL-profile.json"
+    "no policy can be chosen: the server has no profile of its model; run `winnow calibrate profile --model MODEL`"
+    " and start the server with WINNOW_PROFILE=MODEL-profile.json"
 )
 _PARTS: Final[Mapping[str, type[BaseModel]]] = {
     "early_termination": EarlyTermination,

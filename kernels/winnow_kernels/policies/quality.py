@@ -13,6 +13,9 @@ NAME: Final = "auto"
 """Under which a request asks for the server's own quality."""
 MAX_KL: Final = 10.0
 
+KL = Annotated[float, Field(gt=0, le=MAX_KL)]
+Top1 = Annotated[float, Field(gt=0, le=1)]
+
 
 class Quality(Contract):
     """Have the runtime choose the cheapest policy of its profile that keeps a quality, by prefill and decode.
@@ -23,6 +26,6 @@ class Quality(Contract):
         within: bounds on the policies to choose from.
     """
 
-    kl: Annotated[float, Field(gt=0, le=MAX_KL)] | None = None
-    top1: Annotated[float, Field(gt=0, le=1)] | None = None
+    kl: KL | None = None
+    top1: Top1 | None = None
     within: PolicyBounds | None = Field(default=None, exclude_if=lambda bounds: bounds is None)

@@ -12,6 +12,7 @@ from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.contract.verification import AUTO, MAX_DRAFT_TOKENS
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 from winnow_kernels.policies.bounds import PolicyBounds, Violation, out_of_range
+from winnow_kernels.policies.quality import KL, Top1
 from winnow_service.errors import PolicyForbidden
 
 
@@ -33,6 +34,7 @@ class Bounds(PolicyBounds):
             out: where it is forbidden, it refuses.
         max_draft_tokens: that are drafted at once, at most.
         max_audit: highest share of decode steps that may be audited, each of which costs a dense one.
+        max_kl, min_top1: of the quality that is asked for of a policy which the runtime chooses.
     """
 
     on_violation: OnViolation = OnViolation.REFUSE
@@ -40,6 +42,8 @@ class Bounds(PolicyBounds):
     verify: bool = True
     max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     max_audit: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_kl: KL | None = None
+    min_top1: Top1 | None = None
 
     def apply(self, policy: AttentionPolicy) -> tuple[AttentionPolicy, list[str]]:
         """Return ``policy``, or the nearest one within bounds, and what was changed.
@@ -84,11 +88,23 @@ class Bounds(PolicyBounds):
     def _violations(self, policy: AttentionPolicy, asked: dict[str, Any]) -> Iterator[Violation]:
         if policy.quality is None:
             yield from self.violations_of(policy.decode, policy.prefill, asked)
+        else:
+            yield from self._of_quality(asked["quality"])
         if not self.keep and policy.keep:
             yield Violation(asked, "attention", "keep", "must be absent", None)
         if policy.verify is not None:
             yield from self._of_drafts(asked["verify"])
         yield from out_of_range(asked, "attention", "audit", None, self.max_audit)
+
+    def _of_quality(self, part: dict[str, Any]) -> Iterator[Violation]:
+        path = "attention.quality"
+        # The server's own quality may be another.
+        if self.max_kl is not None and "kl" not in part:
+            yield Violation(part, path, "kl", f"must be given, at most {self.max_kl}", self.max_kl)
+        if self.min_top1 is not None and "top1" not in part:
+            yield Violation(part, path, "top1", f"must be given, at least {self.min_top1}", self.min_top1)
+        yield from out_of_range(part, path, "kl", None, self.max_kl)
+        yield from out_of_range(part, path, "top1", self.min_top1, None)
 
     def _of_drafts(self, part: dict[str, Any]) -> Iterator[Violation]:
         path, most = "attention.verify", self.max_draft_tokens
