@@ -15,10 +15,10 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.delta_profiles import delta_profile
-from sglang_winnow.hooks import Hook, refusing_to_start
+from sglang_winnow.hooks import LAUNCH, Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
-from sglang_winnow.profile_settings import default_kl, served_profile
+from sglang_winnow.profile_settings import default_kl, profile, served_profile
 from sglang_winnow.quality_profile import Curve, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
@@ -218,6 +218,13 @@ def _folder(model: str) -> Path:
     return Path(cached).parent if isinstance(cached, str) else path
 
 
+def _check_profile(_engine: type, server_args: ServerArgs, *_: object, **__: object) -> None:
+    """End the start before SGLang loads a model that the server's profile is not of."""
+    if profile() is not None:
+        with refusing_to_start():
+            served_profile(_folder(server_args.model_path), index_settings().key_bits)
+
+
 def _add_model(information: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
     with refusing_to_start():
         model = served_model(scheduler.server_args, scheduler.model_config)
@@ -230,6 +237,7 @@ def _add_totals(output: GetInternalStateReqOutput, _scheduler: Scheduler, *_: ob
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS: Final = (
+    Hook(LAUNCH, _check_profile, HookType.BEFORE),
     Hook(f"{_SCHEDULER}.get_init_info", _add_model, HookType.AFTER),
     Hook(f"{_SCHEDULER}.get_internal_state", _add_totals, HookType.AFTER),
 )

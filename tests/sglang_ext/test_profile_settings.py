@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from sglang_winnow.hooks import LAUNCH
 from sglang_winnow.profile_settings import DEFAULT_KL, PROFILE, QUALITY, default_kl, profile, served_profile
 from sglang_winnow.quality_profile import Profile
-from sglang_winnow.server_information import ServedModel
+from sglang_winnow.server_information import HOOKS, ServedModel
 from tests import profiles
 from tests.models import ModelShape, write_model, write_weights
 from tests.sglang_ext.conftest import CURVES, PROFILE_LENGTHS
@@ -102,3 +104,18 @@ def test_without_a_profile_a_quality_is_refused_with_the_command() -> None:
     asked = {"attention": '{"quality": {}}'}
     with pytest.raises(PolicyError, match="winnow calibrate profile --model MODEL"):
         ServedModel(2, 8192).policy_of(asked)
+
+
+def test_a_profile_of_another_model_ends_the_start(made: Profile, model: Path, tmp_path: Path) -> None:
+    [check] = [hook.function for hook in HOOKS if hook.target == LAUNCH]
+    check(None, SimpleNamespace(model_path=str(model)))
+    other = write_model(tmp_path / "other", ModelShape(kv_heads=1))
+    reason = f"the server does not start, because {PROFILE}: the profile is of another configuration (model): run"
+    with pytest.raises(SystemExit, match=re.escape(reason)):
+        check(None, SimpleNamespace(model_path=str(other)))
+    assert made.model.name == "model"
+
+
+def test_without_a_profile_nothing_is_checked_at_the_start() -> None:
+    [check] = [hook.function for hook in HOOKS if hook.target == LAUNCH]
+    check(None, SimpleNamespace(model_path="nowhere"))
