@@ -203,6 +203,13 @@ def test_a_request_can_be_looked_up_for_each_prefill_before_it_has_one(policy: A
     engine.assert_nothing_lost([])
 
 
+@pytest.mark.parametrize("policy", [DENSE, QUOKA])
+def test_without_a_prefix_cache_nothing_is_found_in_it(policy: AttentionPolicy) -> None:
+    engine = Engine(disable=True)
+    request = engine.request(prompt(300), policy)
+    assert cached_length_of(engine.cache, request, radix.namespace_of(policy, None, PAGE)) == 0
+
+
 @pytest.mark.parametrize("policy", [QUOKA, QUOKA_WIDE])
 @pytest.mark.parametrize("disable", [False, True])
 def test_chunks_end_between_blocks(policy: AttentionPolicy, disable: bool) -> None:
