@@ -259,7 +259,7 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
         mass = mass * fade[:, None] + of_parts
         weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
         highest = higher
-        if leaves_logs:
+        if leaves_logs:  # noqa: SIM102  # The one is decided when the kernel is compiled.
             # Rows that do not ask wait for no logarithms.
             if asks:
                 pair = row * heads.kv_heads + kv_head
