@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Where a policy travels in ``sampling_params.custom_params``: as JSON text, the one form that every transport carries.
 PARAMETER: Final = "attention"
 
-_TOLD_OF_PROFILE: Final = {
+_TOLD_OF_PROFILE: Final[Mapping[str, bool | set[str]]] = {
     "device": True,
     "dtype": True,
     "date": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -24,15 +25,19 @@ from tests.service.fake_runtime import FakeRuntime
 from tests.service.runtime_process import runtime_process
 from tests.service.servers import serving
 from tests.service.test_attention import SERVED
+from tests.service.test_profile import PROFILE
 from tests.service.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHROMIUM = shutil.which("chromium")
-PANELS = ("playground", "live", "policies", "keys")
+PANELS = ("playground", "explain", "frontier", "live", "policies", "keys")
 DESKTOP, PHONE = (1440, 900), (390, 844)
 SHOWN_MS = 15_000
 HOSTILE = "<img src=x onerror=alert(1)> <b>bold</b> &amp; \"quoted\" 'words' slow."
+PROMPT = HOSTILE + " again" * 9
+# What a runtime tells that explains, and that has a profile.
+TOLD = {"winnow": SERVED | {"explains": True, "kv_heads": 2, "profile": PROFILE}}
 POLICY = '{"decode": {"policy": "quest", "budget": 1024}, "audit": 0.1}'
 
 expect.set_options(timeout=SHOWN_MS)
@@ -118,7 +123,7 @@ async def console(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def runtime() -> AsyncIterator[tuple[FakeRuntime, str]]:
-    fake = FakeRuntime(word_seconds=0.02, server_info={"winnow": SERVED})
+    fake = FakeRuntime(word_seconds=0.02, server_info=TOLD, explanation=explained(PROMPT))
     async with serving(fake.app(), free_port(), grace_seconds=1) as address:
         yield fake, address
 
@@ -229,6 +234,174 @@ async def test_a_killed_runtime_is_told_in_the_columns_and_at_the_top(browser: B
         await expect(shown.page.locator("#status")).to_contain_text("not ready")
         await shown.send("again")
         await expect(shown.column("A").locator(".problem")).to_contain_text("runtime_unavailable")
+
+
+async def test_a_prompt_is_explained_under_each_policy(opened: Console, runtime: tuple[FakeRuntime, str]) -> None:
+    page = opened.page
+    await opened.open("explain")
+    await page.get_by_label("Prompt").fill(PROMPT)
+    await page.get_by_role("button", name="Add a policy").click()
+    await page.get_by_label("Policy C", exact=True).select_option("typed")
+    await page.get_by_label("Policy C, as JSON").fill('{"decode": {"policy": "quest", "budget": 64}}')
+    await page.get_by_role("button", name="Explain", exact=True).click()
+    first = page.get_by_role("region", name="A, balanced", exact=True)
+    third = page.get_by_role("region", name="C, quest, budget 64", exact=True)
+    for section in (first, third):
+        strip = section.locator(".strip")
+        # The tokens are the text, whatever is in it.
+        await expect(strip).to_have_text(PROMPT + " yes", use_inner_text=True)
+        await expect(strip.locator(".read")).to_have_count(2)
+        await expect(strip.locator(".generated")).to_have_text(" yes")
+        await expect(section).to_contain_text("Not explained: step 8. The answer took 1 decode step.")
+    assert await page.locator(".explanation :is(img, b, script)").count() == 0
+    await expect(first).to_contain_text("which hold 75 % of dense attention's weights")
+    heats = await first.locator(".token").evaluate_all(
+        "all => all.map(one => Number(one.style.getPropertyValue('--heat')))"
+    )
+    assert heats[:2] == [1, pytest.approx(0.8646, abs=1e-3)]
+    shares = first.get_by_role("table", name="Share per layer of A, balanced")
+    await expect(shares.get_by_role("row").nth(3)).to_have_text("775 %11 %")
+    tokens = first.get_by_role("table", name="Tokens of A, balanced")
+    await expect(tokens.get_by_role("row").nth(1)).to_have_text('0 "<img"0.6875004 of 8')
+    await first.get_by_role("button", name="Next").click()
+    await expect(tokens.get_by_role("row")).to_have_count(len(PROMPT.split(" ")) + 1 - 12 + 1)
+    await page.get_by_label("Layer", exact=True).select_option("7")
+    await page.get_by_label("KV head", exact=True).select_option("1")
+    await expect(tokens.get_by_role("row").nth(1)).to_contain_text("0 of 1")
+
+    [body] = {request.body for request in runtime[0].asked if b"quest" in request.body}
+    assert b'"messages"' in body
+    assert PROMPT in json.loads(body)["messages"][0]["content"]
+
+
+async def test_what_cannot_be_explained_is_said_at_its_field(opened: Console, runtime: tuple[FakeRuntime, str]) -> None:
+    page = opened.page
+    await opened.open("explain")
+    send = page.get_by_role("button", name="Explain", exact=True)
+    layers = page.get_by_label("Layers", exact=True)
+    await layers.fill("1 to 3")
+    await send.click()
+    await expect(page.locator("#panel-explain .error", has_text="must be numbers with commas between")).to_be_visible()
+    await layers.fill("3, 9-12")
+    await send.click()
+    await expect(page.locator("#panel-explain .error", has_text="there is no layer 12")).to_be_visible()
+    await expect(layers).to_be_focused()
+    await layers.fill("")
+    await page.get_by_label("Policy B", exact=True).select_option("name:lossless")
+    await send.click()
+    await expect(page.locator(".asked-policy .error", has_text="policies.1.verify: is not explained")).to_be_visible()
+    await expect(page.get_by_label("Policy B", exact=True)).to_be_focused()
+    await page.get_by_label("Policy B", exact=True).select_option("typed")
+    await page.get_by_label("Policy B, as JSON").fill('{"decode": ')
+    await send.click()
+    await expect(page.locator(".asked-policy .error", has_text="not valid JSON")).to_be_visible()
+    assert runtime[0].asked == []
+    assert await page.locator("#panel-explain [aria-invalid]").count() == 1
+
+
+async def test_a_runtime_without_a_profile_and_without_explanations_says_so(browser: Browser, tmp_path: Path) -> None:
+    fake = FakeRuntime(server_info={"winnow": SERVED})
+    async with (
+        serving(fake.app(), free_port(), grace_seconds=1) as address,
+        console(browser, tmp_path, address) as shown,
+    ):
+        await shown.open("frontier")
+        panel = shown.page.locator("#panel-frontier")
+        await expect(panel).to_contain_text("run `winnow calibrate profile --model MODEL`")
+        await expect(panel.locator(".problem")).to_have_count(0)
+        await shown.open("explain")
+        await shown.page.get_by_role("button", name="Explain", exact=True).click()
+        await expect(shown.page.locator("#panel-explain .problem")).to_contain_text("it must run on a CPU")
+
+
+async def test_a_point_of_the_frontier_becomes_a_policy(opened: Console) -> None:
+    page = opened.page
+    await opened.open("frontier")
+    panel = page.locator("#panel-frontier")
+    await expect(panel).to_contain_text("prose, validation; 8 prompts of each length")
+    rows = panel.get_by_role("table").get_by_role("row")
+    # The longest prompts that were measured, by what is read.
+    await expect(rows).to_have_count(5)
+    await expect(rows.nth(1)).to_contain_text(
+        "lowbit_top_k, budget 512 frontMake a policy20 %0.06 to 0.0890 % from 89 %90 %no"
+    )
+    await expect(rows.nth(2)).to_contain_text(
+        "lowbit_top_k, budget 2048 frontMake a policy55 %0.008 to 0.0198 % from 97 %90 %yes"
+    )
+    await expect(rows.nth(3)).to_contain_text("quest, budget 2560 not served here")
+    await expect(rows.nth(3).get_by_role("button")).to_have_count(0)
+    await expect(panel.locator(".scatter .marker")).to_have_count(4)
+    await expect(panel.locator(".scatter .on-front")).to_have_count(3)
+    await page.get_by_role("combobox", name="Accuracy").select_option("top1")
+    await expect(panel.locator(".scatter .on-front")).to_have_count(3)
+    await page.get_by_role("combobox", name="Prompts of").select_option("1024")
+    await expect(rows).to_have_count(2)
+    await page.get_by_role("combobox", name="Policies").select_option("Prefill")
+    await expect(rows.nth(1)).to_contain_text("quoka, budget 1024")
+    await page.get_by_role("combobox", name="Policies").select_option("Decode")
+    await page.get_by_role("combobox", name="Prompts of").select_option("4096")
+
+    await panel.locator(".scatter .marker[title*='budget 2048']").click()
+    name = page.locator("#panel-policies").get_by_label("Name")
+    await expect(name).to_be_focused()
+    await expect(name).to_have_value("lowbit_top_k-2048")
+    await page.get_by_role("button", name="Save").click()
+    item = page.locator(".items > li", has_text="lowbit_top_k-2048")
+    await expect(item).to_contain_text(
+        "By the profile of needle: KV read 55 %, KL 0.008, at most 0.01, at 4,096 tokens."
+    )
+    saved = (await opened.service.get("/v1/policies/lowbit_top_k-2048")).json()
+    assert (saved["revision"], saved["attention"]) == (1, PROFILE["curves"][1]["attention"])
+
+    # Once more, by the keyboard: nothing is overwritten.
+    await opened.open("frontier")
+    await rows.nth(2).get_by_role("button", name="Make a policy of lowbit_top_k, budget 2048").focus()
+    await page.keyboard.press("Enter")
+    await expect(name).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(name.locator("xpath=..").locator(".error")).to_contain_text("exists")
+    assert (await opened.service.get("/v1/policies/lowbit_top_k-2048")).json()["revision"] == 1
+    await name.fill("mine")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("button", name="Change mine", exact=True)).to_be_visible()
+
+
+async def test_the_front_has_what_nothing_else_beats(opened: Console) -> None:
+    await opened.open()
+    found = await opened.page.evaluate(
+        """async () => {
+            const { frontOf } = await import("/console/js/profile.js");
+            const of = (pairs) => {
+                const measured = pairs.map(([kv_read_ratio, kl]) => ({ point: { kv_read_ratio, kl } }));
+                return frontOf(measured, ({ kl }) => kl).map((each) => measured.indexOf(each));
+            };
+            const many = Array.from({ length: 200 }, () => [Math.random(), Math.random()]);
+            const front = of(many);
+            const beats = ([read, kl], [other, lost]) => read <= other && kl <= lost && (read < other || kl < lost);
+            const beaten = (index) => many.some((each) => beats(each, many[index]));
+            return {
+                none: of([]),
+                equal: of([[0.5, 0.1], [0.5, 0.1]]),
+                some: of([[0.2, 0.1], [0.3, 0.1], [0.3, 0.05], [0.4, 0.2], [0.2, 0.2]]),
+                random: many.every((_, index) => front.includes(index) !== beaten(index)),
+            };
+        }"""
+    )
+    assert found == {"none": [], "equal": [0, 1], "some": [0, 2], "random": True}
+
+
+async def test_what_a_key_may_not_do_is_not_offered(shut: Console) -> None:
+    page = shut.page
+    key = await make_key(shut.service, scopes=["read"])
+    await shut.open("frontier")
+    await page.get_by_label("Key", exact=True).fill(key["key"])
+    await page.get_by_role("button", name="Use this key").click()
+    await expect(page.locator("#panel-frontier").get_by_role("row")).to_have_count(5)
+    await expect(page.locator("#panel-frontier").get_by_role("button")).to_have_count(0)
+    await expect(page.locator(".scatter .choosable")).to_have_count(0)
+    await shut.open("explain")
+    await expect(page.get_by_role("button", name="Explain", exact=True)).to_be_disabled()
+    await expect(page.get_by_text("This needs a key with the scope 'admin'.")).to_be_visible()
 
 
 async def test_policies_are_made_changed_and_deleted(opened: Console) -> None:
@@ -442,6 +615,18 @@ async def test_axe_finds_nothing_serious_in_either_theme(opened: Console) -> Non
     await opened.open("live")
     await expect(page.get_by_role("row", name="lowbit_top_k decode")).to_be_visible()
     assert await serious_faults(page) == []
+    await opened.open("explain")
+    await page.get_by_label("Layers", exact=True).fill("none")
+    await page.get_by_role("button", name="Explain", exact=True).click()
+    await expect(page.locator("#panel-explain [aria-invalid]")).to_be_visible()
+    assert await serious_faults(page) == []
+    await page.get_by_label("Layers", exact=True).fill("")
+    await page.get_by_role("button", name="Explain", exact=True).click()
+    await expect(page.locator(".strip")).to_have_count(2)
+    assert await serious_faults(page) == []
+    await opened.open("frontier")
+    await expect(page.locator(".scatter canvas")).to_be_visible()
+    assert await serious_faults(page) == []
     for panel, button in (("policies", "New policy"), ("keys", "New key")):
         await opened.open(panel)
         await page.get_by_role("button", name=button).click()
@@ -488,11 +673,40 @@ async def test_a_phone_scrolls_in_one_direction(
         await expect(shown.column("B").locator(".badge")).to_have_text("done")
         for panel in PANELS:
             await shown.open(panel)
+            if panel == "explain":
+                await shown.page.get_by_role("button", name="Explain", exact=True).click()
+                await expect(shown.page.locator(".strip")).to_have_count(2)
+            if panel == "frontier":
+                await expect(shown.page.locator(".scatter canvas")).to_be_visible()
             assert await width(shown.page) == PHONE[0], panel
         await make_key(shown.service, scopes=["admin"])
         await shown.page.reload()
         await expect(shown.page.locator("#sign-in")).to_be_visible()
         assert await width(shown.page) == PHONE[0]
+
+
+def explained(prompt: str) -> dict[str, Any]:
+    """An explanation of what one head of each layer reads of a prompt, whose tokens are its words: the first two."""
+    ends = [index for index, letter in enumerate(prompt) if letter == " "] + [len(prompt)]
+    offsets = list(zip([0, *ends], ends, strict=False))
+    rest = len(offsets) - 1
+    weights = [0.6875, 0.1975, *[round(0.115 / rest, 6)] * rest]
+    entry = {"step": 1, "dense": False, "attended_tokens": 2, "share": 0.75, "weights": weights}
+    read: dict[int, list[list[int]]] = {0: [[0, 2]], 1: [[1, 2]]}
+    entries = [
+        entry | {"layer": layer, "head": head, "attended": read[head]} for layer in (0, 4, 7, 11) for head in (0, 1)
+    ]
+    attention = {
+        "decode": {"policy": "quest", "steps": 1},
+        "explain": {
+            "decode_steps": 1,
+            "missing_steps": [8],
+            "entries": entries,
+            "prompt": {"text": prompt, "offsets": offsets},
+            "output": {"text": " yes", "offsets": [[0, 4]]},
+        },
+    }
+    return {"text": " yes", "meta_info": {"attention": attention}, "attention": attention}
 
 
 async def serious_faults(page: Page) -> list[str]:
