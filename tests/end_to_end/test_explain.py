@@ -52,9 +52,12 @@ def test_offsets_are_those_of_the_tokenizer(explained: dict[str, Any]) -> None:
 def test_weights_and_shares_agree(explained: dict[str, Any]) -> None:
     prompt_tokens = len(explained["prompt"]["offsets"])
     for policy in explained["policies"]:
-        assert policy["missing_steps"] == []
+        # An answer that misses its needle may end before its third token.
+        steps = range(1, policy["decode_steps"] + 1)
+        assert len(steps) in {1, 2}
+        assert policy["missing_steps"] == list(range(len(steps) + 1, 3))
         combinations = [(entry["step"], entry["layer"], entry["head"]) for entry in policy["entries"]]
-        assert combinations == [(step, layer, head) for step in (1, 2) for layer in (0, 5, 11) for head in (0, 1)]
+        assert combinations == [(step, layer, head) for step in steps for layer in (0, 5, 11) for head in (0, 1)]
         for entry in policy["entries"]:
             weights, attended = entry["weights"], positions(entry)
             assert len(weights) == prompt_tokens + entry["step"]
@@ -93,7 +96,7 @@ def test_tokens_are_unchanged(explained: dict[str, Any], deployment: Deployment)
 
 def test_a_conversation_is_explained_as_the_model_reads_it(deployment: Deployment) -> None:
     messages = [{"role": "user", "content": "What is <b>this</b>? \N{ROCKET} Naïve."}]
-    answer = explain(deployment, messages=messages, policies=["exact"], decode_steps=99, layers=[3], heads=[1])
+    answer = explain(deployment, messages=messages, policies=["exact"], decode_steps=8, layers=[3], heads=[1])
     assert answer.status_code == 200, answer.text
     found = answer.json()
     tokenizer = AutoTokenizer.from_pretrained(NEEDLE)
@@ -102,12 +105,14 @@ def test_a_conversation_is_explained_as_the_model_reads_it(deployment: Deploymen
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert found["prompt"]["offsets"] == [list(place) for place in encoded["offset_mapping"]]
     [policy] = found["policies"]
-    assert 1 <= policy["decode_steps"] < 99
-    assert policy["missing_steps"] == [99]
-    assert [(entry["step"], entry["layer"], entry["head"]) for entry in policy["entries"]] == [(1, 3, 1)]
+    steps = [step for step in (1, 8) if step <= policy["decode_steps"]]
+    assert policy["missing_steps"] == [step for step in (1, 8) if step not in steps]
+    assert [(each["step"], each["layer"], each["head"]) for each in policy["entries"]] == [
+        (step, 3, 1) for step in steps
+    ]
     plain = httpx.post(
         f"{deployment.address}/v1/chat/completions",
-        json={"model": "needle", "messages": messages, "temperature": 0, "max_tokens": 100},
+        json={"model": "needle", "messages": messages, "temperature": 0, "max_tokens": 9},
         timeout=280,
     ).json()
     assert policy["output"]["text"].startswith(plain["choices"][0]["message"]["content"])

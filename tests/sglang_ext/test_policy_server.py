@@ -93,6 +93,7 @@ def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
         information = server.http.get(path).json()["winnow"]
         policies = information.pop("policies")
         assert information.pop("prefill_policies") == ["dense", "quoka"]
+        assert information.pop("profile").keys() == {"model", "lengths", "policies", "kl"}
         assert information == {
             "layers": 2,
             "context_length": 8192,
