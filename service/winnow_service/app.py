@@ -26,7 +26,7 @@ from winnow_service.proxy import native_routes, openai_routes
 from winnow_service.proxy.entrance import EntranceMiddleware
 from winnow_service.proxy.forwarder import Forwarder
 from winnow_service.proxy.gate import GateMiddleware
-from winnow_service.routers import console, explain, keys, operations, policies
+from winnow_service.routers import console, explain, keys, operations, policies, profile
 from winnow_service.runtime.runtime import Runtime
 from winnow_service.settings import Settings
 from winnow_service.store.documents import Store
@@ -99,7 +99,7 @@ def create_app(settings: Settings, *, may_be_open: bool = False) -> FastAPI:
         tracing.install(app)
     install_error_handlers(app, lambda code: metrics.refusals.labels(code).inc())
     # Looked through in this order, for each request.
-    for routes in (openai_routes, native_routes, operations, policies, keys, explain, console):
+    for routes in (openai_routes, native_routes, operations, policies, profile, keys, explain, console):
         app.include_router(routes.router)
     install_documentation(app)
     return app

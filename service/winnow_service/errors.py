@@ -71,6 +71,12 @@ _CODES: Final[Mapping[str, _Known]] = {
         "This needs a key with the scope '{scope}'.",
         {"www-authenticate": f'{_CHALLENGE}, error="insufficient_scope", scope="{{scope}}"'},
     ),
+    "no_profile": _Known(
+        404,
+        _INVALID,
+        "The runtime has no profile of its model: run `winnow calibrate profile --model MODEL`, and start the runtime"
+        " with WINNOW_PROFILE=MODEL-profile.json.",
+    ),
     "not_found": _Known(404, _INVALID, "There is no {what}."),
     "method_not_allowed": _Known(405, _INVALID, "{method} is not one of {allowed}.", {"allow": "{allowed}"}),
     "in_use": _Known(409, _INVALID),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +39,15 @@ if TYPE_CHECKING:
 
 # Where a policy travels in ``sampling_params.custom_params``: as JSON text, the one form that every transport carries.
 PARAMETER: Final = "attention"
+
+_TOLD_OF_PROFILE: Final[Mapping[str, bool | set[str]]] = {
+    "device": True,
+    "dtype": True,
+    "date": True,
+    "data": {"source", "prompts", "tokens"},
+    "lengths": True,
+    "floor": True,
+}
 
 
 @dataclass(frozen=True)
@@ -170,16 +180,22 @@ class ServedModel:
             "verifies": self.verifies,
             "kv_heads": self.kv_heads,
             "explains": self.explains_not is None,
-            "profile": None if self.profile is None else self._profile_in_short(),
+            "profile": None if self.profile is None else self._describe_profile(self.profile),
         }
 
-    def _profile_in_short(self) -> dict[str, Any]:
-        assert self.profile is not None
+    def _describe_profile(self, profile: Profile) -> dict[str, Any]:
         return {
-            "model": self.profile.model.name,
-            "lengths": list(self.profile.lengths),
-            "policies": [curve.attention.canonical() for curve in self.choices],
+            "model": profile.model.name,
             "kl": default_kl(),
+            **profile.model_dump(mode="json", include=_TOLD_OF_PROFILE),
+            "curves": [self._describe_curve(curve) for curve in profile.curves],
+        }
+
+    def _describe_curve(self, curve: Curve) -> dict[str, Any]:
+        return {
+            "attention": json.loads(curve.attention.canonical()),
+            "served": curve in self.choices,
+            "points": [point.model_dump(mode="json") for point in curve.points],
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 
 from sglang_winnow.hooks import LAUNCH
 from sglang_winnow.profile_settings import DEFAULT_KL, PROFILE, QUALITY, default_kl, profile, served_profile
-from sglang_winnow.quality_profile import Profile
+from sglang_winnow.quality_profile import Point, Profile
 from sglang_winnow.server_information import HOOKS, ServedModel
 from tests import profiles
 from tests.models import ModelShape, write_model, write_weights
 from tests.sglang_ext.conftest import CURVES, PROFILE_LENGTHS
 from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.policies.attention_policy import parse_policy
+from winnow_service.policies.profile import ModelProfile
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +99,20 @@ def test_a_server_chooses_among_what_it_serves(made: Profile) -> None:
     assert kinds(ServedModel(2, 8192, decode_policies=("dense", "tactic"), profile=made)) == [("dense", "quoka")]
     # A block of the prefill must fit a chunk.
     assert kinds(ServedModel(2, 8192, chunk=32, profile=made)) == [("quest", "dense")]
-    assert everything.describe()["profile"]["lengths"] == list(PROFILE_LENGTHS)
-    assert len(everything.describe()["profile"]["policies"]) == 3
+
+
+def test_the_server_tells_its_profile_and_what_of_it_is_served(made: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(QUALITY, "0.005")
+    told = json.loads(json.dumps(ServedModel(2, 8192, chunk=32, profile=made).describe()["profile"]))
+    assert (told["model"], told["lengths"], told["kl"]) == ("model", list(PROFILE_LENGTHS), 0.005)
+    assert told["data"] == {"source": "made up", "prompts": 1, "tokens": 1}
+    assert [point["length"] for point in told["floor"]] == list(PROFILE_LENGTHS)
+    assert [curve["served"] for curve in told["curves"]] == [True, False, False]
+    for curve, of_profile in zip(told["curves"], made.curves, strict=True):
+        assert parse_policy(curve["attention"]) == of_profile.attention
+        assert [Point.model_validate(point) for point in curve["points"]] == list(of_profile.points)
+    # The service reads all of it.
+    assert ModelProfile.model_validate(told).model_dump(mode="json") == told
 
 
 def test_without_a_profile_a_quality_is_refused_with_the_command() -> None:

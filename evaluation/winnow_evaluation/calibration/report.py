@@ -25,9 +25,10 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _STYLE: Final = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-body { color: #1a1a1a; background: #fff; }
+body { color: #1a1a1a; background: #fff; overflow-wrap: anywhere; }
 td.text { text-align: left; white-space: normal; }
-table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+.wide { margin: 1rem 0; overflow-x: auto; }
+table { border-collapse: collapse; }
 th, td { padding: .25rem .75rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; }
@@ -99,9 +100,9 @@ def _about(profile: Profile) -> str:
     rows = "".join(f'<tr><td>{name}</td><td class="text">{escape(text)}</td></tr>' for name, text in facts.items())
     floor = ", ".join(f"{point.kl:.4f} at {point.length:,}" for point in profile.floor)
     return (
-        f"<table>{rows}</table>\n<p>KL is from dense attention, in nats, of the next token. Brackets hold the worse"
-        " ends of 95 % intervals of means over prompts: a choice goes by these. Dense attention beside itself has a KL"
-        f" of {floor}.</p>"
+        f"{_table('What was measured', rows)}\n<p>KL is from dense attention, in nats, of the next token. Brackets hold"
+        " the worse ends of 95 % intervals of means over prompts: a choice goes by these. Dense attention beside itself"
+        f" has a KL of {floor}.</p>"
     )
 
 
@@ -120,14 +121,20 @@ def _rows(profile: Profile, length: int) -> str:
         for curve, point in found
     ]
     head = "<tr><th>policy</th><th>KV read %</th><th>KL</th><th>top-1 equal %</th><th>true share</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>" if rows else ""
+    return _table(f"Policies at {length:,} tokens", head + "".join(rows)) if rows else ""
+
+
+def _table(label: str, rows: str) -> str:
+    """Return a table. Where it is wider than the page it scrolls by itself, and the keyboard reaches it."""
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>{rows}</table></div>'
 
 
 def _plot(profile: Profile, length: int) -> str:
     lines = _lines(_at(profile, length))
     drawn = svg(f"{profile.model.name}-{length}", _HEIGHT, lambda figure: _draw(figure, lines))
-    # The document's own head and doctype are of a file of its own.
-    return drawn[drawn.index("<svg") :]
+    # The document's own head and doctype are of a file of its own. The table says what the plot shows.
+    label = f'role="img" aria-label="Policies at {length:,} tokens, as in the table below"'
+    return f"<svg {label} {drawn.partition('<svg ')[2]}"
 
 
 def _lines(found: Sequence[tuple[Curve, Point]]) -> Mapping[str, list[Point]]:

@@ -34,7 +34,7 @@ class ServedModel(BaseModel):
         sliding_layers: those with a sliding window, where policies do not act.
         kv_heads: of a layer; None if the runtime does not tell.
         explains: whether it explains what decode steps attend to.
-        profile: what it chooses policies by; None if it chooses none.
+        profile: what it chooses policies by, as it tells it; None if it chooses none.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -27,6 +27,11 @@ export function number(value) {
   return Number(value.toPrecision(3)).toLocaleString("en");
 }
 
+/** A KL, however small. */
+export function nats(value) {
+  return Number.isFinite(value) ? value.toLocaleString("en", { maximumSignificantDigits: 2, useGrouping: false }) : NONE;
+}
+
 /** When something was written, by the reader's clock. */
 export function moment(text) {
   const time = new Date(text);

@@ -4,6 +4,7 @@ import { Chart } from "./chart.js";
 import { fill, h } from "./dom.js";
 import { number, percent, seconds } from "./format.js";
 import { NOTHING } from "./metrics.js";
+import { table } from "./table.js";
 import { watch } from "./watch.js";
 
 const TTFT = "winnow_time_to_first_token_seconds";
@@ -11,6 +12,7 @@ const TPOT = "winnow_time_per_output_token_seconds";
 const CONTEXT = "winnow_context_tokens_total";
 const ATTENDED = "winnow_attended_tokens_total";
 const READ = "winnow_kv_read_tokens_total";
+const NO_ANSWERS = "No answer has been reported yet.";
 const QUANTILES = { p50: 0.5, p95: 0.95 };
 
 class Live {
@@ -97,7 +99,7 @@ function attentionTable(reading) {
       const which = { phase, policy };
       const ofDecode = (value) => (phase === "decode" ? value({ policy }) : null);
       return [
-        [policy, phase],
+        [policy, h("span", { class: "muted" }, ` ${phase}`)],
         number(reading.sum("winnow_attended_ratio_count", which)),
         percent(reading.ratio(NOTHING, ATTENDED, CONTEXT, which)),
         percent(reading.ratio(NOTHING, READ, CONTEXT, which)),
@@ -107,14 +109,14 @@ function attentionTable(reading) {
     }),
   );
   const heads = ["Policy", "Answers", "Attended", "KV read", "True share, audited", "Tokens a check"];
-  return table("Attention by policy, since the service began", heads, rows);
+  return table("Attention by policy, since the service began", heads, rows, NO_ANSWERS);
 }
 
 function latencyTable(reading) {
   const rows = reading.values("winnow_generations_total", "decode_policy").map((policy) => {
     const which = { decode_policy: policy };
     return [
-      [policy],
+      policy,
       number(reading.sum("winnow_generations_total", { ...which, outcome: "finished" }) ?? 0),
       seconds(reading.quantile(NOTHING, TTFT, QUANTILES.p50, which)),
       seconds(reading.quantile(NOTHING, TTFT, QUANTILES.p95, which)),
@@ -123,38 +125,11 @@ function latencyTable(reading) {
     ];
   });
   const heads = ["Asked for", "Finished", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95"];
-  return table("Streams by the policy asked for, since the service began", heads, rows);
+  return table("Streams by the policy asked for, since the service began", heads, rows, NO_ANSWERS);
 }
 
 function mean(reading, histogram, which) {
   return reading.ratio(NOTHING, `${histogram}_sum`, `${histogram}_count`, which);
-}
-
-function table(title, heads, rows) {
-  const head = (text, index) => h("th", { scope: "col", class: index > 0 && "number" }, text);
-  const row = ([[name, more], ...cells]) =>
-    h(
-      "tr",
-      {},
-      h("th", { scope: "row" }, name, more && h("span", { class: "muted" }, ` ${more}`)),
-      ...cells.map((cell) => h("td", { class: "number" }, cell)),
-    );
-  const nothing = h("tr", {}, h("td", { colspan: heads.length, class: "muted" }, "No answer has been reported yet."));
-  return h(
-    "div",
-    {},
-    h("h3", {}, title),
-    h(
-      "div",
-      { class: "scrolls", tabindex: "0", role: "region", "aria-label": title },
-      h(
-        "table",
-        { "aria-label": title },
-        h("thead", {}, h("tr", {}, ...heads.map(head))),
-        h("tbody", {}, ...(rows.length ? rows.map(row) : [nothing])),
-      ),
-    ),
-  );
 }
 
 export const live = {

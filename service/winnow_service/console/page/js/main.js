@@ -13,14 +13,24 @@ const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
 const mounted = new Map();
 
+let current = null;
+
 const app = {
   tryPolicy(name) {
-    location.hash = "playground";
-    show(PANELS.find(({ id }) => id === "playground"), true);
-    mounted.get("playground").panel.choose(name);
+    open("playground").choose(name);
     announce(`The playground has ${name} in its last column.`);
   },
+  makePolicy(policy) {
+    open("policies").make(policy);
+  },
 };
+
+/** Go to a panel, and return it. */
+function open(id) {
+  show(PANELS.find((each) => each.id === id), true);
+  location.hash = id;
+  return mounted.get(id).panel;
+}
 
 function show({ id, title, mount }, isMove) {
   for (const { root } of mounted.values()) root.hidden = true;
@@ -31,6 +41,7 @@ function show({ id, title, mount }, isMove) {
     mounted.set(id, { root, heading, panel: mount(root, app) });
   }
   const { root, heading, panel } = mounted.get(id);
+  current = id;
   root.hidden = false;
   panel.shown?.();
   document.title = `${title} · Winnow console`;
@@ -44,7 +55,7 @@ function show({ id, title, mount }, isMove) {
 function route(isMove) {
   // Other fragments are places within the page, such as where the skip link goes.
   const named = PANELS.find(({ id }) => location.hash === `#${id}`);
-  if (named || mounted.size === 0) show(named ?? PANELS[0], isMove);
+  if ((named && named.id !== current) || mounted.size === 0) show(named ?? PANELS[0], isMove);
 }
 
 fill(tabs, h("ul", {}, ...PANELS.map(({ id, title }) => h("li", {}, h("a", { href: `#${id}` }, title)))));

@@ -2,6 +2,7 @@
 
 import { Column } from "./column.js";
 import { announce, h, newId } from "./dom.js";
+import { textFileButton } from "./text-file.js";
 
 const LETTERS = ["A", "B", "C", "D"];
 const MIN_COLUMNS = 2;
@@ -48,8 +49,6 @@ class Playground {
   }
 
   #controls() {
-    const file = h("input", { type: "file", accept: "text/*", class: "unseen", id: newId("file"), tabindex: "-1", "aria-hidden": "true" });
-    file.addEventListener("change", () => this.#open(file));
     const kind = (value, words) =>
       h(
         "label",
@@ -81,8 +80,10 @@ class Playground {
         h("label", { class: "choice", for: this.#maxTokens.id }, "Max tokens", this.#maxTokens),
         h("label", { class: "choice", for: this.#temperature.id }, "Temperature", this.#temperature),
         h("label", { class: "choice", for: this.#order.id }, "Send", this.#order),
-        h("button", { type: "button", onclick: () => file.click() }, "Open a text file…"),
-        file,
+        ...textFileButton((text) => {
+          this.#prompt.value = text;
+          this.#measure();
+        }),
       ),
       h(
         "div",
@@ -167,13 +168,6 @@ class Playground {
     this.#add.disabled = running || this.#columns.length === LETTERS.length;
     // Only the last goes, so that letters stay in order.
     this.#columns.forEach((column, index) => column.allowRemoval(!running && index === last && index >= MIN_COLUMNS));
-  }
-
-  async #open(file) {
-    const [chosen] = file.files;
-    if (chosen) this.#prompt.value = await chosen.text();
-    file.value = "";
-    this.#measure();
   }
 
   #measure() {

@@ -56,6 +56,12 @@ class Policies {
     knownPolicies.load();
   }
 
+  /** Fill in the form of a new policy. */
+  make({ name, ...model }) {
+    this.#edit(null, model);
+    this.#name.value = name;
+  }
+
   #show() {
     const { problem, all } = knownPolicies;
     this.#problem.hidden = problem === null;

@@ -12,23 +12,24 @@ const EXAMPLE = '{"decode": {"policy": "lowbit_top_k", "budget": 1024}}';
 export class PolicyChoice {
   #select;
   #typed;
-  #field;
   #error;
   #wanted;
+  #allowsDefault;
 
   /**
    * @param label of the control.
    * @param wanted the policy's name that is chosen at first.
+   * @param allowsDefault whether none may be asked for, which gets the server's default.
    */
-  constructor(label, wanted) {
+  constructor(label, wanted, { allowsDefault = true } = {}) {
     const errorId = newId("error");
     this.#wanted = NAMED + wanted;
-    this.#select = h("select", { "aria-label": label, onchange: () => this.#chosen() });
-    this.#typed = h("textarea", { rows: 3, spellcheck: "false", class: "mono", placeholder: EXAMPLE, "aria-describedby": errorId });
-    this.#error = h("p", { class: "error small", id: errorId });
+    this.#allowsDefault = allowsDefault;
+    this.#select = h("select", { "aria-label": label, "aria-describedby": errorId, onchange: () => this.#chosen() });
+    this.#typed = h("textarea", { rows: 3, spellcheck: "false", class: "mono", placeholder: EXAMPLE, "aria-describedby": errorId, hidden: true });
+    this.#error = h("p", { class: "error small", id: errorId, hidden: true });
     this.#typed.setAttribute("aria-label", `${label}, as JSON or as a name`);
-    this.#field = h("div", { class: "field", hidden: true }, this.#typed, this.#error);
-    this.element = h("div", { class: "policy-choice" }, this.#select, this.#field);
+    this.element = h("div", { class: "policy-choice field" }, this.#select, this.#typed, this.#error);
     knownPolicies.addEventListener("change", () => this.#list());
     this.#list();
   }
@@ -52,7 +53,7 @@ export class PolicyChoice {
    * @throws SyntaxError if what was typed in is no JSON; then the field says so.
    */
   get attention() {
-    this.#showError("");
+    this.showError("");
     const { value } = this.#select;
     if (value === DEFAULT) return undefined;
     if (value !== TYPED) return value.slice(NAMED.length);
@@ -61,16 +62,43 @@ export class PolicyChoice {
     try {
       return JSON.parse(text);
     } catch (error) {
-      this.#showError(`This is not valid JSON: ${error.message}.`);
+      this.showError(`This is not valid JSON: ${error.message}.`);
       this.#typed.focus();
       throw error;
     }
   }
 
+  /** What is wrong; "" if nothing is. */
+  get error() {
+    return this.#error.textContent;
+  }
+
+  /** Show what is wrong; "" if nothing is. */
+  showError(text) {
+    this.#error.textContent = text;
+    this.#error.hidden = text === "";
+    this.#select.removeAttribute("aria-invalid");
+    this.#typed.removeAttribute("aria-invalid");
+    if (text !== "") this.#control.setAttribute("aria-invalid", "true");
+  }
+
+  focus() {
+    this.#control.focus();
+  }
+
+  /** The one in which the policy is said. */
+  get #control() {
+    return this.#select.value === TYPED ? this.#typed : this.#select;
+  }
+
   #chosen() {
     this.#wanted = this.#select.value;
-    this.#field.hidden = this.#wanted !== TYPED;
-    if (!this.#field.hidden && this.#typed.value === "") this.#typed.value = EXAMPLE;
+    this.#showTyped();
+  }
+
+  #showTyped() {
+    this.#typed.hidden = this.#select.value !== TYPED;
+    if (!this.#typed.hidden && this.#typed.value === "") this.#typed.value = EXAMPLE;
   }
 
   #list() {
@@ -81,18 +109,12 @@ export class PolicyChoice {
       this.#select,
       group("Presets", knownPolicies.all.filter(({ preset }) => preset)),
       group("Stored", knownPolicies.all.filter(({ preset }) => !preset)),
-      h("option", { value: DEFAULT }, "The default (ask for none)"),
+      this.#allowsDefault && h("option", { value: DEFAULT }, "The default (ask for none)"),
       h("option", { value: TYPED }, "JSON or name…"),
     );
     this.#select.value = this.#wanted;
     // What was wanted is not there, or not there any more.
-    if (this.#select.selectedIndex < 0) this.#select.value = DEFAULT;
-    this.#field.hidden = this.#select.value !== TYPED;
-  }
-
-  #showError(text) {
-    this.#error.textContent = text;
-    this.#typed.toggleAttribute("aria-invalid", text !== "");
-    if (text !== "") this.#typed.setAttribute("aria-invalid", "true");
+    if (this.#select.selectedIndex < 0) this.#select.value = this.#allowsDefault ? DEFAULT : TYPED;
+    this.#showTyped();
   }
 }
