@@ -166,4 +166,6 @@ def _part_of(batch: ForwardBatch, chunks: Sequence[Chunk], tokens: Tensor) -> Fo
     part.extend_start_loc = torch.tensor(starts, dtype=batch.extend_start_loc.dtype).to(tokens.device)
     part.extend_seq_lens_cpu = lengths
     part.extend_prefix_lens_cpu = [chunk.start for chunk in chunks]
+    # With prefill in CUDA graphs SGLang keeps the room for the output of all tokens there, and backends write to it.
+    part._attn_output = None  # noqa: SLF001
     return part

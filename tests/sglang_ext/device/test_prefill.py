@@ -65,6 +65,9 @@ def test_a_pass_of_sparse_and_dense_requests(longest: int, device: torch.device)
     assert prefill.dense_tokens is not None
     assert prefill.dense_tokens.tolist() == [i for chunk in dense for i in range(chunk.rows.start, chunk.rows.stop)]
     assert output[prefill.dense_tokens].isnan().all()
+    assert prefill.dense_batch is not None
+    # A backend would write to it what it has for all tokens.
+    assert prefill.dense_batch._attn_output is None
     for chunk in (chunks[0], chunks[2]):
         expected, _ = quoka_prefill(queries[chunk.rows], chunk.slots, cache, SCALE, QUOKA)
         torch.testing.assert_close(output[chunk.rows].cpu(), expected, atol=1e-5, rtol=1e-5)
@@ -85,4 +88,5 @@ def _forward_batch(chunks: list[Chunk], device: torch.device) -> SimpleNamespace
         extend_seq_lens=(ends - starts).to(device),
         extend_prefix_lens=starts.to(device),
         extend_start_loc=rows.to(device),
+        _attn_output=torch.empty(len(tokens), device=device),
     )
