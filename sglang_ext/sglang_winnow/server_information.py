@@ -18,7 +18,7 @@ from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import LAUNCH, Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
-from sglang_winnow.profile_settings import default_kl, profile, served_profile
+from sglang_winnow.profile_settings import default_kl, load_requests, profile, served_profile, under_load_kl
 from sglang_winnow.quality_profile import Curve, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
@@ -180,6 +180,8 @@ class ServedModel:
             "lengths": list(self.profile.lengths),
             "policies": [curve.attention.canonical() for curve in self.choices],
             "kl": default_kl(),
+            "under_load_kl": under_load_kl(),
+            "load_requests": load_requests(),
         }
 
 
