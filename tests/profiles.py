@@ -13,17 +13,17 @@ Figures = tuple[float, float, float]
 """KL, equal first tokens, KV read."""
 
 
-def point(length: int, figures: Figures) -> Point:
+def point(length: int, figures: Figures, true_share: float | None = None) -> Point:
     """Return a point without intervals."""
     kl, top1, read = figures
     return Point(
-        length=length, prompts=1, kl=kl, kl_high=kl, top1=top1, top1_low=top1, true_share=None, kv_read_ratio=read
+        length=length, prompts=1, kl=kl, kl_high=kl, top1=top1, top1_low=top1, true_share=true_share, kv_read_ratio=read
     )
 
 
-def curve(policy: Mapping[str, Any], figures: Mapping[int, Figures]) -> Curve:
+def curve(policy: Mapping[str, Any], figures: Mapping[int, Figures], true_share: float | None = None) -> Curve:
     """Return a policy's figures by length."""
-    points = tuple(point(length, of_length) for length, of_length in figures.items())
+    points = tuple(point(length, of_length, true_share) for length, of_length in figures.items())
     return Curve(attention=parse_policy(policy), points=points)
 
 

@@ -6,7 +6,7 @@ requests, where a ``ValueError`` becomes an answer with status 400.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -15,7 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from sglang_winnow.audit_share import phase_of
 from sglang_winnow.explain_requests import explanation_of
-from sglang_winnow.profile_settings import default_kl
+from sglang_winnow.left_policies import LEFT
+from sglang_winnow.profile_settings import default_kl, load_requests, under_load_kl
 from sglang_winnow.quality_choice import Choice, choose
 from sglang_winnow.radix import NAMESPACE_PREFIX, namespace_of
 from sglang_winnow.sampling_parameters import INT64_MAX, SamplingParameters, TokenId, Vocabulary
@@ -203,11 +204,13 @@ def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"the prompt has a token outside the vocabulary; token ids must be from 0 to {vocab_size - 1}")
 
 
-def attach_policy(req: Req, model: ServedModel, cache: BasePrefixCache | None = None) -> None:
+def attach_policy(
+    req: Req, model: ServedModel, cache: BasePrefixCache | None = None, requests: Callable[[], int] = lambda: 0
+) -> None:
     """Give a request that reached the scheduler its policy, as ``winnow_state``, and its part of the radix cache.
 
     Where the request leaves its policy to the server, it is chosen here, where the length of the prompt is known and
-    ``cache`` can be asked.
+    ``cache`` can be asked, and how many other ``requests`` there are.
 
     A policy that cannot be served gets the request an answer with status 400: an error would end the server.
     """
@@ -220,7 +223,7 @@ def attach_policy(req: Req, model: ServedModel, cache: BasePrefixCache | None = 
     try:
         policy = model.policy_of(parameters)
         if policy.quality is not None:
-            choice = choice_of(req, policy.quality, model, cache)
+            choice = choice_of(req, policy.quality, model, cache, requests)
             policy = choice.policy.model_copy(update={"audit": policy.audit})
         asked = explanation_of(parameters, model, policy)
     except PolicyError as error:
@@ -237,7 +240,9 @@ def attach_policy(req: Req, model: ServedModel, cache: BasePrefixCache | None = 
         req.extra_key = namespace_of(policy, req.extra_key, model.page_size)
 
 
-def choice_of(req: Req, quality: Quality, model: ServedModel, cache: BasePrefixCache | None) -> Choice:
+def choice_of(
+    req: Req, quality: Quality, model: ServedModel, cache: BasePrefixCache | None, requests: Callable[[], int]
+) -> Choice:
     """Return the policy that a request gets which leaves it to the server.
 
     Args:
@@ -245,6 +250,7 @@ def choice_of(req: Req, quality: Quality, model: ServedModel, cache: BasePrefixC
         quality: what its answer must keep.
         model: with the profile to choose from.
         cache: where prefixes are kept; None for nowhere.
+        requests: tells how many other requests the server has.
 
     Raises:
         PolicyError: no policy that it allows keeps the quality.
@@ -265,7 +271,18 @@ def choice_of(req: Req, quality: Quality, model: ServedModel, cache: BasePrefixC
         default_kl=default_kl(),
         cached=cached,
         dense_until=lambda chosen: crossover_tokens(chosen.decode.policy),
+        left=LEFT.find,
+        load=_load(requests),
+        under_load_kl=under_load_kl(),
     )
+
+
+def _load(requests: Callable[[], int]) -> int | None:
+    from_requests_on = load_requests()
+    if from_requests_on is None:
+        return None
+    number = requests()
+    return number if number >= from_requests_on else None
 
 
 def limits_of(manager: TokenizerManager) -> Limits:

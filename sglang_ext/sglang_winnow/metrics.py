@@ -55,6 +55,14 @@ SUPERSET_STEPS: Final = CounterName(
     "Decode steps on a GPU that ran the graph of a larger set of policies than they needed.",
     ("graph",),
 )
+LEFT_POLICIES: Final = CounterName(
+    "left_policies",
+    "Policies that are chosen no more because audits showed that they break their promise.",
+    ("policy",),
+)
+UNDER_LOAD_REQUESTS: Final = CounterName(
+    "under_load_requests", "Requests whose policy was chosen by the quality that suffices under load.", ("policy",)
+)
 COUNTERS: Final = (
     UNCACHED_TOKENS,
     KEPT_TOKENS,
@@ -68,6 +76,8 @@ COUNTERS: Final = (
     DRAFTED_TOKENS,
     ACCEPTED_TOKENS,
     SUPERSET_STEPS,
+    LEFT_POLICIES,
+    UNDER_LOAD_REQUESTS,
 )
 
 

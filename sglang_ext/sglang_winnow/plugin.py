@@ -5,6 +5,7 @@ No request stops the server or stays in it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -35,10 +36,11 @@ from sglang_winnow.explain_requests import note_explained_prompt
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.hooks import Hook, install, refusing_to_start
 from sglang_winnow.key_bits import index_settings
-from sglang_winnow.profile_settings import default_kl, profile
+from sglang_winnow.profile_settings import default_kl, load_requests, profile, under_load_kl
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model_of
 from sglang_winnow.sglang_versions.releases import UNUSED_STATES_REMOVED, runs
+from sglang_winnow.sglang_versions.requests import requests_of
 from sglang_winnow.verification import register_algorithm
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ def register() -> None:
         server_share()
         profile()
         default_kl()
+        load_requests()
+        under_load_kl()
     register_backend()
     register_algorithm()
     install(HOOKS)
@@ -117,7 +121,7 @@ def _forget_unused_states(
 def _attach_before_queueing(scheduler: Scheduler, req: Req, *_: object, **__: object) -> None:
     # A retracted request comes here again.
     if not req.retraction_count:
-        attach_policy(req, served_model_of(scheduler), scheduler.tree_cache)
+        attach_policy(req, served_model_of(scheduler), scheduler.tree_cache, partial(requests_of, scheduler))
 
 
 def _hide_keys(shown: str, arguments: ServerArgs) -> str:

@@ -4,6 +4,11 @@
   the one where it reads more. Below the shortest and beyond the longest nothing was measured: there it is dense.
 - What counts is the worse end of an interval (``Point``), not the mean.
 - A policy after a sparse prefill was measured after that prefill: its figures are of both together.
+- A policy that audits showed to break its promise was left (``left_policies``): the next one is chosen, dense decoding
+  as the last. Where the next one needs another prefill, dense decoding after the prefill of the one that was left is
+  as near to dense attention as that was, and a conversation goes on in its part of the cache.
+- Under load the decode policy may be one that keeps a lower quality. The prefill stays what it is without load, so that
+  load parts no cache.
 - The cost is that of decode steps, and that of the prefill of what the cache does not have of the prompt, both relative
   to dense attention. Half of a prefill's is taken as attention's, which a sparse one makes less of. So a request
   goes on in the part of the cache that has most of it, unless about half of its prompt is new.
@@ -13,9 +18,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
+from sglang_winnow.audit_share import promised_share
+from sglang_winnow.left_policies import Left
 from sglang_winnow.quality_profile import Curve, Point
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy
@@ -24,6 +31,13 @@ from winnow_kernels.policies.quality import Quality
 ATTENTION_OF_PREFILL: Final = 0.5
 """The part of a prefill's cost that a sparse prefill makes less of."""
 _DENSE: Final = AttentionPolicy()
+
+
+class QualityBound(NamedTuple):
+    """How near to dense attention an answer must be: the highest KL in nats, the lowest ``top1``; None for no bound."""
+
+    kl: float | None
+    top1: float | None
 
 
 @dataclass(frozen=True)
@@ -35,16 +49,18 @@ class Expected:
         top1: at least.
         kv_read_ratio: of decode steps.
         prefill_kv_read_ratio: of the prefill.
+        true_share: of the attention, held by decode steps; None if they are dense, or it was not measured.
     """
 
     kl: float
     top1: float
     kv_read_ratio: float
     prefill_kv_read_ratio: float
+    true_share: float | None = None
 
-    def keeps(self, kl: float | None, top1: float | None) -> bool:
-        """Return whether it is within the bounds that there are."""
-        return (kl is None or self.kl <= kl) and (top1 is None or self.top1 >= top1)
+    def keeps(self, bound: QualityBound) -> bool:
+        """Return whether it is within a bound."""
+        return (bound.kl is None or self.kl <= bound.kl) and (bound.top1 is None or self.top1 >= bound.top1)
 
     def cost(self, length: int, cached: int) -> float:
         """Return what a prompt of ``length`` tokens, ``cached`` of them in the cache, and its decode steps cost."""
@@ -56,25 +72,44 @@ class Expected:
 AS_DENSE: Final = Expected(kl=0.0, top1=1.0, kv_read_ratio=1.0, prefill_kv_read_ratio=1.0)
 
 
+class LoweredBound(NamedTuple):
+    """The lower quality that sufficed for a request, and how many other requests the server had."""
+
+    bound: QualityBound
+    requests: int
+
+
 @dataclass(frozen=True)
 class Choice:
     """The policy of a request that left it to the server.
 
     Attributes:
         policy: what it gets.
-        kl: the bound on KL that it was chosen by; None if there was none.
-        top1: the same of ``top1``.
+        bound: that holds without load.
         length: tokens of the prompt.
         lengths: the measured lengths around it; none where nothing was measured.
         expected: what the profile says of the policy there.
+        under_load: the lower quality that it was chosen by; None if it keeps ``bound``.
+        left: policies that would keep the quality, and were not chosen from.
     """
 
     policy: AttentionPolicy
-    kl: float | None
-    top1: float | None
+    bound: QualityBound
     length: int
     lengths: tuple[int, ...]
     expected: Expected
+    under_load: LoweredBound | None = None
+    left: tuple[Left, ...] = ()
+
+    @property
+    def promised_share(self) -> float | None:
+        """The share of the attention that its decode steps must hold: the profile's, or ``p`` where that is more.
+
+        Nothing holds ``p`` that is cut by ``max_tokens`` or terminated early. None if nothing is promised.
+        """
+        is_cut = getattr(self.policy.decode, "max_tokens", None) is not None
+        p = None if is_cut or self.policy.early_termination is not None else promised_share(self.policy.decode)
+        return max((share for share in (p, self.expected.true_share) if share is not None), default=None)
 
     @property
     def warnings(self) -> list[str]:
@@ -87,9 +122,11 @@ class Choice:
     def told(self) -> dict[str, Any]:
         """Return what the answer says of it."""
         expected = self.expected
+        lowered = self.under_load
         return {
-            "kl": self.kl,
-            "top1": self.top1,
+            "kl": self.bound.kl,
+            "top1": self.bound.top1,
+            "under_load": None if lowered is None else lowered.bound._asdict() | {"requests": lowered.requests},
             "chosen": self.policy.model_dump(mode="json", exclude_none=True),
             "measured_lengths": list(self.lengths),
             "expected": {
@@ -97,8 +134,13 @@ class Choice:
                 "top1": round(expected.top1, 6),
                 "kv_read_ratio": round(expected.kv_read_ratio, 6),
                 "prefill_kv_read_ratio": round(expected.prefill_kv_read_ratio, 6),
+                "true_share": None if expected.true_share is None else round(expected.true_share, 6),
             },
+            "left": [left.told() for left in self.left],
         }
+
+
+Candidate = tuple[AttentionPolicy, Expected]
 
 
 def choose(
@@ -110,6 +152,9 @@ def choose(
     default_kl: float,
     cached: Callable[[AttentionPolicy], int],
     dense_until: Callable[[AttentionPolicy], int],
+    left: Callable[[AttentionPolicy], Left | None] = lambda _: None,
+    load: int | None = None,
+    under_load_kl: float | None = None,
 ) -> Choice:
     """Return the cheapest policy that keeps a quality.
 
@@ -121,33 +166,85 @@ def choose(
         default_kl: the bound where ``quality`` has none.
         cached: tokens of the prompt that are in the cache for requests with a policy.
         dense_until: the context length up to which the steps of a policy run dense on this machine.
+        left: why a policy is not to be chosen; None if it may be.
+        load: how many other requests the server has if it is under load; None if it is not.
+        under_load_kl: the bound under load where ``quality`` has none; None if it stays.
 
     Raises:
         PolicyError: of the policies that ``quality`` allows none keeps it.
     """
-    kl = default_kl if quality.kl is None and quality.top1 is None else quality.kl
+    bound = QualityBound(default_kl if quality.kl is None and quality.top1 is None else quality.kl, quality.top1)
     around = measured_around(length, lengths)
-    found = [(_DENSE, AS_DENSE)] if _is_allowed(_DENSE, quality) else []
-    for curve in curves if around else ():
-        policy = curve.attention
-        if not _is_allowed(policy, quality):
-            continue
-        expected = expected_of(curve, curves, around)
-        runs_sparsely = policy.decode.policy == "dense" or length > dense_until(policy)
-        if expected is not None and runs_sparsely and expected.keeps(kl, quality.top1):
-            found.append((policy, expected))
-    if not found:
-        raise PolicyError(
-            "attention.quality",
-            f"no policy within the bounds keeps it at {length} tokens; allow dense, or ask for less",
-        )
-    prefills = {policy.prefill for policy, _ in found}
+    known = [
+        (policy, expected)
+        for policy, expected in ((curve.attention, expected_of(curve, curves, around)) for curve in curves if around)
+        if expected is not None and (policy.decode.policy == "dense" or length > dense_until(policy))
+    ]
+    known = [(_DENSE, AS_DENSE), *known]
+    candidates, not_chosen = _keeping(bound, known, quality, left)
+    if not candidates:
+        raise PolicyError("attention.quality", _nothing_keeps_it(length, not_chosen))
+    prefills = {policy.prefill for policy, _ in candidates}
     # A look into the cache costs time, and tells nothing where all find the same there.
     of_prefill = {prefill: cached(AttentionPolicy(prefill=prefill)) if len(prefills) > 1 else 0 for prefill in prefills}
-    policy, expected = min(
-        found, key=lambda each: (each[1].cost(length, of_prefill[each[0].prefill]), each[0].canonical())
-    )
-    return Choice(policy, kl, quality.top1, length, around, expected)
+
+    def cost(candidate: Candidate) -> tuple[float, str]:
+        policy, expected = candidate
+        return expected.cost(length, of_prefill[policy.prefill]), policy.canonical()
+
+    policy, expected = min(candidates, key=cost)
+    choice = Choice(policy, bound, length, around, expected, left=not_chosen)
+    lower = _lower_bound(quality, bound, under_load_kl)
+    if load is None or lower is None:
+        return choice
+    candidates, not_chosen = _keeping(lower, known, quality, left)
+    cheapest = min((each for each in candidates if each[0].prefill == policy.prefill), key=cost)
+    if cost(cheapest)[0] >= cost((policy, expected))[0]:
+        return choice
+    policy, expected = cheapest
+    return replace(choice, policy=policy, expected=expected, under_load=LoweredBound(lower, load), left=not_chosen)
+
+
+def _keeping(
+    bound: QualityBound,
+    known: Sequence[Candidate],
+    quality: Quality,
+    why_left: Callable[[AttentionPolicy], Left | None],
+) -> tuple[list[Candidate], tuple[Left, ...]]:
+    """Return the policies that keep a bound and may be chosen, and those that were left.
+
+    Dense decoding after the prefill of a policy that was left takes its place.
+    """
+    found: dict[AttentionPolicy, Expected] = {}
+    left: dict[AttentionPolicy, Left] = {}
+    for policy, expected in known:
+        if not (expected.keeps(bound) and _is_allowed(policy, quality)):
+            continue
+        if (why := why_left(policy)) is None:
+            found[policy] = expected
+            continue
+        left[why.policy] = why
+        densely = AttentionPolicy(prefill=policy.prefill)
+        if not policy.has_dense_prefill and _is_allowed(densely, quality):
+            found.setdefault(densely, replace(expected, kv_read_ratio=1.0, true_share=None))
+    return list(found.items()), tuple(left.values())
+
+
+def _lower_bound(quality: Quality, bound: QualityBound, under_load_kl: float | None) -> QualityBound | None:
+    """Return what suffices under load; None for what suffices without."""
+    lower = quality.under_load
+    if lower is None:
+        is_named = quality.kl is not None or quality.top1 is not None
+        return None if is_named or under_load_kl is None else QualityBound(under_load_kl, None)
+    # The server's own bound may be looser than what a request names for load.
+    kl = bound.kl if lower.kl is None or bound.kl is None else max(bound.kl, lower.kl)
+    return QualityBound(kl, bound.top1 if lower.top1 is None else lower.top1)
+
+
+def _nothing_keeps_it(length: int, left: Sequence[Left]) -> str:
+    names = ", ".join(sorted({each.policy.decode.policy for each in left}))
+    because = f" (audits showed that {names} breaks its promise, so it was left)" if left else ""
+    return f"no policy within the bounds keeps it at {length} tokens{because}; allow dense, or ask for less"
 
 
 def measured_around(length: int, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -164,16 +261,18 @@ def expected_of(curve: Curve, curves: Sequence[Curve], lengths: Sequence[int]) -
         return None
     reads = max(point.kv_read_ratio for point in points)
     kl, top1 = max(point.kl_high for point in points), min(point.top1_low for point in points)
+    shares = [point.true_share for point in points if point.true_share is not None]
+    share = min(shares) if len(shares) == len(points) else None
     policy = curve.attention
     if policy.decode.policy == "dense" and not policy.has_dense_prefill:
         return Expected(kl, top1, 1.0, reads)
     if policy.has_dense_prefill:
-        return Expected(kl, top1, reads, 1.0)
+        return Expected(kl, top1, reads, 1.0, share)
     alone = AttentionPolicy(prefill=policy.prefill)
     of_prefill = next((_points(each, lengths) for each in curves if each.attention == alone), None)
     if of_prefill is None:
         return None
-    return Expected(kl, top1, reads, max(point.kv_read_ratio for point in of_prefill))
+    return Expected(kl, top1, reads, max(point.kv_read_ratio for point in of_prefill), share)
 
 
 def _points(curve: Curve, lengths: Sequence[int]) -> list[Point] | None:

@@ -27,6 +27,7 @@ from sglang_winnow.metrics import (
     METRICS,
     READ_BYTES,
     REQUESTS,
+    UNDER_LOAD_REQUESTS,
     VERIFICATIONS,
 )
 from sglang_winnow.sglang_versions.arguments import resolved
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
+
+    from sglang_winnow.quality_choice import Choice
 
 KEY: Final = "attention"
 EXPLAIN: Final = "explain"
@@ -148,6 +151,19 @@ def _count(row: torch.Tensor, req: Any, outcome: str) -> None:
             (ACCEPTED_TOKENS, Field.ACCEPTED),
         ):
             METRICS.add(counted, float(row[field]), policy=policy.decode.policy)
+    if (choice := req.winnow_state.choice) is not None:
+        if choice.under_load is not None:
+            METRICS.add(UNDER_LOAD_REQUESTS, policy=policy.decode.policy)
+        _note_audit(row, choice)
+
+
+def _note_audit(row: torch.Tensor, choice: Choice) -> None:
+    from sglang_winnow.left_policies import LEFT  # noqa: PLC0415
+    from winnow_kernels.decode.statistics import Field  # noqa: PLC0415
+
+    heads, promised = float(row[Field.AUDITED_HEADS]), choice.promised_share
+    if heads and promised is not None:
+        LEFT.note(choice.policy, float(row[Field.AUDITED_SHARE]) / heads, promised)
 
 
 async def wait_and_place(

@@ -19,7 +19,7 @@ from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import LAUNCH, Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
-from sglang_winnow.profile_settings import default_kl, profile, served_profile
+from sglang_winnow.profile_settings import default_kl, load_requests, profile, served_profile, under_load_kl
 from sglang_winnow.quality_profile import Curve, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
@@ -187,6 +187,8 @@ class ServedModel:
         return {
             "model": profile.model.name,
             "kl": default_kl(),
+            "under_load_kl": under_load_kl(),
+            "load_requests": load_requests(),
             **profile.model_dump(mode="json", include=_TOLD_OF_PROFILE),
             "curves": [self._describe_curve(curve) for curve in profile.curves],
         }

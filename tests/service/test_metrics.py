@@ -48,6 +48,11 @@ COST: dict[str, Any] = {
     "verify": {"verifications": 2, "drafted": 4, "accepted": 1, "tokens_per_verification": 1.5, "dense_steps": 1},
     "audit": {"steps": 2, "true_share": 0.75, "output_error": 0.125, "p": 0.875, "reached": 0.5},
     "prefill": {"policy": "dense", "tokens": 90, "cached_tokens": 10, "attended_ratio": 1.0, "kv_read_ratio": 1.0},
+    "quality": {
+        "under_load": {"kl": 0.05, "top1": None, "requests": 9},
+        "expected": {"true_share": 0.8125},
+        "left": [{"decode": {"policy": "lowbit_top_k", "budget": budget}} for budget in (256, 512)],
+    },
 }
 # 100, 101, 102 and 103 tokens; queries behind 10 to 99.
 DECODE_CONTEXT = 406
@@ -143,7 +148,10 @@ async def test_an_answer_is_counted_once_with_all_it_tells(measured: Deployment,
     assert found[key("winnow_audited_steps_total", **quest)] == 2
     assert found[key("winnow_audited_share_sum", **quest)] == 0.75
     assert found[key("winnow_audited_output_error_sum", **quest)] == 0.125
-    assert found[key("winnow_audited_shortfall_sum", **quest)] == 0.125
+    assert found[key("winnow_audited_shortfall_sum", promise="p", **quest)] == 0.125
+    assert found[key("winnow_audited_shortfall_sum", promise="quality", **quest)] == 0.0625
+    assert found[key("winnow_quality_answers_total", quality="under_load", **quest)] == 1
+    assert found[key("winnow_left_policy_answers_total", policy="lowbit_top_k", model=MODEL)] == 1
 
 
 @pytest.mark.parametrize(
@@ -190,6 +198,24 @@ async def test_a_client_that_leaves_is_counted_once(measured: Deployment, stream
         )
 
     await eventually(look)
+
+
+@pytest.mark.parametrize(
+    ("quality", "counted"),
+    [
+        (None, {}),
+        (
+            {"under_load": None, "left": []},
+            {"winnow_quality_answers_total{model=needle,policy=quest,quality=asked}": 1},
+        ),
+    ],
+)
+async def test_an_answer_counts_by_the_quality_that_it_keeps(
+    measured: Deployment, quality: Any, counted: dict[str, int]
+) -> None:
+    fake = {"answer": {"choices": [{"attention": COST | {"quality": quality}}]}}
+    assert (await measured.client.post("/v1/completions", json={"fake": fake})).status_code == 200
+    assert of(await samples(measured.client), "winnow_quality", "winnow_left") == counted
 
 
 def generation_of(metrics: Metrics) -> Generation:
@@ -356,7 +382,7 @@ def test_no_part_of_an_answer_is_parsed_twice(monkeypatch: pytest.MonkeyPatch, s
 _NAMES = (
     "meta_info attention choices usage decode prefill verify early_termination policy steps tokens context_tokens "
     "completion_tokens attended_ratio kv_read_ratio terminated_ratio verifications drafted tokens_per_verification "
-    "audit true_share output_error p"
+    "audit true_share output_error p quality expected left under_load"
 ).split()
 _JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),

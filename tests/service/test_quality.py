@@ -14,7 +14,7 @@ from tests.service.test_forwarding import key, samples
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 from winnow_kernels.policies.bounds import PolicyBounds
 from winnow_service.errors import PolicyForbidden
-from winnow_service.policies.bounds import Bounds
+from winnow_service.policies.bounds import Bounds, OnViolation
 
 PROFILE = {"model": "needle", "lengths": [1024], "policies": [], "kl": 0.02}
 ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
@@ -30,7 +30,12 @@ async def calibrated(service: Deployment) -> Deployment:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("asked", "quality"),
-    [("auto", {}), ({"quality": {"kl": 0.05}}, {"kl": 0.05}), ({"quality": {"top1": 0.97}}, {"top1": 0.97})],
+    [
+        ("auto", {}),
+        ({"quality": {"kl": 0.05}}, {"kl": 0.05}),
+        ({"quality": {"top1": 0.97}}, {"top1": 0.97}),
+        *(({"quality": quality}, quality) for quality in ({"kl": 0.02, "under_load": {"kl": 0.05}},)),
+    ],
 )
 async def test_a_quality_reaches_the_runtime(calibrated: Deployment, route: str, asked: Any, quality: Any) -> None:
     assert (await calibrated.client.post(route, json={"attention": asked})).status_code == 200
@@ -58,6 +63,14 @@ async def test_without_a_profile_it_is_refused_with_the_command(service: Deploym
         ({"quality": {"kl": 11}}, "attention.quality.kl"),
         ({"quality": {"top1": 1.5}}, "attention.quality.top1"),
         ({"quality": {"loss": 1}}, "attention.quality.loss"),
+        ({"quality": {"under_load": {}}}, "attention.quality.under_load"),
+        ({"quality": {"under_load": {"kl": 0}}}, "attention.quality.under_load.kl"),
+        ({"quality": {"under_load": {"loss": 1}}}, "attention.quality.under_load.loss"),
+        ({"quality": {"under_load": 0.05}}, "attention.quality.under_load"),
+        ({"quality": {"kl": 0.05, "under_load": {"kl": 0.02}}}, "attention.quality.under_load"),
+        ({"quality": {"kl": 0.05, "under_load": {"top1": 0.9}}}, "attention.quality.under_load"),
+        ({"quality": {"top1": 0.9, "under_load": {"kl": 0.05}}}, "attention.quality.under_load"),
+        ({"quality": {"top1": 0.9, "under_load": {"top1": 0.95}}}, "attention.quality.under_load"),
         ({"quality": {"within": {"decode": ["best"]}}}, "attention.quality.within.decode"),
         ({"quality": {"within": {"min_budget": 64, "max_budget": 32}}}, "attention.quality.within"),
         ({"quality": {}, "decode": {"policy": "quest"}}, "attention.quality"),
@@ -93,6 +106,30 @@ def test_bounds_of_a_key_go_to_the_runtime() -> None:
         bounds.apply(parse_policy({"quality": {}, "audit": 0.2}))
     with pytest.raises(PolicyForbidden, match=r"attention\.quality\.within: must be absent"):
         bounds.apply(parse_policy({"quality": {"within": {"decode": ["tactic"]}}}))
+
+
+def test_bounds_of_a_key_hold_under_load() -> None:
+    asked = parse_policy({"quality": {"kl": 0.02, "top1": 0.97, "under_load": {"kl": 0.2, "top1": 0.8}}})
+    assert Bounds(max_kl=0.2, min_top1=0.8).apply(asked) == (asked, [])
+    with pytest.raises(PolicyForbidden, match=r"attention\.quality\.under_load\.kl: must be at most 0\.1; it is 0\.2"):
+        Bounds(max_kl=0.1).apply(asked)
+    with pytest.raises(
+        PolicyForbidden, match=r"attention\.quality\.under_load\.top1: must be at least 0\.9; it is 0\.8"
+    ):
+        Bounds(min_top1=0.9).apply(asked)
+    clamped, changes = Bounds(max_kl=0.01, min_top1=0.98, on_violation=OnViolation.CLAMP).apply(asked)
+    assert clamped.quality is not None
+    assert clamped.quality.model_dump() == {"kl": 0.01, "top1": 0.98, "under_load": {"kl": 0.01, "top1": 0.98}}
+    assert len(changes) == 4
+
+
+def test_a_key_with_a_bound_never_gets_the_servers_own_quality_under_load() -> None:
+    with pytest.raises(PolicyForbidden, match=r"attention\.quality\.kl: must be given, at most 0\.1"):
+        Bounds(max_kl=0.1).apply(parse_policy({"quality": {}}))
+    clamped, _ = Bounds(max_kl=0.1, on_violation=OnViolation.CLAMP).apply(parse_policy({"quality": {}}))
+    assert clamped.quality is not None
+    # A quality that is named has no lower one but that which it names.
+    assert (clamped.quality.kl, clamped.quality.under_load) == (0.1, None)
 
 
 def test_bounds_that_bind_nothing_leave_a_quality_as_it_is() -> None:

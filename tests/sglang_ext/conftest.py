@@ -8,7 +8,7 @@ import pytest
 from packaging.version import Version
 
 from sglang_winnow import crossover
-from sglang_winnow.profile_settings import PROFILE
+from sglang_winnow.profile_settings import LOAD, PROFILE, UNDER_LOAD
 from sglang_winnow.sglang_versions.releases import runs
 from tests.models import ModelShape, write_model, write_weights
 from tests.profiles import curve, profile
@@ -25,10 +25,15 @@ ENVIRONMENT = {crossover.ENVIRONMENT: "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
 PROFILE_LENGTHS = (150, 2000)
 QUEST = {"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}
 QUOKA = {"prefill": {"policy": "quoka", "budget": 64, "block": 64}}
+# Cheaper, and near enough for the server under load alone.
+QUEST_UNDER_LOAD = {"decode": {"policy": "quest", "budget": 32, "full_layers": 0}}
+LOAD_REQUESTS = 3
 CURVES = [
     curve(QUEST, dict.fromkeys(PROFILE_LENGTHS, (0.01, 0.98, 0.4))),
     curve(QUOKA, dict.fromkeys(PROFILE_LENGTHS, (0.005, 0.99, 0.5))),
     curve(QUEST | QUOKA, dict.fromkeys(PROFILE_LENGTHS, (0.015, 0.96, 0.4))),
+    curve(QUEST_UNDER_LOAD, dict.fromkeys(PROFILE_LENGTHS, (0.03, 0.94, 0.2))),
+    curve(QUEST_UNDER_LOAD | QUOKA, dict.fromkeys(PROFILE_LENGTHS, (0.04, 0.92, 0.2))),
 ]
 
 
@@ -51,7 +56,7 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     arguments += ["--attention-backend", "winnow", "--enable-metrics", "--max-running-requests", "4"]
     if runs(RESPONSE_STORE):
         arguments.append("--enable-response-store")
-    environment = ENVIRONMENT | {PROFILE: str(folder / "profile.json")}
+    environment = ENVIRONMENT | {PROFILE: str(folder / "profile.json"), LOAD: str(LOAD_REQUESTS), UNDER_LOAD: "0.05"}
     with runtime_server(model, *arguments, log=folder / "log", **environment) as runtime:
         yield runtime
     # SGLang waits for those that it believes to run, until it is killed.

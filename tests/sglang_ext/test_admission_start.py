@@ -109,6 +109,8 @@ def test_the_server_does_not_start_unchecked(
         ("WINNOW_GRAPHS", "quest+nonsense", "WINNOW_GRAPHS: no decode policy is called 'nonsense'"),
         ("WINNOW_PROFILE", "/nowhere", "WINNOW_PROFILE: /nowhere cannot be read (No such file or directory)."),
         ("WINNOW_QUALITY_KL", "0", "WINNOW_QUALITY_KL: must be a KL in nats, more than 0 and at most 10; it is 0."),
+        ("WINNOW_LOAD_REQUESTS", "0", "WINNOW_LOAD_REQUESTS: must be a number of requests from 1 on; it is 0."),
+        ("WINNOW_QUALITY_UNDER_LOAD_KL", "1", "WINNOW_QUALITY_UNDER_LOAD_KL: needs WINNOW_LOAD_REQUESTS"),
         ("WINNOW_CROSSOVER_TOKENS", "-1", "WINNOW_CROSSOVER_TOKENS: must be a number of tokens from 0 on."),
     ],
 )

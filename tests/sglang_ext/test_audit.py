@@ -13,12 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_winnow import request_policy
+from sglang_winnow import left_policies, request_policy
 from sglang_winnow.answer import answer
 from sglang_winnow.audit_share import ENVIRONMENT, audited_share, phase_of, server_share
 from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.left_policies import LeftPolicies
+from sglang_winnow.quality_choice import Choice, choose
+from sglang_winnow.reporting import _note_audit
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_softmax
+from tests.profiles import curve
 from tests.sglang_ext.test_plans import CPU, DIM, GROUP, KV_HEADS, LAYERS, PAGE_SIZE, SCALE, SLOTS, Pass
 from winnow_kernels.attend.reference import Attended, attend
 from winnow_kernels.cache import LayerCache
@@ -27,6 +31,8 @@ from winnow_kernels.decode.audit import is_audited
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import parse_policy
+from winnow_kernels.policies.lowbit_top_p.reference import LowBitTopPStep
+from winnow_kernels.policies.quality import Quality
 from winnow_kernels.selection.tokens import Selection
 
 LENGTHS = [150, 163, 240, 301]
@@ -228,3 +234,32 @@ def test_the_answer_tells_what_was_audited() -> None:
     assert answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 0.0)["audit"] is None
     nothing = answer(torch.zeros(len(Field), dtype=torch.float64), policy, 0, 0, 0, 0, 0, 0.01)["audit"]
     assert nothing == {"steps": 0, "true_share": None, "output_error": None, "p": 0.5, "reached": None}
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_selector_that_takes_what_it_should_leave_is_left(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[dict[str, Any]] = [
+        {"decode": {"policy": "lowbit_top_p", "p": 0.9}},
+        {"decode": {"policy": "lowbit_top_k", "budget": 96}},
+    ]
+    at = dict.fromkeys((100, 400), (0.01, 0.98, 0.2))
+    curves = [curve(policies[0], at, true_share=0.9), curve(policies[1], dict.fromkeys(at, (0.01, 0.98, 0.4)))]
+    watched = LeftPolicies()
+    monkeypatch.setattr(left_policies, "LEFT", watched)
+    if is_broken:
+        sound = LowBitTopPStep.chosen
+        monkeypatch.setattr(LowBitTopPStep, "chosen", lambda *arguments: ~sound(*arguments))
+
+    def chosen() -> Choice:
+        anywhere: dict[str, Any] = {"cached": lambda _: 0, "dense_until": lambda _: 0}
+        return choose(Quality(), 200, curves, list(at), default_kl=0.02, left=watched.find, **anywhere)
+
+    first = chosen()
+    assert first.policy == parse_policy(policies[0])
+    for seed in range(0, 20, 2):
+        own = _pass(policies[0] | {"audit": 1.0}, seed)
+        _decode(own)
+        for row in own.statistics.rows[own.rows]:
+            _note_audit(row, first)
+    assert chosen().policy == parse_policy(policies[int(is_broken)])
+    assert [left.policy for left in chosen().left] == [parse_policy(policies[0])] * is_broken

@@ -16,7 +16,7 @@ import pytest
 
 from tests.models import ModelShape, write_model, write_weights
 from tests.runtime import Runtime, runtime_server
-from tests.sglang_ext.conftest import CHUNK, ENVIRONMENT
+from tests.sglang_ext.conftest import CHUNK, ENVIRONMENT, LOAD_REQUESTS
 from tests.sglang_ext.conftest import SERVED_MODEL as MODEL
 
 VOCABULARY = ModelShape().vocab_size
@@ -93,7 +93,9 @@ def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
         information = server.http.get(path).json()["winnow"]
         policies = information.pop("policies")
         assert information.pop("prefill_policies") == ["dense", "quoka"]
-        assert information.pop("profile").keys() == {"model", "lengths", "policies", "kl"}
+        profile = information.pop("profile")
+        assert profile.keys() == {"model", "lengths", "policies", "kl", "under_load_kl", "load_requests"}
+        assert (profile["under_load_kl"], profile["load_requests"]) == (0.05, LOAD_REQUESTS)
         assert information == {
             "layers": 2,
             "context_length": 8192,

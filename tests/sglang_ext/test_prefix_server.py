@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
 
 from tests.models import ModelShape
 from tests.runtime import Runtime
-from tests.sglang_ext.conftest import SERVED_MODEL
+from tests.sglang_ext.conftest import LOAD_REQUESTS, SERVED_MODEL
 
 QUOKA = {"prefill": {"policy": "quoka", "budget": 64, "block": 64}}
 QUOKA_WITHOUT_SINKS = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "sinks": 0}}
@@ -186,7 +188,9 @@ def test_what_is_chosen_answers_as_if_it_had_been_asked_for(http: httpx.Client) 
     document = prompt(72, 300)
     chosen = answer(http, document, {"quality": {"kl": 0.012}, "audit": 0.5}, extra_key="chosen")
     quality = chosen["attention"]["quality"]
-    assert quality["expected"] == {"kl": 0.01, "top1": 0.98, "kv_read_ratio": 0.4, "prefill_kv_read_ratio": 1.0}
+    expected = {"kl": 0.01, "top1": 0.98, "kv_read_ratio": 0.4, "prefill_kv_read_ratio": 1.0, "true_share": None}
+    assert quality["expected"] == expected
+    assert (quality["under_load"], quality["left"]) == (None, [])
     assert (quality["kl"], quality["top1"], quality["measured_lengths"]) == (0.012, None, [150, 2000])
     assert chosen["attention"]["audit"]["steps"] > 0
     asked = answer(http, document, quality["chosen"], extra_key="asked")
@@ -221,3 +225,46 @@ def test_bounds_that_leave_nothing_refuse_the_request_alone(http: httpx.Client) 
     assert response.status_code == 400
     assert "attention.quality: no policy within the bounds keeps it at 300 tokens" in response.text
     assert answer(http, prompt(74), DENSE)["attention"]["quality"] is None
+
+
+@contextlib.contextmanager
+def others(http: httpx.Client, number: int) -> Iterator[None]:
+    """So many requests run meanwhile."""
+    sampling = {"temperature": 0, "max_new_tokens": 1200, "ignore_eos": True}
+    with contextlib.ExitStack() as stack:
+        for index in range(number):
+            # SGLang aborts a stream that was left once more, later: by an id that must be nobody else's by then.
+            body = {"input_ids": prompt(80 + index, 20), "rid": uuid4().hex, "stream": True}
+            stream = stack.enter_context(http.stream("POST", "/generate", json=body | {"sampling_params": sampling}))
+            next(stream.iter_lines())
+            stack.callback(http.post, "/abort_request", json={"rid": body["rid"]})
+        yield
+
+
+def under_load_requests(http: httpx.Client) -> float:
+    state = http.get("/server_info").json()["internal_states"][0]
+    return float(state["winnow"]["under_load_requests_total"])
+
+
+def test_under_load_the_decode_policy_may_be_cheaper_and_the_prefill_stays(http: httpx.Client) -> None:
+    named = {"quality": {"kl": 0.02}}
+    goes_down = {"quality": {"kl": 0.02, "under_load": {"kl": 0.035}}}
+    before = under_load_requests(http)
+    with others(http, LOAD_REQUESTS - 1):
+        calm = answer(http, prompt(75, 300), AUTO, extra_key="load")["attention"]
+    with others(http, LOAD_REQUESTS):
+        loaded = answer(http, prompt(75, 300), AUTO, extra_key="load")
+        kept = answer(http, prompt(75, 300), named, extra_key="load")["attention"]
+        densely = goes_down["quality"] | {"within": {"prefill": ["dense"]}}
+        asked = answer(http, prompt(76, 300), {"quality": densely}, extra_key="load")["attention"]
+    assert (calm["quality"]["under_load"], kept["quality"]["under_load"]) == (None, None)
+    assert calm["quality"]["chosen"] == kept["quality"]["chosen"]
+    assert loaded["attention"]["quality"]["under_load"] == {"kl": 0.05, "top1": None, "requests": LOAD_REQUESTS}
+    assert asked["quality"]["under_load"] == {"kl": 0.035, "top1": None, "requests": LOAD_REQUESTS}
+    for told, budget, prefill in ((calm, 64, "quoka"), (loaded["attention"], 32, "quoka"), (asked, 32, "dense")):
+        chosen = told["quality"]["chosen"]
+        assert (chosen["decode"]["budget"], chosen["prefill"]["policy"]) == (budget, prefill)
+        assert told["decode"]["budget_effective"] == budget
+    # It goes on in the part of the cache in which it began without load.
+    assert loaded["cached_tokens"] == 256
+    assert under_load_requests(http) == before + 2

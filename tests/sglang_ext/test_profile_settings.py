@@ -11,7 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_winnow.hooks import LAUNCH
-from sglang_winnow.profile_settings import DEFAULT_KL, PROFILE, QUALITY, default_kl, profile, served_profile
+from sglang_winnow.profile_settings import (
+    DEFAULT_KL,
+    LOAD,
+    PROFILE,
+    QUALITY,
+    UNDER_LOAD,
+    default_kl,
+    load_requests,
+    profile,
+    served_profile,
+    under_load_kl,
+)
 from sglang_winnow.quality_profile import Point, Profile
 from sglang_winnow.server_information import HOOKS, ServedModel
 from tests import profiles
@@ -24,10 +35,10 @@ from winnow_service.policies.profile import ModelProfile
 
 @pytest.fixture(autouse=True)
 def _read_anew() -> Iterator[None]:
-    for read in (profile, default_kl):
+    for read in (profile, default_kl, under_load_kl, load_requests):
         read.cache_clear()
     yield
-    for read in (profile, default_kl):
+    for read in (profile, default_kl, under_load_kl, load_requests):
         read.cache_clear()
 
 
@@ -89,16 +100,50 @@ def test_a_quality_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text
         default_kl()
 
 
+def test_the_operator_says_what_load_is_and_what_suffices_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (under_load_kl(), load_requests()) == (None, None)
+    for read in (under_load_kl, load_requests):
+        read.cache_clear()
+    monkeypatch.setenv(UNDER_LOAD, "0.05")
+    monkeypatch.setenv(LOAD, "16")
+    assert (under_load_kl(), load_requests()) == (0.05, 16)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({LOAD: "0"}, "WINNOW_LOAD_REQUESTS: must be a number of requests from 1 on; it is 0"),
+        ({LOAD: "many"}, "WINNOW_LOAD_REQUESTS: must be a number of requests from 1 on; it is many"),
+        ({LOAD: ""}, "WINNOW_LOAD_REQUESTS: must be a number of requests from 1 on; it is "),
+        ({UNDER_LOAD: "0.05"}, "WINNOW_QUALITY_UNDER_LOAD_KL: needs WINNOW_LOAD_REQUESTS"),
+        ({LOAD: "4", UNDER_LOAD: "11"}, "WINNOW_QUALITY_UNDER_LOAD_KL: must be a KL in nats, .* at most 10; it is 11"),
+        ({LOAD: "4", UNDER_LOAD: "low"}, "WINNOW_QUALITY_UNDER_LOAD_KL: must be a KL in nats, .*; it is low"),
+        (
+            {LOAD: "4", UNDER_LOAD: "0.01", QUALITY: "0.03"},
+            r"_UNDER_LOAD_KL: must be at least 0.03, the KL without load \(WINNOW_QUALITY_KL\); it is 0.01",
+        ),
+    ],
+)
+def test_settings_of_load_that_mean_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], reason: str
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=reason):
+        (under_load_kl(), load_requests())
+
+
 def test_a_server_chooses_among_what_it_serves(made: Profile) -> None:
     def kinds(model: ServedModel) -> list[tuple[str, str]]:
         chosen = [curve.attention for curve in model.choices]
         return [(policy.decode.policy, policy.prefill.policy) for policy in chosen]
 
     everything = ServedModel(2, 8192, profile=made)
-    assert kinds(everything) == [("quest", "dense"), ("dense", "quoka"), ("quest", "quoka")]
+    pairs = [("quest", "dense"), ("dense", "quoka"), ("quest", "quoka")]
+    assert kinds(everything) == [*pairs, pairs[0], pairs[2]]
     assert kinds(ServedModel(2, 8192, decode_policies=("dense", "tactic"), profile=made)) == [("dense", "quoka")]
     # A block of the prefill must fit a chunk.
-    assert kinds(ServedModel(2, 8192, chunk=32, profile=made)) == [("quest", "dense")]
+    assert kinds(ServedModel(2, 8192, chunk=32, profile=made)) == [("quest", "dense")] * 2
 
 
 def test_the_server_tells_its_profile_and_what_of_it_is_served(made: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +152,7 @@ def test_the_server_tells_its_profile_and_what_of_it_is_served(made: Profile, mo
     assert (told["model"], told["lengths"], told["kl"]) == ("model", list(PROFILE_LENGTHS), 0.005)
     assert told["data"] == {"source": "made up", "prompts": 1, "tokens": 1}
     assert [point["length"] for point in told["floor"]] == list(PROFILE_LENGTHS)
-    assert [curve["served"] for curve in told["curves"]] == [True, False, False]
+    assert [curve["served"] for curve in told["curves"]] == [True, False, False, True, False]
     for curve, of_profile in zip(told["curves"], made.curves, strict=True):
         assert parse_policy(curve["attention"]) == of_profile.attention
         assert [Point.model_validate(point) for point in curve["points"]] == list(of_profile.points)

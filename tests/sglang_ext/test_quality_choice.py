@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_winnow.quality_choice import AS_DENSE, Choice, choose, expected_of, measured_around
+from sglang_winnow.left_policies import Left
+from sglang_winnow.quality_choice import AS_DENSE, Choice, QualityBound, choose, expected_of, measured_around
 from sglang_winnow.quality_profile import Curve
 from tests.profiles import curve
 from winnow_kernels.contract.fields import PolicyError
@@ -162,3 +163,147 @@ def test_a_policy_after_a_sparse_prefill_costs_that_prefill() -> None:
     assert expected is not None
     assert (expected.kv_read_ratio, expected.prefill_kv_read_ratio) == (0.1, 0.7)
     assert expected_of(both, [both], (1000,)) is None
+
+
+def leaving(*decodes: dict[str, Any]) -> Any:
+    """Return what says of these decode policies that they were left."""
+    parts = {parse_policy(decode): Left(parse_policy(decode), 20, 0.5, 0.9) for decode in decodes}
+    return lambda policy: parts.get(policy.model_copy(update={"prefill": AttentionPolicy().prefill}))
+
+
+left_decodes = st.sets(st.sampled_from(range(len(DECODES)))).map(lambda chosen: [DECODES[index] for index in chosen])
+
+
+@given(profiles(), qualities, left_decodes, st.integers(1000, 4000), st.integers(0, 5000), st.integers(0, 5000))
+def test_what_was_left_is_never_chosen_and_all_else_holds(
+    curves: list[Curve], quality: dict[str, float], decodes: list[dict[str, Any]], length: int, dense: int, sparse: int
+) -> None:
+    def cached(policy: AttentionPolicy) -> int:
+        return dense if policy.has_dense_prefill else sparse
+
+    left = leaving(*decodes)
+    before = chosen(quality, length, curves, cached=cached)
+    choice = chosen(quality, length, curves, cached=cached, left=left)
+    assert left(choice.policy) is None
+    assert choice.expected.kl <= (0.02 if not quality else quality.get("kl", 1))
+    assert choice.expected.top1 >= quality.get("top1", 0)
+    costs = [each.expected.cost(length, cached(each.policy)) for each in (before, choice)]
+    assert costs[0] <= costs[1] <= AS_DENSE.cost(length, dense)
+    if left(before.policy) is None:
+        assert choice.policy == before.policy
+    else:
+        assert left(before.policy) in choice.left
+
+
+@given(profiles(), qualities, left_decodes, st.integers(1000, 4000))
+def test_a_prefill_is_there_as_long_as_it_was_before_its_decode_policy_was_left(
+    curves: list[Curve], quality: dict[str, float], decodes: list[dict[str, Any]], length: int
+) -> None:
+    """What was chosen after a sparse prefill goes on after it: there all of the prompt is cached."""
+    within = {"within": {"prefill": ["quoka"]}}
+    try:
+        before = chosen(quality | within, length, curves, cached=lambda _: length)
+    except PolicyError:
+        return
+    choice = chosen(quality | within, length, curves, cached=lambda _: length, left=leaving(*decodes))
+    assert choice.policy.prefill == before.policy.prefill
+
+
+def test_the_next_cheapest_is_chosen_and_dense_as_the_last() -> None:
+    reads = (0.1, 0.2, 0.3)
+    curves = [curve(DECODES[index], dict.fromkeys(LENGTHS, (0.001, 0.99, read))) for index, read in enumerate(reads)]
+    found = [chosen({}, 1000, curves, left=leaving(*DECODES[:number])) for number in range(4)]
+    assert [choice.policy for choice in found] == [*map(parse_policy, DECODES), AttentionPolicy()]
+    assert [[each.policy for each in choice.left] for choice in found] == [
+        [parse_policy(each) for each in DECODES[:number]] for number in range(4)
+    ]
+    with pytest.raises(
+        PolicyError, match=r"audits showed that lowbit_top_k breaks its promise, so it was left\); allow"
+    ):
+        chosen({"within": {"decode": ["lowbit_top_k"]}}, 1000, curves, left=leaving(*DECODES))
+
+
+def test_a_conversation_goes_on_densely_in_its_part_of_the_cache_when_its_policy_is_left() -> None:
+    both = curve(DECODES[0] | QUOKA, dict.fromkeys(LENGTHS, (0.01, 0.99, 0.1)))
+    # What it loses by itself is measured on other tokens, and more than is allowed.
+    alone = curve(QUOKA, dict.fromkeys(LENGTHS, (0.05, 0.9, 0.7)))
+    cached = {True: 0, False: 1900}
+    before, after = (
+        chosen({}, 2000, [both, alone], cached=lambda policy: cached[policy.has_dense_prefill], left=left)
+        for left in (leaving(), leaving(DECODES[0]))
+    )
+    assert before.policy == parse_policy(DECODES[0] | QUOKA)
+    assert after.policy == parse_policy(QUOKA)
+    assert (after.expected.kl, after.expected.kv_read_ratio, after.expected.prefill_kv_read_ratio) == (0.01, 1.0, 0.7)
+    assert after.promised_share is None
+    nowhere = chosen({"within": {"decode": ["lowbit_top_k", "dense"], "prefill": ["dense"]}}, 2000, [both, alone])
+    assert nowhere.policy.is_dense
+
+
+LOADED = [
+    curve(DECODES[0], dict.fromkeys(LENGTHS, (0.04, 0.93, 0.1))),
+    curve(DECODES[1], dict.fromkeys(LENGTHS, (0.03, 0.95, 0.2))),
+    curve(DECODES[2], dict.fromkeys(LENGTHS, (0.01, 0.98, 0.4))),
+]
+
+
+@pytest.mark.parametrize(
+    ("quality", "budget", "lowered"),
+    [
+        ({}, 256, QualityBound(0.03, None)),
+        ({"under_load": {"kl": 0.05}}, 128, QualityBound(0.05, None)),
+        # Less than the server's own bound without load.
+        ({"under_load": {"kl": 0.001}}, 512, None),
+        ({"kl": 0.02}, 512, None),
+        ({"top1": 0.97}, 512, None),
+        ({"kl": 0.02, "under_load": {"kl": 0.035}}, 256, QualityBound(0.035, None)),
+        ({"top1": 0.97, "under_load": {"top1": 0.9}}, 128, QualityBound(None, 0.9)),
+        ({"kl": 0.02, "top1": 0.97, "under_load": {"top1": 0.9}}, 512, None),
+        ({"kl": 0.02, "top1": 0.97, "under_load": {"kl": 0.05, "top1": 0.95}}, 256, QualityBound(0.05, 0.95)),
+        # Under load nothing else keeps it.
+        ({"kl": 0.02, "under_load": {"kl": 0.02}}, 512, None),
+    ],
+)
+def test_under_load_a_lower_quality_suffices(
+    quality: dict[str, Any], budget: int, lowered: QualityBound | None
+) -> None:
+    without = chosen(quality, 1000, LOADED, under_load_kl=0.03)
+    loaded = chosen(quality, 1000, LOADED, under_load_kl=0.03, load=7)
+    assert (without.policy, without.under_load) == (parse_policy(DECODES[2]), None)
+    assert without.told()["under_load"] is None
+    assert getattr(loaded.policy.decode, "budget", None) == budget
+    assert loaded.bound == without.bound
+    if lowered is None:
+        assert loaded == without
+    else:
+        assert loaded.told()["under_load"] == lowered._asdict() | {"requests": 7}
+
+
+@given(profiles(), st.floats(1e-3, 0.1), st.floats(1, 10), st.integers(1000, 4000), st.integers(0, 4000), left_decodes)
+def test_load_changes_no_prefill_and_costs_no_more(
+    curves: list[Curve], kl: float, times: float, length: int, dense: int, decodes: list[dict[str, Any]]
+) -> None:
+    def cached(policy: AttentionPolicy) -> int:
+        return dense if policy.has_dense_prefill else 0
+
+    quality = {"kl": kl, "under_load": {"kl": kl * times}}
+    without, loaded = (
+        chosen(quality, length, curves, cached=cached, load=load, left=leaving(*decodes)) for load in (None, 1)
+    )
+    assert loaded.policy.prefill == without.policy.prefill
+    costs = [each.expected.cost(length, cached(each.policy)) for each in (without, loaded)]
+    assert costs[1] <= costs[0]
+    assert loaded.expected.kl <= kl * times
+    assert (loaded.under_load is None) == (loaded.policy == without.policy)
+    assert loaded.under_load is None or loaded.expected.kl > kl
+
+
+def test_the_share_that_is_expected_is_the_least_of_the_measured_ones() -> None:
+    own = curve(DECODES[0], dict.fromkeys(LENGTHS, (0.001, 0.99, 0.1)))
+    points = tuple(
+        point.model_copy(update={"true_share": share})
+        for point, share in zip(own.points, (0.9, 0.8, None), strict=True)
+    )
+    own = own.model_copy(update={"points": points})
+    for length, share in ((1000, 0.9), (1500, 0.8), (3000, None)):
+        assert chosen({}, length, [own]).expected.true_share == share

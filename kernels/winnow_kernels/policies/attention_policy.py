@@ -24,7 +24,7 @@ from winnow_kernels.contract.verification import ALGORITHM, Verification
 from winnow_kernels.policies.bounds import PolicyBounds
 from winnow_kernels.policies.delta.parameters import MAX_DELTA_LAYERS
 from winnow_kernels.policies.dense.parameters import Dense, DensePrefill
-from winnow_kernels.policies.quality import Quality
+from winnow_kernels.policies.quality import Quality, UnderLoad
 from winnow_kernels.policies.registry import (
     DECODE_POLICIES,
     PARAMETERS,
@@ -53,6 +53,7 @@ _PARTS: Final[Mapping[str, type[BaseModel]]] = {
     "verify": Verification,
     "quality": Quality,
 }
+_PARTS_OF_QUALITY: Final[Mapping[str, type[BaseModel]]] = {"under_load": UnderLoad, "within": PolicyBounds}
 
 
 class AttentionPolicy(Contract):
@@ -286,7 +287,8 @@ def _policy_error(error: ValidationError) -> PolicyError:
         model = models[str(location[1])]
         location = (location[0], *location[2:])
     elif len(location) > 1:
-        model = PolicyBounds if location[1] == "within" and len(location) > 2 else _PARTS[str(location[0])]
+        parts = _PARTS_OF_QUALITY if len(location) > 2 else {}
+        model = parts.get(str(location[1]), _PARTS[str(location[0])])
     if first["type"] == "extra_forbidden" and len(location) > 1 and location[-1] in AttentionPolicy.model_fields:
         return PolicyError(_path(location), f"unknown field; it belongs beside '{location[0]}', not into it")
     return PolicyError(_path(location), _problem(first["type"], first["msg"], model))

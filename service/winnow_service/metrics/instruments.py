@@ -207,8 +207,21 @@ class Metrics:
         )
         self.audited_shortfall = self._histogram(
             "winnow_audited_shortfall",
-            "Of each audited answer of a policy that promises a share p: how far the share held is below p.",
+            "Of each audited answer that promises a share of the attention: how far the share held is below it. "
+            "Promise: p (the policy's), or quality (what the profile expects of a policy that the runtime chose).",
             _SHARES,
+            *_DECODE,
+            "promise",
+        )
+        self.quality_answers = self._counter(
+            "winnow_quality_answers_total",
+            "Answers whose policy the runtime chose. Quality: asked, or under_load where a lower one sufficed.",
+            *_DECODE,
+            "quality",
+        )
+        self.left_policy_answers = self._counter(
+            "winnow_left_policy_answers_total",
+            "Answers for which the runtime did not choose this policy: audits showed that it breaks its promise.",
             *_DECODE,
         )
         self.verifications = self._counter(

@@ -34,7 +34,7 @@ class Bounds(PolicyBounds):
             out: where it is forbidden, it refuses.
         max_draft_tokens: that are drafted at once, at most.
         max_audit: highest share of decode steps that may be audited, each of which costs a dense one.
-        max_kl, min_top1: of the quality that is asked for of a policy which the runtime chooses.
+        max_kl, min_top1: of the quality that is asked for of a policy which the runtime chooses, under load, too.
     """
 
     on_violation: OnViolation = OnViolation.REFUSE
@@ -103,6 +103,10 @@ class Bounds(PolicyBounds):
             yield Violation(part, path, "kl", f"must be given, at most {self.max_kl}", self.max_kl)
         if self.min_top1 is not None and "top1" not in part:
             yield Violation(part, path, "top1", f"must be given, at least {self.min_top1}", self.min_top1)
+        yield from self._within_quality(part, path)
+        yield from self._within_quality(part.get("under_load", {}), f"{path}.under_load")
+
+    def _within_quality(self, part: dict[str, Any], path: str) -> Iterator[Violation]:
         yield from out_of_range(part, path, "kl", None, self.max_kl)
         yield from out_of_range(part, path, "top1", self.min_top1, None)
 

@@ -64,6 +64,8 @@ class ModelProfile(BaseModel):
     Attributes:
         model: the name of its folder when it was measured.
         kl: the bound, in nats, that the runtime keeps for requests that leave the quality to it.
+        under_load_kl: the bound that it keeps for them under load; null if that is ``kl``.
+        load_requests: how many others make load; null where nothing does.
         device: that was measured on.
         dtype: of weights and activations there.
         date: when that was.
@@ -73,6 +75,8 @@ class ModelProfile(BaseModel):
 
     model: str
     kl: float
+    under_load_kl: float | None = None
+    load_requests: int | None = None
     device: str
     dtype: str
     date: str

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeGuard
 
 from winnow_kernels.contract.attention_statistics import Statistics, amount, decode_context, prefill_context, section
 from winnow_kernels.policies.registry import DECODE_POLICIES, PREFILL_POLICIES
@@ -145,7 +145,10 @@ class Generation:
         self._metrics.decode_steps.labels(policy, self._model, "sparse").inc(max(0, steps - dense))
         self._count_termination((policy, self._model), section(decode, "early_termination"))
         self._count_verification((policy, self._model), section(facts, "verify"))
-        self._count_audit((policy, self._model), section(facts, "audit"))
+        quality = section(facts, "quality")
+        self._count_audit((policy, self._model), section(facts, "audit"), section(quality, "expected"))
+        if quality:
+            self._count_quality(policy, quality)
 
     def _count_cost(self, labels: tuple[str, str, str], facts: Statistics, context: float) -> None:
         attended, read = amount(facts, "attended_ratio"), amount(facts, "kv_read_ratio")
@@ -165,15 +168,23 @@ class Generation:
         if skipped is not None:
             self._metrics.skipped_ratio.labels(*labels).observe(skipped)
 
-    def _count_audit(self, labels: tuple[str, str], facts: Statistics) -> None:
+    def _count_audit(self, labels: tuple[str, str], facts: Statistics, expected: Statistics) -> None:
         self._metrics.audited_steps.labels(*labels).inc(amount(facts, "steps") or 0)
-        share, error, promised = (amount(facts, field) for field in ("true_share", "output_error", "p"))
+        share, error = amount(facts, "true_share"), amount(facts, "output_error")
         if share is not None:
             self._metrics.audited_share.labels(*labels).observe(share)
-            if promised is not None:
-                self._metrics.audited_shortfall.labels(*labels).observe(max(0, promised - share))
+            for promise, promised in (("p", amount(facts, "p")), ("quality", amount(expected, "true_share"))):
+                if promised is not None:
+                    self._metrics.audited_shortfall.labels(*labels, promise).observe(max(0, promised - share))
         if error is not None:
             self._metrics.audited_error.labels(*labels).observe(error)
+
+    def _count_quality(self, policy: str, facts: Statistics) -> None:
+        kept = "under_load" if section(facts, "under_load") else "asked"
+        self._metrics.quality_answers.labels(policy, self._model, kept).inc()
+        left = facts.get("left")
+        for kind in {_kind(section(each, "decode"), DECODE_POLICIES) for each in left} if _are_objects(left) else ():
+            self._metrics.left_policy_answers.labels(kind, self._model).inc()
 
     def _count_verification(self, labels: tuple[str, str], facts: Statistics) -> None:
         if not facts:
@@ -186,6 +197,10 @@ class Generation:
             counter.labels(*labels).inc(amount(facts, field) or 0)
         if (tokens := amount(facts, "tokens_per_verification")) is not None:
             self._metrics.tokens_per_verification.labels(*labels).observe(tokens)
+
+
+def _are_objects(value: object) -> TypeGuard[list[Statistics]]:
+    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
 
 
 def _kind(facts: Statistics, known: Collection[str]) -> str:
