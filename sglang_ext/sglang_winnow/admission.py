@@ -264,7 +264,7 @@ def choice_of(req: Req, quality: Quality, model: ServedModel, cache: BasePrefixC
         model.profile.lengths,
         default_kl=default_kl(),
         cached=cached,
-        dense_until=lambda chosen: crossover_tokens(chosen.decode.policy),
+        dense_until=crossover_tokens,
     )
 
 
