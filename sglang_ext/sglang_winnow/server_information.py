@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
+from sglang_winnow.crossover import measured_here
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import LAUNCH, Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
@@ -178,6 +179,7 @@ class ServedModel:
         return {
             "model": self.profile.model.name,
             "lengths": list(self.profile.lengths),
+            "times_are_of_this_machine": measured_here() is not None,
             "policies": [curve.attention.canonical() for curve in self.choices],
             "kl": default_kl(),
         }

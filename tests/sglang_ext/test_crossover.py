@@ -14,8 +14,10 @@ from sglang_winnow import crossover, profile_settings
 from sglang_winnow.crossover import ENVIRONMENT, crossover_tokens, measured_here
 from sglang_winnow.machine import device_name
 from sglang_winnow.profile_parts import DenseTime, Speed, TimedPoint, TimedPolicy
+from sglang_winnow.quality_profile import Profile
 from sglang_winnow.request_policy import reads_everything
 from sglang_winnow.request_state import RequestState
+from sglang_winnow.server_information import ServedModel
 from tests import profiles
 from tests.models import ModelShape, write_model, write_weights
 from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
@@ -62,20 +64,21 @@ def _read_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Profile]:
     """Return what makes a profile measured on a device with so many threads the server's."""
     folder = write_model(tmp_path / "model", ModelShape())
     write_weights(folder)
 
-    def serve(device: str, threads: int) -> None:
+    def serve(device: str, threads: int) -> Profile:
         made = profiles.profile(folder, LENGTHS, [], speed(threads)).model_copy(update={"device": device})
         made.write(tmp_path / "profile.json")
         monkeypatch.setenv(profile_settings.PROFILE, str(tmp_path / "profile.json"))
+        return made
 
     return serve
 
 
-def test_the_profile_of_this_machine_says_from_where_on_a_policy_pays(serve: Callable[[str, int], None]) -> None:
+def test_the_profile_of_this_machine_says_from_where_on_a_policy_pays(serve: Callable[[str, int], Profile]) -> None:
     serve(device_name(), torch.get_num_threads())
     assert measured_here() == speed(torch.get_num_threads())
     assert crossover_tokens(FAST) == 1023
@@ -96,7 +99,7 @@ def test_the_profile_of_this_machine_says_from_where_on_a_policy_pays(serve: Cal
     )
 
 
-def test_steps_of_a_request_go_by_it(serve: Callable[[str, int], None]) -> None:
+def test_steps_of_a_request_go_by_it(serve: Callable[[str, int], Profile]) -> None:
     serve(device_name(), torch.get_num_threads())
     state = RequestState(LATER, 4000)
     assert reads_everything(state, 4095, 16)
@@ -104,11 +107,19 @@ def test_steps_of_a_request_go_by_it(serve: Callable[[str, int], None]) -> None:
 
 
 @pytest.mark.parametrize("another", ["device", "threads"])
-def test_times_of_another_machine_say_nothing(serve: Callable[[str, int], None], another: str) -> None:
+def test_times_of_another_machine_say_nothing(serve: Callable[[str, int], Profile], another: str) -> None:
     threads = torch.get_num_threads()
     serve("another", threads) if another == "device" else serve(device_name(), threads + 1)
     assert measured_here() is None
     assert crossover_tokens(FAST) == DECLARED
+
+
+def test_the_server_says_whether_times_are_of_its_machine(serve: Callable[[str, int], Profile]) -> None:
+    model = ServedModel(2, 8192, profile=serve(device_name(), torch.get_num_threads()))
+    assert model.describe()["profile"]["times_are_of_this_machine"] is True
+    profile_settings.profile.cache_clear()
+    model = ServedModel(2, 8192, profile=serve("another", torch.get_num_threads()))
+    assert model.describe()["profile"]["times_are_of_this_machine"] is False
 
 
 def test_without_a_profile_the_declared_length_counts() -> None:
@@ -116,7 +127,7 @@ def test_without_a_profile_the_declared_length_counts() -> None:
     assert crossover_tokens(FAST) == DECLARED
 
 
-def test_the_environment_goes_before_all(serve: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_goes_before_all(serve: Callable[[str, int], Profile], monkeypatch: pytest.MonkeyPatch) -> None:
     serve(device_name(), torch.get_num_threads())
     monkeypatch.setenv(ENVIRONMENT, "7")
     assert crossover_tokens(FAST) == crossover_tokens(SLOW) == 7
