@@ -60,7 +60,7 @@ def report(profile: Profile) -> str:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    title = f"What policies lose and read on {profile.model.name}"
+    title = f"What policies lose, read and take on {profile.model.name}"
     parts = [f"<h1>{escape(title)}</h1>", _about(profile)]
     for length in profile.lengths:
         parts.append(f"<h2>{length:,} tokens</h2>")
@@ -224,7 +224,7 @@ def _draw_time(figure: Figure, lines: Lines, time: Cost) -> None:
     axes: Axes = figure.subplots()
     for place, (label, points) in enumerate(lines.items()):
         shown = [(own, point.kl) for curve, point in points if (own := time(curve, point)) is not None and point.kl > 0]
-        _draw_line(axes, place, label, sorted(shown))
+        _draw_line(axes, place, label, shown)
     label_axes(
         axes, "KL to dense attention, by time", "Time of attention in a decode step, of dense attention's", "nats"
     )
