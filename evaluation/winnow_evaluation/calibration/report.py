@@ -31,7 +31,7 @@ Lines = Mapping[str, Sequence[tuple[Curve, Point]]]
 
 _HEIGHT: Final = 9.0
 _TIME_HEIGHT: Final = 3.6
-_HEADINGS: Final = ("policy", "KV read %", "time", "KL", "top-1 equal %", "true share", "front of")
+_HEADINGS: Final = ("policy", "KV read %", "time", "KL", "top-1 equal %", "true share", "on the front by")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _STYLE: Final = """
 :root { color-scheme: light; }
@@ -117,8 +117,8 @@ def _about(profile: Profile) -> str:
     return (
         f"<table>{rows}</table>\n<p>KL is from dense attention, in nats, of the next token. Brackets hold the worse"
         " ends of 95 % intervals of means over prompts: a choice goes by these. Dense attention beside itself has a KL"
-        f" of {floor}. What is on the Pareto front costs less than dense attention, and nothing that costs as little"
-        " is nearer to it.</p>"
+        f" of {floor}. Times are of attention in a decode step, relative to dense attention. What is on the Pareto"
+        " front costs less than dense attention, and nothing that costs as little is nearer to it.</p>"
     )
 
 

@@ -28,7 +28,9 @@ def speed_section(speed: Speed, lengths: Sequence[int], label: Label) -> str:
     for timed in speed.policies:
         ratios = (timed.ratio(length) for length in lengths)
         shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-        rows.append([label(timed.attention), *shown, "" if timed.faster_from is None else f"{timed.faster_from:,}"])
+        rows.append(
+            [label(timed.attention), *shown, "no length" if timed.faster_from is None else f"{timed.faster_from:,}"]
+        )
     about = (
         "<p>Time of attention in a decode step, all layers together, relative to dense attention: medians over"
         f" {speed.steps} steps of one request, in which policies took turns; threads of torch: {speed.threads}. A"
