@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang_winnow.quality_profile import Curve, Point, Profile
 from winnow_evaluation.calibration.fronts import pareto_front
-from winnow_evaluation.calibration.report_parts import drafts_section, speed_section, stopping_section, table
+from winnow_evaluation.calibration.report_parts import drafts_section, scrolling, speed_section, stopping_section, table
 from winnow_evaluation.fidelity.policies import Measured
 from winnow_evaluation.fidelity.record import SWEPT
 from winnow_evaluation.fidelity.table import prefill_label
@@ -36,9 +36,10 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _STYLE: Final = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
-body { color: #1a1a1a; background: #fff; }
+body { color: #1a1a1a; background: #fff; overflow-wrap: anywhere; }
 td.text { text-align: left; white-space: normal; }
-table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+.wide { margin: 1rem 0; overflow-x: auto; }
+table { border-collapse: collapse; }
 th, td { padding: .25rem .75rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; }
@@ -115,10 +116,10 @@ def _about(profile: Profile) -> str:
     rows = "".join(f'<tr><td>{name}</td><td class="text">{escape(text)}</td></tr>' for name, text in facts.items())
     floor = ", ".join(f"{point.kl:.4f} at {point.length:,}" for point in profile.floor)
     return (
-        f"<table>{rows}</table>\n<p>KL is from dense attention, in nats, of the next token. Brackets hold the worse"
-        " ends of 95 % intervals of means over prompts: a choice goes by these. Dense attention beside itself has a KL"
-        f" of {floor}. Times are of attention in a decode step, relative to dense attention. What is on the Pareto"
-        " front costs less than dense attention, and nothing that costs as little is nearer to it.</p>"
+        f"{scrolling('What was measured', rows)}\n<p>KL is from dense attention, in nats, of the next token. Brackets"
+        " hold the worse ends of 95 % intervals of means over prompts: a choice goes by these. Dense attention beside"
+        f" itself has a KL of {floor}. Times are of attention in a decode step, relative to dense attention. What is on"
+        " the Pareto front costs less than dense attention, and nothing that costs as little is nearer to it.</p>"
     )
 
 
@@ -147,7 +148,7 @@ def _rows(profile: Profile, length: int) -> str:
                 ", ".join(on),
             ]
         )
-    return table(_HEADINGS, rows) if rows else ""
+    return table(f"Policies at {length:,} tokens", _HEADINGS, rows) if rows else ""
 
 
 def _read(curve: Curve, point: Point) -> float | None:
@@ -177,13 +178,14 @@ def _plots(profile: Profile, length: int) -> str:
         time = _time(profile, length)
         name = f"{profile.model.name}-{length}-time"
         drawn_time = svg(name, _TIME_HEIGHT, lambda figure: _draw_time(figure, lines, time))
-        return _inline(drawn) + _inline(drawn_time)
-    return _inline(drawn)
+        return _inline(drawn, length) + _inline(drawn_time, length)
+    return _inline(drawn, length)
 
 
-def _inline(drawn: str) -> str:
-    # The document's own head and doctype are of a file of its own.
-    return drawn[drawn.index("<svg") :]
+def _inline(drawn: str, length: int) -> str:
+    # The document's own head and doctype are of a file of its own. The table says what the plot shows.
+    label = f'role="img" aria-label="Policies at {length:,} tokens, as in the table below"'
+    return f"<svg {label} {drawn.partition('<svg ')[2]}"
 
 
 def _lines(found: Sequence[tuple[Curve, Point]]) -> Lines:

@@ -14,11 +14,16 @@ Label = Callable[[AttentionPolicy], str]
 """Returns what a policy is called."""
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; cells are text."""
+def table(label: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; cells are text, and ``label`` is what the table is called."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return scrolling(label, f"<tr>{head}</tr>{body}")
+
+
+def scrolling(label: str, rows: str) -> str:
+    """Return a table of rows in HTML. Where it is wider than the page it scrolls, and the keyboard reaches it."""
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>{rows}</table></div>'
 
 
 def speed_section(speed: Speed, lengths: Sequence[int], label: Label) -> str:
@@ -37,7 +42,7 @@ def speed_section(speed: Speed, lengths: Sequence[int], label: Label) -> str:
         " server on this very machine runs a policy's steps dense below the length from which on it was faster.</p>"
     )
     headings = ["policy", *(f"{length:,}" for length in lengths), "faster from"]
-    return f"<h2>Speed</h2>{about}{table(headings, rows)}"
+    return f"<h2>Speed</h2>{about}{table('Speed', headings, rows)}"
 
 
 def stopping_section(stopping: Stopping, lengths: Sequence[int], label: Label) -> str:
@@ -59,7 +64,7 @@ def stopping_section(stopping: Stopping, lengths: Sequence[int], label: Label) -
         f" error of {percent(stopping.max_error)} % on every prompt.</p>"
     )
     headings = ["policy", "scale, direction, patience", *(f"{length:,} tokens" for length in lengths), "kept"]
-    return f"<h2>Early termination</h2>{about}{table(headings, rows)}"
+    return f"<h2>Early termination</h2>{about}{table('Early termination', headings, rows)}"
 
 
 def _read_to_the_end(point: StoppedPoint | None) -> str:
@@ -88,7 +93,7 @@ def drafts_section(drafts: Drafts, lengths: Sequence[int], label: Label) -> str:
         " reads. ✓: the number that reads least.</p>"
     )
     headings = ["drafts with", "tokens", *(f"{number} drafted" for number in numbers)]
-    return f"<h2>Drafts for verify</h2>{about}{table(headings, rows)}"
+    return f"<h2>Drafts for verify</h2>{about}{table('Drafts', headings, rows)}"
 
 
 def _check(points: Sequence[DraftPoint], number: int, least: DraftPoint) -> str:
