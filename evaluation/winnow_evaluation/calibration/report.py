@@ -246,7 +246,14 @@ def _draw_line(axes: Axes, place: int, label: str, points: Sequence[tuple[float,
 
 def _draw_front(axes: Axes, costs: Iterable[tuple[float, float]]) -> None:
     if front := [point for point in pareto_front(costs) if point[1] > 0]:
-        style: dict[str, Any] = {"color": "#999999", "linewidth": 5.0, "alpha": 0.4, "zorder": 0}
+        style: dict[str, Any] = {
+            "color": "#999999",
+            "linewidth": 5.0,
+            "marker": "o",
+            "markersize": 13,
+            "alpha": 0.4,
+            "zorder": 0,
+        }
         axes.plot(*zip(*front, strict=True), label="Pareto front", drawstyle="steps-post", **style)
 
 
