@@ -29,6 +29,7 @@ from benchmarks.fidelity.accuracy_tables import (
     tasks_table,
     times_table,
 )
+from benchmarks.fidelity.profile_tables import profile_drafts_table, profile_speed_table, profile_stopping_table
 from benchmarks.fidelity.quality import quality_table
 from benchmarks.folders import REPOSITORY, RESULTS
 from benchmarks.kernels.tables import (
@@ -134,6 +135,12 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity-gemma": ("fidelity-gemma.json", fidelity_tables.contexts_table),
     "fidelity-fp8": ("fidelity-fp8.json", fidelity_tables.fidelity_table),
     "quality": ("quality.json", quality_table),
+    "profile-speed": ("profile-needle.json", profile_speed_table),
+    "profile-stopping": ("profile-needle.json", profile_stopping_table),
+    "profile-drafts": ("profile-needle.json", profile_drafts_table),
+    "profile-speed-smollm2": ("profile-smollm2.json", profile_speed_table),
+    "profile-stopping-smollm2": ("profile-smollm2.json", profile_stopping_table),
+    "profile-drafts-smollm2": ("profile-smollm2.json", profile_drafts_table),
     "fidelity-summary": ("fidelity.json", fidelity_tables.summary_table),
     "policies": ("../../docs/policy.schema.json", policies_table),
     "options": ("../../sglang_ext/sglang_winnow/server_options.py", options_table),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_winnow.profile_parts import Speed
 from sglang_winnow.quality_profile import Curve, Data, ModelIdentity, Point, Profile
 from winnow_kernels.policies.attention_policy import parse_policy
 
@@ -27,7 +28,7 @@ def curve(policy: Mapping[str, Any], figures: Mapping[int, Figures], true_share:
     return Curve(attention=parse_policy(policy), points=points)
 
 
-def profile(model: Path, lengths: Sequence[int], curves: Sequence[Curve]) -> Profile:
+def profile(model: Path, lengths: Sequence[int], curves: Sequence[Curve], speed: Speed | None = None) -> Profile:
     """Return a profile of the model in a folder."""
     return Profile(
         model=ModelIdentity.of(model),
@@ -37,10 +38,13 @@ def profile(model: Path, lengths: Sequence[int], curves: Sequence[Curve]) -> Pro
         versions={},
         commit=None,
         date="2026-11-26T00:00:00+00:00",
-        seconds=0,
+        seconds={"quality": 0},
         data=Data(source="made up", sha256="", prompts=1, tokens=1, scored=1),
         delta_layers=None,
         lengths=tuple(lengths),
         floor=tuple(point(length, (0.0, 1.0, 1.0)) for length in lengths),
         curves=tuple(curves),
+        speed=speed,
+        early_termination=None,
+        drafts=None,
     )

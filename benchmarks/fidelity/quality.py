@@ -70,9 +70,14 @@ def main(
     measured, other = Profile.read(profile), FidelityRecord.read(record)
     if other.runs[0]["model"] != measured.model.name:
         raise typer.BadParameter(f"is of {other.runs[0]['model']}, the profile of {measured.model.name}")
-    about = measured.model_dump(mode="json", exclude={"curves", "floor"})
     rows = [asdict(row) for row in compared(measured, other)]
-    write_json(output, {"profile": about, "runs": list(other.runs), "rows": rows})
+    write_json(output, {"profile": about_profile(measured), "runs": list(other.runs), "rows": rows})
+
+
+def about_profile(profile: Profile) -> dict[str, Any]:
+    """Return what a record has of the profile: with what it was measured, and the seconds that its quality took."""
+    parts = {"curves", "floor", "speed", "early_termination", "drafts"}
+    return profile.model_dump(mode="json", exclude=parts) | {"seconds": profile.seconds["quality"]}
 
 
 def compared(profile: Profile, record: FidelityRecord) -> Iterator[Held]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from sglang_winnow.machine import cpu_name
 from winnow_evaluation.environment import checkout_commit, installed_versions
 
 
@@ -22,9 +21,7 @@ class Cpu:
 
 def cpu() -> Cpu:
     """Return this machine's CPU."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return Cpu(models[0] if models else platform.processor(), len(os.sched_getaffinity(0)))
+    return Cpu(cpu_name(), len(os.sched_getaffinity(0)))
 
 
 def surroundings(*distributions: str) -> dict[str, Any]:

@@ -129,6 +129,11 @@ class OfflineModel:
         logits: Tensor = self._network.get_output_embeddings()(hidden)
         return logits.float().log_softmax(-1)
 
+    def best(self, hidden: Tensor) -> Tensor:
+        """Return each most likely next token, int64 [...], for ``hidden``, [..., hidden size]."""
+        logits: Tensor = self._network.get_output_embeddings()(hidden)
+        return logits.argmax(-1)
+
 
 def _attention(
     module: Any,

@@ -270,7 +270,7 @@ def choice_of(
         model.profile.lengths,
         default_kl=default_kl(),
         cached=cached,
-        dense_until=lambda chosen: crossover_tokens(chosen.decode.policy),
+        dense_until=crossover_tokens,
         left=LEFT.find,
         load=_load(requests),
         under_load_kl=under_load_kl(),

@@ -31,7 +31,7 @@ from sglang_winnow import (
 from sglang_winnow.admission import attach_policy, check_request, check_tokens, limits_of
 from sglang_winnow.attention_registration import register_backend
 from sglang_winnow.audit_share import server_share
-from sglang_winnow.crossover import crossover_tokens
+from sglang_winnow.crossover import of_all_policies
 from sglang_winnow.explain_requests import note_explained_prompt
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.hooks import Hook, install, refusing_to_start
@@ -67,7 +67,7 @@ def register() -> None:
     with refusing_to_start():
         graph_sets(served_policies(verifies=True))
         index_settings()
-        crossover_tokens("quest")
+        of_all_policies()
         server_share()
         profile()
         default_kl()

@@ -1,7 +1,8 @@
 """What policies lose and read on one model, by length: ``winnow calibrate profile`` writes it, a server chooses by it.
 
 A curve is of one policy, a point of it of one length. The figures of a point are means over prompts; ``kl_high`` and
-``top1_low`` are the worse ends of their 95 % intervals, and what a choice goes by.
+``top1_low`` are the worse ends of their 95 % intervals, and what a choice goes by. What else a profile may have is in
+``profile_parts``.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sglang_winnow.delta_profiles import config_hash, layer_count
+from sglang_winnow.profile_parts import FROZEN, Drafts, Speed, Stopping
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_PREFILLS: Final = 2
 """With more, the turns of a conversation would be spread over more parts of the prefix cache."""
 _TAIL_BYTES: Final = 2**20
 """Of each file of weights: enough to tell weights apart, and little to read."""
-_FROZEN: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -37,7 +38,7 @@ class ModelIdentity(BaseModel):
         weights_sha256: of the names, the sizes and the last mebibytes of its files of weights.
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
 
     name: str
     layers: int | None
@@ -71,7 +72,7 @@ class Data(BaseModel):
         scored: last tokens of a prompt that tell of its prefill.
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
 
     source: str
     sha256: str
@@ -95,7 +96,7 @@ class Point(BaseModel):
             the decode is dense.
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
 
     length: Annotated[int, Field(ge=1)]
     prompts: Annotated[int, Field(ge=1)]
@@ -110,7 +111,7 @@ class Point(BaseModel):
 class Curve(BaseModel):
     """A policy at the lengths that it was measured at. Where its budget holds the whole prompt it was not."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
 
     attention: AttentionPolicy
     points: Annotated[tuple[Point, ...], Field(min_length=1)]
@@ -132,16 +133,20 @@ class Profile(BaseModel):
 
     Attributes:
         dtype: of weights and activations.
+        seconds: that each part of the calibration took.
         key_bits: bits of a channel of low-bit keys.
         delta_layers: the Δ-layers calibrated for the model; None if it has not been calibrated.
         lengths: tokens of a prompt, ascending.
         floor: dense attention, computed once more one prompt at a time: no policy can be told from it that is as near.
         curves: of each policy, those with a sparse prefill among them.
+        speed: of decode steps on ``device``; None if it was not measured, as the two below.
+        early_termination: what it loses beside the policies, and the thresholds to use.
+        drafts: how many stand.
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
 
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     model: ModelIdentity
     device: str
     dtype: str
@@ -149,12 +154,15 @@ class Profile(BaseModel):
     versions: Mapping[str, str]
     commit: str | None
     date: str
-    seconds: float
+    seconds: Mapping[str, float]
     data: Data
     delta_layers: tuple[int, ...] | None
     lengths: Annotated[tuple[int, ...], Field(min_length=1)]
     floor: tuple[Point, ...]
     curves: tuple[Curve, ...]
+    speed: Speed | None
+    early_termination: Stopping | None
+    drafts: Drafts | None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -27,7 +27,7 @@ def dense_until(state: RequestState, page_size: int) -> int:
     if isinstance(state.decode, Dense):
         return 0
     covered = declaration_of(state.decode).covered_until(state.decode, state.prompt_length, page_size)
-    return max(crossover_tokens(state.policy.decode.policy), covered)
+    return max(crossover_tokens(state.policy), covered)
 
 
 def drafts(state: RequestState, length: int, page_size: int) -> bool:

@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
+from sglang_winnow.crossover import measured_here
 from sglang_winnow.delta_profiles import delta_profile
 from sglang_winnow.hooks import LAUNCH, Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
@@ -186,6 +187,7 @@ class ServedModel:
     def _describe_profile(self, profile: Profile) -> dict[str, Any]:
         return {
             "model": profile.model.name,
+            "times_are_of_this_machine": measured_here() is not None,
             "kl": default_kl(),
             "under_load_kl": under_load_kl(),
             "load_requests": load_requests(),

@@ -19,11 +19,15 @@ from winnow_service.cli.models import resolved
 
 if TYPE_CHECKING:
     from winnow_evaluation.calibration.calibrating import Calibration
+    from winnow_evaluation.calibration.unfinished import Unit
     from winnow_evaluation.fidelity.prompts import Continued
     from winnow_evaluation.offline_model import OfflineModel
 
 _SHORTEST: Final = 1024
 _NO_PREFILL: Final = "dense"
+_SPEED: Final = "speed"
+_PARTS: Final = ("quality", _SPEED, "drafts", "early-termination")
+"""The first of them is what a server chooses by."""
 _DEFAULT_PREFILL: Final = '{"policy": "quoka", "budget_ratio": 0.25}'
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -69,6 +73,22 @@ def profile(
     prefill: Annotated[
         str, typer.Option(metavar="PREFILL", help="The sparse prefill to choose from, in JSON, or dense for none.")
     ] = _DEFAULT_PREFILL,
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What is measured, with commas: {', '.join(_PARTS)}. The quality always is.",
+            show_default="all, speed on a CPU alone",
+        ),
+    ] = None,
+    max_error: Annotated[
+        float,
+        typer.Option(
+            "--termination-error",
+            min=0.0001,
+            max=1,
+            help="What early termination may change attention's output by, relative to it.",
+        ),
+    ] = 0.02,
     scored: Annotated[int, typer.Option(min=1, help="Last tokens of a prompt that tell of its prefill.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Of the tasks' prompts.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
@@ -82,7 +102,7 @@ def profile(
         Path | None, typer.Option(dir_okay=False, help="Report to write.", show_default="beside the profile, as .html")
     ] = None,
 ) -> None:
-    """Measure what policies lose and read on a model, by length: the profile that a server chooses policies by.
+    """Measure what policies lose, read and take on a model, by length: the profile that a server chooses policies by.
 
     A run that was stopped goes on where it was, if it is started with the same options again.
     """
@@ -94,6 +114,7 @@ def profile(
         sparse = None if prefill == _NO_PREFILL else _object(prefill)
         chosen_tasks = None if tasks is None else parse_tasks(tasks, TASKS)
         given = None if lengths is None else _lengths(lengths)
+        named = None if parts is None else _named_parts(parts)
         check_output(written)
         check_output(shown, "--report")
     except OptionError as error:
@@ -103,7 +124,7 @@ def profile(
     if prompts is not None and chosen_tasks is not None:
         raise typer.BadParameter("must not be given together with --prompts", param_hint="--tasks")
     # These import torch and transformers, which takes seconds: after the options have been read.
-    from winnow_evaluation.calibration.calibrating import Calibration  # noqa: PLC0415
+    from winnow_evaluation.calibration.calibrating import Calibration, Settings  # noqa: PLC0415
     from winnow_evaluation.calibration.candidates import candidates  # noqa: PLC0415
     from winnow_evaluation.calibration.report import write_report  # noqa: PLC0415
     from winnow_evaluation.fidelity.session import SessionError, default_dtype, device_of, load_model  # noqa: PLC0415
@@ -113,10 +134,12 @@ def profile(
     try:
         policies = candidates(asked, sparse)
         where = device_of(device)
+        measured = _parts_on(where.type, named)
         loaded = load_model(folder, where, dtype or default_dtype(where))
         sizes = given or _powers_of_two(loaded.context_length - tokens - 1)
         source, made = _prompts(loaded, sizes, tokens, count, prompts, text, chosen_tasks, seed)
-        calibration = Calibration(loaded, source, made, tokens, policies, min(scored, sizes[0]))
+        settings = Settings(measured, min(scored, sizes[0]), max_error)
+        calibration = Calibration(loaded, source, made, tokens, policies, settings)
         unfinished = written.with_name(f"{written.name}.unfinished.jsonl")
         found = _with_progress(calibration, unfinished)
     except (PolicyError, SessionError, TextError, ValueError) as error:
@@ -149,6 +172,28 @@ def _lengths(text: str) -> list[int]:
         return list(parse_contexts(text))
     except OptionError as error:
         raise OptionError("--lengths", str(error)) from None
+
+
+def _named_parts(text: str) -> list[str]:
+    named = {part.strip() for part in text.split(",")}
+    if unknown := sorted(named - set(_PARTS)):
+        raise OptionError("--parts", f"{unknown[0]!r} is none of {', '.join(_PARTS)}")
+    if _PARTS[0] not in named:
+        raise OptionError("--parts", f"{_PARTS[0]} must be among them: a server chooses by it")
+    return [part for part in _PARTS if part in named]
+
+
+def _parts_on(device: str, named: list[str] | None) -> list[str]:
+    """Return the parts to measure on a kind of device: those that are named, or all that can be.
+
+    Raises:
+        ValueError: one of those that are named cannot be.
+    """
+    if device == "cpu":
+        return named or list(_PARTS)
+    if named is not None and _SPEED in named:
+        raise ValueError(f"--parts: {_SPEED} is measured on a CPU alone; winnow bench times attention on a GPU")
+    return named or [part for part in _PARTS if part != _SPEED]
 
 
 def _powers_of_two(longest: int) -> list[int]:
@@ -206,18 +251,17 @@ def _with_progress(calibration: Calibration, unfinished: Path) -> Any:
         transient=True,
         disable=not console.is_terminal,
     )
-    total = len(calibration.lengths) * calibration.prompts_each
     with bar:
-        task = bar.add_task("", total=total)
-        last: tuple[int, int] | None = None
+        task = bar.add_task("", total=None)
+        last: Unit | None = None
 
-        def advance(length: int, number: int, done: str) -> None:
+        def advance(place: int, total: int, unit: Unit, done: str) -> None:
             nonlocal last
-            before = calibration.lengths.index(length) * calibration.prompts_each + number
-            bar.update(task, completed=before, description=f"{length:,} tokens: {done}")
-            if not console.is_terminal and (length, number) != last:
-                console.print(f"{length:,} tokens, prompt {number + 1} ({before + 1} of {total})", highlight=False)
-            last = (length, number)
+            where = f"{unit.part.replace('-', ' ')}, {unit.length:,} tokens"
+            bar.update(task, total=total, completed=place, description=f"{where}: {done}")
+            if not console.is_terminal and unit != last:
+                console.print(f"{where}, prompt {unit.prompt + 1} ({place + 1} of {total})", highlight=False)
+            last = unit
 
         return calibration.run(unfinished, advance)
 

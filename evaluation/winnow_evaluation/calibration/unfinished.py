@@ -6,10 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-Figures = Mapping[str, float | None]
-"""Of one prompt under one policy: ``kl``, ``top1``, ``true_share``, ``kv_read_ratio``."""
+
+class Unit(NamedTuple):
+    """What is measured at a time: one prompt, numbered among those of its length, in one part of the calibration."""
+
+    part: str
+    length: int
+    prompt: int
 
 
 @dataclass
@@ -18,13 +23,13 @@ class Unfinished:
 
     Attributes:
         path: where they are kept.
-        measured: by length and number of the prompt, the figures of each policy by its canonical text.
-        seconds: what they took.
+        measured: of each prompt what its part has found, by the canonical text of policies.
+        seconds: what they took, by part.
     """
 
     path: Path
-    measured: dict[tuple[int, int], Mapping[str, Figures]] = field(default_factory=dict)
-    seconds: float = 0.0
+    measured: dict[Unit, Mapping[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, path: Path, identity: str) -> Self:
@@ -53,16 +58,21 @@ class Unfinished:
         path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
         return unfinished
 
-    def add(self, length: int, prompt: int, figures: Mapping[str, Figures], seconds: float) -> None:
+    def add(self, unit: Unit, figures: Mapping[str, Any], seconds: float) -> None:
         """Keep what was measured of a prompt."""
-        line = {"length": length, "prompt": prompt, "seconds": seconds, "figures": figures}
+        line = {"unit": list(unit), "seconds": seconds, "figures": figures}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self._note(line)
 
+    def of(self, part: str) -> dict[tuple[int, int], Mapping[str, Any]]:
+        """Return what one part has found, by length and number of the prompt."""
+        return {(unit.length, unit.prompt): found for unit, found in self.measured.items() if unit.part == part}
+
     def _note(self, line: Mapping[str, Any]) -> None:
-        self.measured[line["length"], line["prompt"]] = line["figures"]
-        self.seconds += line["seconds"]
+        unit = Unit(*line["unit"])
+        self.measured[unit] = line["figures"]
+        self.seconds[unit.part] = self.seconds.get(unit.part, 0.0) + line["seconds"]
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -60,14 +60,23 @@ class Pass(ABC):
 class PolicyPass(Pass):
     """Attend by a policy's decode steps, those that a CPU server takes."""
 
-    def __init__(self, following: Following, policy: AttentionPolicy, states: Sequence[RequestState]) -> None:
+    def __init__(
+        self,
+        following: Following,
+        policy: AttentionPolicy,
+        states: Sequence[RequestState],
+        *,
+        notes_shares: bool = True,
+    ) -> None:
         """
         Args:
             following: the tokens.
             policy: as the model runs it (``check_against_model``); its prefill is not looked at.
             states: of the requests, one for each of the batch's prompts.
+            notes_shares: whether ``true_share`` is computed, which takes as long as dense attention.
         """
         super().__init__(following)
+        self._notes_shares = notes_shares
         statistics = Statistics(self.rows, following.batch.model.device)
         self._groups = [self._group(rows, policy, states, statistics) for rows in self._row_ranges(states[0])]
 
@@ -86,7 +95,7 @@ class PolicyPass(Pass):
             self.reported_share.append(
                 torch.cat([group.reported for group in self._groups if group.reported is not None])
             )
-        if any(group.meter.mass is not None for group in self._groups):
+        if any(group.mass is not None for group in self._groups):
             self._note_shares(layer, queries)
         return output.view_as(queries)
 
@@ -95,7 +104,7 @@ class PolicyPass(Pass):
             [Scores.of(self.following, layer, queries, part).log_sum_exp() for part in self.following.parts()]
         ).flatten(0, 1)
         for group in self._groups:
-            if (mass := group.meter.mass) is not None:
+            if (mass := group.mass) is not None:
                 self.true_share[layer, group.rows] = (mass - of_all[group.rows]).exp().clamp_max(1)
 
     def _row_ranges(self, state: RequestState) -> list[slice]:
@@ -127,7 +136,8 @@ class PolicyPass(Pass):
             statistics=statistics,
         )
         step = declaration_of(policy.decode).step(of_policy)
-        return _Group(rows, step, AuditedMeter(len(own_states), device))
+        meter = AuditedMeter if self._notes_shares else Meter
+        return _Group(rows, step, meter(len(own_states), device))
 
 
 class ExactPass(Pass):
@@ -208,13 +218,19 @@ class _Group:
 
     rows: slice
     step: DecodeStep
-    meter: AuditedMeter
+    meter: Meter
     reported: Tensor | None = None
+
+    @property
+    def mass(self) -> Tensor | None:
+        """What the tokens that the last layer attended to weigh, as an ``AuditedMeter`` has it."""
+        return self.meter.mass if isinstance(self.meter, AuditedMeter) else None
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
         step = self.step
         before = step.estimated_share.clone() if isinstance(step, _ReportsShare) else None
-        self.meter.mass = None
+        if isinstance(self.meter, AuditedMeter):
+            self.meter.mass = None
         self.meter.count_context(step.context, cache)
         output = step.attend(layer, queries, cache, self.meter)
         self.reported = None

@@ -66,6 +66,7 @@ class ModelProfile(BaseModel):
         kl: the bound, in nats, that the runtime keeps for requests that leave the quality to it.
         under_load_kl: the bound that it keeps for them under load; null if that is ``kl``.
         load_requests: how many others make load; null where nothing does.
+        times_are_of_this_machine: whether the runtime goes by the crossovers that were measured.
         device: that was measured on.
         dtype: of weights and activations there.
         date: when that was.
@@ -77,6 +78,7 @@ class ModelProfile(BaseModel):
     kl: float
     under_load_kl: float | None = None
     load_requests: int | None = None
+    times_are_of_this_machine: bool = False
     device: str
     dtype: str
     date: str

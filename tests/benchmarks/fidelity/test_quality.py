@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fidelity.quality import compared, quality_table
+from benchmarks.fidelity.quality import about_profile, compared, quality_table
 from sglang_winnow.quality_profile import Profile
 from tests.models import ModelShape, write_model, write_weights
 from tests.profiles import curve, profile
@@ -44,9 +44,8 @@ def test_the_choice_is_set_beside_the_best_of_the_other_text(made: Profile, tmp_
     assert (default.expected_kl, default.kl, default.read) == (0.01, 0.012, 0.38)
     assert (default.best, default.best_read) == (loose.chosen, 0.12)
     assert (loose.kl, loose.best_read) == (0.018, 0.12)
-    about = made.model_dump(mode="json", exclude={"curves", "floor"})
     runs = [{"prompts": 8, "tokens_each": 32, "text": "prose", "commit": None}]
     path = tmp_path / "quality.json"
-    path.write_text(json.dumps({"profile": about, "runs": runs, "rows": [asdict(default)]}))
+    path.write_text(json.dumps({"profile": about_profile(made), "runs": runs, "rows": [asdict(default)]}))
     assert "| 0.0120 [0.0060, 0.0240] | 38.0 |" in quality_table(path)
     assert "| 12.0 | 3.17 |" in quality_table(path)

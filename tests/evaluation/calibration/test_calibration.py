@@ -8,16 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from sglang_winnow.profile_parts import StoppedPoint, StoppedPolicy, kept_thresholds
 from sglang_winnow.quality_profile import ModelIdentity, Profile
 from tests.models import ModelShape, write_model, write_weights
 from winnow_evaluation.calibration.__main__ import _powers_of_two, app
-from winnow_evaluation.calibration.calibrating import Calibration
 from winnow_evaluation.calibration.candidates import candidates, fits
-from winnow_evaluation.calibration.unfinished import Unfinished
+from winnow_evaluation.calibration.drafts import rounds
+from winnow_evaluation.calibration.early_termination import THRESHOLDS, StoppingPart, relative_distance
+from winnow_evaluation.calibration.fronts import pareto_front
+from winnow_evaluation.calibration.parts import Subject
+from winnow_evaluation.calibration.quality import QualityPart
+from winnow_evaluation.calibration.unfinished import Unfinished, Unit
+from winnow_evaluation.fidelity.policies import Measured
+from winnow_evaluation.fidelity.prompts import Continued
+from winnow_evaluation.offline_model import OfflineModel
+from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import PolicyError
-from winnow_kernels.policies.attention_policy import parse_policy
+from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_policy
 
 QUEST = '{"decode": {"policy": "quest", "budget": 64, "full_layers": 0}}'
 LOWBIT = '{"decode": {"policy": "lowbit_top_k", "budget": 208}}'
@@ -76,9 +88,126 @@ def test_a_profile_has_the_curves_of_every_policy_after_each_prefill(profile: Pa
     assert [point.kv_read_ratio for point in read.floor] == [1, 1]
 
 
+def test_speed_is_that_of_each_way_to_decode_beside_dense_attention(profile: Path) -> None:
+    speed = Profile.read(profile).speed
+    assert speed is not None
+    assert speed.threads == torch.get_num_threads()
+    assert [time.length for time in speed.dense] == [192, 320]
+    assert [timed.attention for timed in speed.policies] == [parse_policy(json.loads(each)) for each in (QUEST, LOWBIT)]
+    assert [[point.length for point in timed.points] for timed in speed.policies] == [[192, 320], [320]]
+    for timed in speed.policies:
+        for point in timed.points:
+            # The median of ratios is not the ratio of medians, but near it.
+            dense = next(time.seconds for time in speed.dense if time.length == point.length)
+            assert point.ratio == pytest.approx(point.seconds / dense, rel=0.9)
+    # After another prefill it decodes alike.
+    assert speed.of(parse_policy(json.loads(QUEST) | {"prefill": json.loads(PREFILL)})) == speed.policies[0]
+    assert speed.of(parse_policy({"decode": {"policy": "quest", "budget": 128}})) is None
+
+
+def test_drafts_stand_as_often_as_they_are_dense_attentions_next_tokens(profile: Path) -> None:
+    drafts = Profile.read(profile).drafts
+    assert drafts is not None
+    assert (drafts.prompts, drafts.tokens) == (2, 4)
+    for policy in drafts.policies:
+        for point in policy.points:
+            assert 1 <= point.tokens_per_check <= point.draft_tokens + 1
+        # Of 4 tokens nobody drafts 8.
+        assert {point.draft_tokens for point in policy.points} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("stand", "draft_tokens", "tokens", "checks"),
+    [
+        ([1, 1, 1, 1, 1, 1], 2, 6, 2),
+        ([0, 0, 0, 0], 3, 2, 2),
+        # Two stand and the check says a third; then none stands; then one that is followed by another, cut off.
+        ([1, 1, 0, 0, 1, 0, 1], 2, 6, 3),
+        ([1, 1], 4, 0, 0),
+    ],
+)
+def test_rounds_of_drafts(stand: list[int], draft_tokens: int, tokens: int, checks: int) -> None:
+    assert rounds(stand, draft_tokens) == (tokens, checks)
+
+
+@given(st.lists(st.booleans(), max_size=80), st.integers(1, 16))
+def test_a_check_comes_to_one_token_at_least_and_all_drafts_and_one_at_most(stand: list[bool], drafted: int) -> None:
+    tokens, checks = rounds(stand, drafted)
+    assert checks <= tokens <= (drafted + 1) * checks
+    # No longer round fits.
+    assert tokens <= len(stand) + 1
+    assert tokens + drafted > len(stand)
+
+
+def test_the_thresholds_that_keep_the_error_and_read_least_are_kept() -> None:
+    policy, other = (parse_policy(json.loads(each)) for each in (LOWBIT, QUEST))
+
+    def stopped(attention: AttentionPolicy, scale: float, *points: tuple[float, float]) -> StoppedPolicy:
+        made = (
+            StoppedPoint(length=length, error=worst / 2, worst=worst, kv_read_ratio=read, kv_read_ratio_to_the_end=0.5)
+            for length, (worst, read) in zip((192, 320), points, strict=True)
+        )
+        return StoppedPolicy(attention=attention, early_termination=EarlyTermination(scale=scale), points=tuple(made))
+
+    found = [
+        stopped(policy, 0.01, (0.001, 0.49), (0.002, 0.48)),
+        stopped(policy, 0.03, (0.01, 0.45), (0.019, 0.4)),
+        # At one length it loses too much.
+        stopped(policy, 0.1, (0.01, 0.4), (0.021, 0.3)),
+        # It reads no less.
+        stopped(other, 0.01, (0.0, 0.5), (0.0, 0.5)),
+    ]
+    kept = kept_thresholds(found, 0.02)
+    assert [(each.attention, each.early_termination) for each in kept] == [
+        (policy, EarlyTermination(scale=0.03)),
+        (other, None),
+    ]
+
+
+def test_early_termination_reads_less_and_loses_more_the_looser_its_thresholds(folder: Path) -> None:
+    model = OfflineModel(folder, torch.device("cpu"))
+    tokens = torch.randint(2, 512, (2, 1305), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = {1300: [Continued(own[:1300], own[1300:]) for own in tokens]}
+    decodes = [{"policy": "lowbit_top_k", "budget": budget} for budget in (256, 768)]
+    policies = [Measured(parse_policy({"decode": decode})) for decode in decodes]
+    part = StoppingPart(Subject(model, prompts, 4, policies), max_error=0.02)
+    found = part.measure(1300, 0, lambda _: None)
+    # 256 tokens are four tiles: reading never stops before their end.
+    assert list(found) == [policies[1].policy.canonical()]
+    result = part.result({(1300, 0): found})
+    points = [each.points[0] for each in result.policies]
+    assert [each.early_termination for each in result.policies] == list(THRESHOLDS)
+    reads, errors = ([getattr(point, name) for point in points] for name in ("kv_read_ratio", "error"))
+    assert reads == sorted(reads, reverse=True)
+    assert reads[-1] < points[0].kv_read_ratio_to_the_end
+    assert errors == sorted(errors)
+    assert 0 < errors[-1] < 1
+    [kept] = result.kept
+    assert kept.attention == policies[1].policy
+
+
+def test_a_distance_is_relative_to_what_should_be() -> None:
+    exact = torch.tensor([[[[3.0, 4.0], [0.0, 2.0]]]])
+    found = exact + torch.tensor([[[[0.0, 0.5], [1.0, 0.0]]]])
+    assert relative_distance([found, exact], [exact, exact]) == pytest.approx((0.1 + 0.5) / 4)
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1))))
+def test_what_is_on_the_front_is_beaten_by_nothing(points: list[tuple[float, float]]) -> None:
+    front = pareto_front(points)
+    for cost, loss in points:
+        beaten = any(
+            own <= cost and other <= loss and (own, other) != (cost, loss) for own, other in [*points, (1.0, 0.0)]
+        )
+        assert ((cost, loss) in front) == (cost < 1 and not beaten)
+
+
 def test_the_report_needs_nothing_beside_it(profile: Path) -> None:
     page = profile.with_suffix(".html").read_text()
-    assert page.count("<svg") == 2
+    # Of each length one by KV read and one by time.
+    assert page.count("<svg") == 4
+    for heading in ("Speed", "Early termination", "Drafts for verify"):
+        assert f"<h2>{heading}</h2>" in page
     assert "quest budget 64, quoka prefill 64" in page
     assert not re.findall(r'(?:src|href)="(?!#)', page)
 
@@ -86,35 +215,42 @@ def test_the_report_needs_nothing_beside_it(profile: Path) -> None:
 def test_a_run_that_was_killed_goes_on_where_it_was(
     profile: Path, folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = Calibration._measure
+    measure = QualityPart.measure
     measured: list[tuple[int, int]] = []
 
-    def killed(self: Calibration, length: int, number: int, *others: Any) -> Any:
+    def killed(self: QualityPart, length: int, number: int, *others: Any) -> Any:
         if len(measured) == 3:
             raise KeyboardInterrupt
         measured.append((length, number))
         return measure(self, length, number, *others)
 
     output = tmp_path / "profile.json"
-    monkeypatch.setattr(Calibration, "_measure", killed)
-    assert invoke(folder, prompts, output).exit_code != 0
+    monkeypatch.setattr(QualityPart, "measure", killed)
+    quick = ("--parts", "quality")
+    assert invoke(folder, prompts, output, *quick).exit_code != 0
     assert measured == [(192, 0), (192, 1), (320, 0)]
     [unfinished] = tmp_path.iterdir()
     # It was killed while it wrote.
     unfinished.write_text(unfinished.read_text()[:-20])
     measured.clear()
-    assert invoke(folder, prompts, output, "--tokens", "5").exit_code == 1
+    assert invoke(folder, prompts, output, *quick, "--tokens", "5").exit_code == 1
     assert measured == []
-    assert invoke(folder, prompts, output).exit_code == 0
+    assert invoke(folder, prompts, output, *quick).exit_code == 0
     assert measured == [(320, 0), (320, 1)]
     once, twice = Profile.read(profile), Profile.read(output)
     assert (once.curves, once.floor, once.data) == (twice.curves, twice.floor, twice.data)
+    assert (twice.speed, twice.early_termination, twice.drafts) == (None, None, None)
+    assert once.seconds.keys() == {"quality", "speed", "drafts", "early-termination"}
+    assert twice.seconds.keys() == {"quality"}
 
 
 def test_what_is_unfinished_belongs_to_one_calibration(tmp_path: Path) -> None:
-    Unfinished.begin(tmp_path / "kept", "one").add(128, 0, {"dense": {"kl": 0.5}}, 2.0)
+    unit = Unit("quality", 128, 0)
+    Unfinished.begin(tmp_path / "kept", "one").add(unit, {"dense": {"kl": 0.5}}, 2.0)
     again = Unfinished.begin(tmp_path / "kept", "one")
-    assert (again.measured, again.seconds) == ({(128, 0): {"dense": {"kl": 0.5}}}, 2.0)
+    assert (again.measured, again.seconds) == ({unit: {"dense": {"kl": 0.5}}}, {"quality": 2.0})
+    assert again.of("quality") == {(128, 0): {"dense": {"kl": 0.5}}}
+    assert again.of("speed") == {}
     with pytest.raises(ValueError, match="another model, other prompts or other options"):
         Unfinished.begin(tmp_path / "kept", "two")
 
@@ -136,12 +272,23 @@ def test_a_line_that_is_no_prompt_is_named(folder: Path, tmp_path: Path, line: s
 
 
 @pytest.mark.parametrize(
+    ("parts", "problem"),
+    [("speed", "quality must be among them"), ("quality,spee", "'spee' is none of quality, speed")],
+)
+def test_a_part_that_is_none_is_named(folder: Path, prompts: Path, tmp_path: Path, parts: str, problem: str) -> None:
+    result = invoke(folder, prompts, tmp_path / "profile.json", "--parts", parts)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
     ("options", "problem"),
     [
         (["--policy", '{"prefill": {"policy": "quoka"}}'], "attention.prefill: must be absent"),
         (["--policy", '{"decode": {"policy": "quest"}, "keep": true}'], "must be without verify, keep, audit"),
         (["--prefill", '{"policy": "quest"}'], "attention.prefill.policy: must be one of dense, quoka"),
         (["--lengths", "100k"], "more than the model's context"),
+        (["--parts", "quality,speed", "--device", "cuda"], "--parts: speed is measured on a CPU alone"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(
@@ -191,6 +338,6 @@ def test_another_model_is_told_from_the_measured_one(profile: Path, folder: Path
         read.check_model(tmp_path / "same", read.key_bits)
     with pytest.raises(ValueError, match="low-bit keys of 2 bits"):
         read.check_model(folder, 4)
-    (tmp_path / "later").write_text(profile.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(ValueError, match="no profile of version 1: version"):
-        Profile.read(tmp_path / "later")
+    (tmp_path / "older").write_text(profile.read_text().replace('"version": 2', '"version": 1'))
+    with pytest.raises(ValueError, match="no profile of version 2: version"):
+        Profile.read(tmp_path / "older")

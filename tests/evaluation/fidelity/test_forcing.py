@@ -250,3 +250,57 @@ def test_a_prompt_prefilled_in_chunks_keeps_the_same_queries(model: OfflineModel
             kept.append((batch.last, state.kept.observation._queries[1]))
     for whole, in_chunks in zip(*kept, strict=True):
         torch.testing.assert_close(whole, in_chunks, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_replayed_queries_attend_as_a_policys_steps_do(name: str, forcing: Forcing, batch: PrefilledBatch) -> None:
+    policy = decode_policy(name, SPARSE[name])
+    with torch.inference_mode():
+        queries = forcing.queries()
+        replayed = forcing.replay(policy, queries)
+        # In the first layer nothing has been lost yet: its queries, keys and values are those of dense attention.
+        following = Following(batch, range(batch.prompts), TOKENS - 1, 1, MEMORY)
+        batch.use_codes(2)
+        steps = PolicyPass(following, policy, [batch.state(prompt, policy) for prompt in range(batch.prompts)])
+        own = steps.attend(0, queries[0][:, -1:])
+    found = replayed.outputs[0][:, -1:]
+    if name.startswith("lowbit_"):
+        assert float((found - own).abs().mean()) < 1e-3
+    else:
+        torch.testing.assert_close(found, own, atol=1e-4, rtol=1e-4)
+    assert replayed.kv_read_ratio > 0
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_what_covers_the_context_replays_dense_attention(name: str, forcing: Forcing) -> None:
+    with torch.inference_mode():
+        queries = forcing.queries()
+        found = forcing.replay(decode_policy(name, COVERING[name]), queries)
+        dense = forcing.replay(decode_policy("dense", {}), queries)
+    assert dense.kv_read_ratio == 1
+    for own, other in zip(found.outputs, dense.outputs, strict=True):
+        torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_greedy_answer_is_what_dense_attention_says_when_it_is_forced(
+    model: OfflineModel, batch: PrefilledBatch
+) -> None:
+    with torch.inference_mode():
+        forcing, said = Forcing.greedy(batch, TOKENS, MEMORY)
+        assert torch.equal(model.best(forcing.dense().hidden), said)
+        assert torch.equal(forcing._tokens[:, 0], model.best(batch.last[:, -1]))
+    assert torch.equal(forcing._tokens[:, 1:], said[:, :-1])
+
+
+def test_times_are_of_each_policy_and_step_and_change_nothing(forcing: Forcing) -> None:
+    policies = [decode_policy("dense", {}), *(decode_policy(name, SPARSE[name]) for name in ("quest", "lowbit_top_k"))]
+    with torch.inference_mode():
+        queries = forcing.queries()
+        before = forcing.replay(policies[1], queries)
+        # There are fewer tokens than steps.
+        seconds = forcing.time(policies, queries, TOKENS + 2)
+        after = forcing.replay(policies[1], queries)
+    assert [len(own) for own in seconds] == [TOKENS + 2] * 3
+    assert all(second > 0 for own in seconds for second in own)
+    for own, other in zip(before.outputs, after.outputs, strict=True):
+        assert torch.equal(own, other)

@@ -60,9 +60,9 @@ REQUEST_SLOTS = len(POLICIES) + 1
 @pytest.fixture(autouse=True)
 def policies_act_at_every_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(crossover.ENVIRONMENT, "0")
-    crossover.crossover_tokens.cache_clear()
+    crossover.of_all_policies.cache_clear()
     yield
-    crossover.crossover_tokens.cache_clear()
+    crossover.of_all_policies.cache_clear()
 
 
 class Shape(NamedTuple):

@@ -130,7 +130,7 @@ def run(names: Sequence[str], device: torch.device) -> tuple[str, list[Tensor], 
 def mixed(device: torch.device) -> tuple[list[Tensor], Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(crossover.ENVIRONMENT, "0")
-        crossover.crossover_tokens.cache_clear()
+        crossover.of_all_policies.cache_clear()
         label, outputs, statistics = run(NAMES, device)
     assert label == "all+early_termination"
     return outputs, statistics

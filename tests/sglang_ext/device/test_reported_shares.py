@@ -53,7 +53,7 @@ def mixed(device: torch.device) -> tuple[list[Tensor], Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_selector, "SCRATCH_BYTES", 1)
         patch.setenv(crossover.ENVIRONMENT, "0")
-        crossover.crossover_tokens.cache_clear()
+        crossover.of_all_policies.cache_clear()
         return run(NAMES, device)
 
 
