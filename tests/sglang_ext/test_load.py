@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_winnow.admission import attach_policy
-from sglang_winnow.crossover import ENVIRONMENT, crossover_tokens
+from sglang_winnow.crossover import ENVIRONMENT, of_all_policies
 from sglang_winnow.profile_settings import LOAD, UNDER_LOAD, default_kl, load_requests, under_load_kl
 from sglang_winnow.quality_choice import Choice
 from sglang_winnow.server_information import ServedModel
@@ -21,7 +21,7 @@ from tests.models import ModelShape, write_model, write_weights
 from tests.sglang_ext.conftest import CURVES, PROFILE_LENGTHS, QUEST, QUEST_UNDER_LOAD
 from winnow_kernels.policies.attention_policy import parse_policy
 
-SETTINGS = (default_kl, load_requests, under_load_kl, crossover_tokens)
+SETTINGS = (default_kl, load_requests, under_load_kl, of_all_policies)
 
 
 @pytest.fixture(autouse=True)

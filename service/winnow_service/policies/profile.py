@@ -76,9 +76,9 @@ class ModelProfile(BaseModel):
 
     model: str
     kl: float
-    under_load_kl: float | None = None
-    load_requests: int | None = None
-    times_are_of_this_machine: bool = False
+    under_load_kl: float | None
+    load_requests: int | None
+    times_are_of_this_machine: bool
     device: str
     dtype: str
     date: str

@@ -16,7 +16,9 @@ from benchmarks.serving.verified_requests import JSON_OBJECT, row_of
 def answer(tokens: list[int], logprobs: list[float], text: str = "", ends: str = "stop", **verify: int) -> Any:
     """An answer of SGLang's, that tells of the token before each, too, which is by 0.5 less probable."""
     told = [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)]
-    others = [[entry, [entry[0] - 0.5, entry[1] - 1, None]] for entry in told]
+    others = [
+        [[value, token, None], [value - 0.5, token - 1, None]] for value, token in zip(logprobs, tokens, strict=True)
+    ]
     meta = {"output_token_logprobs": told, "output_top_logprobs": others, "finish_reason": {"type": ends}}
     attention = {"attention": {"verify": verify}} if verify else {}
     return {"output_ids": tokens, "text": text, "meta_info": meta | attention}
