@@ -18,6 +18,7 @@ from tests.models import ModelShape, write_model, write_weights
 from tests.runtime import Runtime, runtime_server
 from tests.sglang_ext.conftest import CHUNK, ENVIRONMENT, LOAD_REQUESTS
 from tests.sglang_ext.conftest import SERVED_MODEL as MODEL
+from winnow_service.policies.profile import ModelProfile
 
 VOCABULARY = ModelShape().vocab_size
 STREAMING = {"decode": {"policy": "streaming_llm", "window": 16}}
@@ -94,7 +95,7 @@ def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
         policies = information.pop("policies")
         assert information.pop("prefill_policies") == ["dense", "quoka"]
         profile = information.pop("profile")
-        assert profile.keys() == {"model", "lengths", "policies", "kl", "under_load_kl", "load_requests"}
+        assert profile.keys() == ModelProfile.model_fields.keys()
         assert (profile["under_load_kl"], profile["load_requests"]) == (0.05, LOAD_REQUESTS)
         assert information == {
             "layers": 2,
