@@ -19,14 +19,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sglang_winnow.audit_share import promised_share
-from sglang_winnow.left_policies import Left
 from sglang_winnow.quality_profile import Curve, Point
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.quality import Quality
+
+if TYPE_CHECKING:
+    # It counts in metrics, which need SGLang; offline measurements do without.
+    from sglang_winnow.left_policies import Left
 
 ATTENTION_OF_PREFILL: Final = 0.5
 """The part of a prefill's cost that a sparse prefill makes less of."""
