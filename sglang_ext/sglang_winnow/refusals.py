@@ -153,7 +153,6 @@ def _reasons_of_windows(runner: ModelRunner, windows: Mapping[int, int], layers:
     if (dense := dense_backend(runner)) not in WITH_WINDOWS:
         served = " or ".join(WITH_WINDOWS)
         yield f"sliding windows beside the dense backend {dense} (set {DENSE_ENVIRONMENT} to {served})"
-    yield "sliding windows on CUDA"
 
 
 def _reasons_of_indexes(runner: ModelRunner) -> Iterator[str]:

@@ -151,12 +151,11 @@ def windows_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             runner(layer(0, sliding_window_size=128), layer(1), config=ONE_WINDOW),
             "layers whose sliding windows are not as long as the model's, on CUDA",
         ),
-        (WINDOWED, "sliding windows on CUDA"),
     ],
 )
 @pytest.mark.usefixtures("windows_on_cuda")
 def test_windows_on_cuda(refused: Any, reason: str) -> None:
-    refuse_what_is_not_served(runner())
+    refuse_what_is_not_served(WINDOWED)
     assert_refused(refused, reason)
 
 
