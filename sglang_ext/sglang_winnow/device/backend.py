@@ -80,10 +80,11 @@ class WinnowDeviceBackend(AttentionBackend):
         # Where all layers have full attention, their places are their numbers.
         placed = self._layers.full if self._layers.windows else None
         self.requests = RequestTable(self.statistics, len(self._layers.windows), placed)
-        kinds = enabled_kinds()
+        verifies = verifies_drafts(resolved(runner.server_args))
+        kinds = enabled_kinds(verifies=verifies)
         self._decode = build_decode(runner, self._caches, full[0], self.indexes, self.statistics, kinds, ranks)
-        self.check = self._checks(layers) if verifies_drafts(resolved(runner.server_args)) else None
-        sets = graph_sets(served_policies())
+        self.check = self._checks(layers) if verifies else None
+        sets = graph_sets(served_policies(verifies=verifies))
         profiled = [place for layer in profiled_layers(runner) if (place := self._layers.place(layer)) is not None]
         self.variants = variants_of(kinds, sets, len(full), profiled)
         logger.info(

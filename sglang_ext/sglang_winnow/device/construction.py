@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def enabled_kinds() -> frozenset[str]:
+def enabled_kinds(*, verifies: bool) -> frozenset[str]:
     """Return the kinds of the decode policies that the server serves (``served_policies``), besides dense."""
-    return kinds_of(served_policies())
+    return kinds_of(served_policies(verifies=verifies))
 
 
 def profiled_layers(runner: ModelRunner) -> Collection[int]:

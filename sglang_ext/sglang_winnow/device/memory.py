@@ -73,7 +73,8 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     from sglang_winnow.refusals import attention_layers  # noqa: PLC0415
 
     model, tp_size = configurator.model_config, attention_ranks_of(configurator)
-    kinds = enabled_kinds()
+    verifies = verifies_drafts(resolved(configurator.server_args))
+    kinds = enabled_kinds(verifies=verifies)
     layers = ModelLayers.of(attention_layers(configurator))
     if not layers.full:
         # The backend refuses such a model.
@@ -87,9 +88,9 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     rows = resolved(configurator.server_args).max_running_requests
     query_heads = model.num_attention_heads // tp_size
     fixed = fixed_bytes(kinds, shape, query_heads, rows, model.context_len, configurator.page_size)
-    if verifies_drafts(resolved(configurator.server_args)):
+    if verifies:
         fixed += check_bytes(shape, query_heads)
-    policies = served_policies()
+    policies = served_policies(verifies=verifies)
     reserved = reserved_indexes(policies, shape, configurator.page_size, index_settings(), len(layers.windows))
     share = sum(index.share for index in reserved)
     left = int((available - fixed) / (1 + share))
