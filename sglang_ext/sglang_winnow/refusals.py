@@ -16,8 +16,8 @@ from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, WITH_WINDOWS, dense_b
 from sglang_winnow.forward_pass import window_of
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import sliding_layers
-from sglang_winnow.sglang_versions.releases import OLDEST, WINDOWS_ON_CUDA
 from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
+from sglang_winnow.sglang_versions.releases import OLDEST, WINDOWS_ON_CUDA
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.cache import NARROW
 from winnow_kernels.policies.declarations import DECLARATIONS
