@@ -15,7 +15,7 @@ from sglang_winnow.device.check import CheckBackend
 from sglang_winnow.device.construction import build_decode, dense_backend, enabled_kinds, profiled_layers
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
-from sglang_winnow.forward_pass import context_of, write_keys_and_values
+from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, write_keys_and_values
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS, SUPERSET_STEPS
@@ -63,6 +63,7 @@ class WinnowDeviceBackend(AttentionBackend):
         layers = attention_layers(runner)
         self._last_layer = layers[-1].layer_id
         self._query_heads = layers[0].tp_q_head_num
+        self._dtype: torch.dtype = runner.dtype
         self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in layers]
         self.indexes = Indexes(self._caches, runner.page_size, self.device, index_settings())
         table = self.req_to_token_pool.req_to_token
@@ -87,7 +88,7 @@ class WinnowDeviceBackend(AttentionBackend):
             self._caches[0].kv_heads, runner.model_config.context_len, self.device
         )
         if self.device.type == "cuda":
-            compile_defaults(self._caches[0], self._query_heads, runner.page_size, self._workspace)
+            compile_defaults(self._caches[0], self._query_heads, runner.page_size, self._workspace, self._dtype)
 
     def __getattr__(self, name: str) -> Any:
         """Return what SGLang asks of its own backends alone."""
@@ -127,7 +128,7 @@ class WinnowDeviceBackend(AttentionBackend):
 
     def compile(self, rows: int) -> None:
         """Compile the kernels of decode steps of ``rows`` rows, before graphs are captured of them."""
-        self._decode.compile(self.variants.values(), rows, self._query_heads)
+        self._decode.compile(self.variants.values(), rows, self._query_heads, self._dtype)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass that no CUDA graph serves."""
@@ -191,10 +192,11 @@ class WinnowDeviceBackend(AttentionBackend):
         else:
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            cache = self._caches[layer.layer_id]
+            queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
             output = torch.empty_like(queries)
             self._decode.attend(layer.layer_id, queries, output)
-            output = output.flatten(1)
+            output = scaled_output(output, layer, cache).flatten(1)
         if layer.layer_id == self._last_layer:
             self._decode.finish()
         return output
@@ -210,22 +212,25 @@ class WinnowDeviceBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
-        prefill = self._prefill
+        prefill, cache = self._prefill, self._caches[layer.layer_id]
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if prefill is None or prefill.is_dense:
             output = self._dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
         else:
+            rows = prefill.dense_tokens
+            # Taken before they are divided by the layer's scales, in place: dense backends may read them as they were.
+            own = None if rows is None else (q[rows], k[rows], v[rows])
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
             output = torch.empty_like(queries)
-            prefill.attend(layer.layer_id, queries, layer.scaling, output)
-            if (rows := prefill.dense_tokens) is not None:
-                own = (q[rows], k[rows], v[rows])
+            prefill.attend(layer.layer_id, scaled_queries(queries, layer, cache), layer.scaling, output)
+            output = scaled_output(output, layer, cache)
+            if own is not None:
                 part = self._dense.forward_extend(*own, layer, prefill.dense_batch, save_kv_cache=False, **options)
                 output[rows] = part.view(-1, *queries.shape[1:])
             output = output.flatten(1)
         if prefill is not None:
-            prefill.plan.note(layer.layer_id, queries, layer.scaling)
+            prefill.plan.note(layer.layer_id, scaled_queries(queries, layer, cache), layer.scaling)
             if layer.layer_id == self._last_layer:
                 prefill.finish()
         return output
@@ -270,4 +275,4 @@ class WinnowDeviceBackend(AttentionBackend):
             with_norms=False,
         )
         page_size = self.indexes.page_size
-        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._workspace)
+        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._workspace, self._dtype)

@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.device.decode import DeviceDecode
-from sglang_winnow.forward_pass import write_keys_and_values
+from sglang_winnow.forward_pass import scaled_output, scaled_queries, write_keys_and_values
 from sglang_winnow.verification_plan import count_accepted
 from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
 from winnow_kernels.cache import LayerCache
@@ -105,10 +105,11 @@ class CheckBackend(AttentionBackend):
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
         if save_kv_cache:
             write_keys_and_values(self._pool, layer, forward_batch, k, v)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        cache = self._caches[layer.layer_id]
+        queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
         output = torch.empty_like(queries)
         self._attend(layer.layer_id, queries, output)
-        return output.flatten(1)
+        return scaled_output(output, layer, cache).flatten(1)
 
     def _attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         cache, step = self._caches[layer], self._step
