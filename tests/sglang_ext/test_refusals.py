@@ -203,6 +203,20 @@ def test_caches(cache: Any, reason: str) -> None:
     assert_refused(runner(cache=cache), reason)
 
 
+def test_scales_of_a_file() -> None:
+    scaled = layer(1)
+    # As SGLang's models set them from such a file.
+    scaled.k_scale = scaled.v_scale = 0.5
+    refuse_what_is_not_served(runner(layer(0), scaled))
+    assert_refused(
+        runner(layer(0), scaled, cache=pool(dtype=torch.float8_e4m3fn)),
+        "scales for a KV cache in 8 bits that are in a file of their own (--quantization-param-path), not in the"
+        " checkpoint",
+    )
+    scaled.k_scale_float = scaled.v_scale_float = 0.5
+    refuse_what_is_not_served(runner(layer(0), scaled, cache=pool(dtype=torch.float8_e4m3fn)))
+
+
 def test_layers_come_in_the_order_of_the_model() -> None:
     layers = attention_layers(runner(layer(1), nn.Linear(2, 2), layer(0)))
     assert [one.layer_id for one in layers] == [0, 1]
