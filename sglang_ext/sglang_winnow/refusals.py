@@ -67,8 +67,6 @@ def _reasons(runner: ModelRunner) -> Iterator[str]:
     pool, layers = runner.token_to_kv_pool, attention_layers(runner)
     if type(pool) is not MHATokenToKVPool:
         yield f"a KV cache of the kind {type(pool).__name__}"
-    elif pool.dtype in NARROW and torch.cuda.is_available():
-        yield f"a KV cache in {_name(pool.dtype)} on CUDA (use float32, float16 or bfloat16)"
     elif pool.dtype not in (*KV_DTYPES, *NARROW):
         yield f"a KV cache in {_name(pool.dtype)} (use float32, float16, bfloat16 or float8_e4m3fn)"
     # SGLang divides by them when it writes the cache, but attention multiplies by those of a checkpoint alone.
