@@ -53,6 +53,7 @@ from benchmarks.serving.tables import (
     served_table,
     ttft_table,
     verified_answers_table,
+    verified_requests_table,
     verified_table,
 )
 
@@ -172,6 +173,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "verification-32k-gpu": ("verification-32k-gpu.json", verification_table),
     "verification-pages": ("verification-pages.json", verification_table),
     "verified-answers": ("verified-answers.json", verified_answers_table),
+    "verified-requests": ("verified-requests.json", verified_requests_table),
     "cpu-server": ("cpu-server.json", cpu_server_table),
     "cpu-conversations": ("cpu-conversations.json", conversations_table),
     "service": ("service.json", service_table),

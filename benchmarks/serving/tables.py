@@ -106,6 +106,41 @@ def answers_markdown(rows: Sequence[Row]) -> str:
     )
 
 
+def verified_requests_table(path: Path) -> str:
+    """Return how far verified answers are those of dense attention, by what requests ask for."""
+    record = Record.read(path)
+    what = f"{record.rows[0].model}, {record.rows[0].context:,} tokens of context"
+    return f"{what}, {', '.join(record.header['texts'])}.\n\n{requests_markdown(record.rows)}{devices_of(record)}"
+
+
+def requests_markdown(rows: Sequence[Row]) -> str:
+    """Return rows of ``benchmarks.serving.verified_requests`` as Markdown."""
+    cells = []
+    for row in rows:
+        told = row.parameters
+        checks, leads = told["tokens_per_check"], [lead for lead in told["leads"] if lead is not None]
+        # What is not among the tokens that are told of leads by more.
+        unknown = len(told["leads"]) - len(leads)
+        cells.append(
+            (
+                told["request"],
+                row.policy,
+                "" if checks is None else f"{checks:.2f}",
+                f"{told['equal_answers']} of {row.batch}",
+                ", ".join(([f"{max(leads):.3f}"] if leads else []) + ([f"{unknown} not told"] if unknown else [])),
+                f"{told['largest_error']:.3f}",
+                "" if told["objects"] is None else f"{told['objects']} of {row.batch}",
+            )
+        )
+    headings = ("request", "answers", "tokens a check", "equal to dense attention's")
+    others = (
+        "lead of the dense token where they part, at most",
+        "log-probabilities differ by, at most",
+        "of the schema",
+    )
+    return markdown_table((*headings, *others), cells)
+
+
 def _place(row: Row) -> tuple[int, str, str, str]:
     """Return a row's run, context and requests, backend, and policy."""
     return row.parameters.get("run", 0), case_of(row), row.parameters["backend"], row.policy

@@ -63,7 +63,7 @@ def register() -> None:
         SystemExit: the environment, or SGLang, is not what the hooks need.
     """
     with refusing_to_start():
-        graph_sets(served_policies())
+        graph_sets(served_policies(verifies=True))
         index_settings()
         crossover_tokens("quest")
         server_share()

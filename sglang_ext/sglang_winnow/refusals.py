@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_winnow.audit_share import ENVIRONMENT, server_share
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.cache import NARROW
 from winnow_kernels.policies.declarations import DECLARATIONS
@@ -120,7 +121,7 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
         yield f"pages of {runner.page_size} tokens on CUDA (use --page-size 16, 32 or 64)"
     if runner.model_config.context_len > MAX_PAGES * runner.page_size:
         yield f"contexts of {runner.model_config.context_len} tokens in pages of {runner.page_size} (use larger pages)"
-    for name in served_policies():
+    for name in served_policies(verifies=verifies_drafts(resolved(runner.server_args))):
         longest = DECLARATIONS[name].longest_on_gpu
         if longest is not None and runner.model_config.context_len > longest:
             yield f"contexts of more than {longest} tokens with {name} (leave it out of {POLICIES_SETTING})"
@@ -139,7 +140,7 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
 
 def _reasons_of_indexes(runner: ModelRunner) -> Iterator[str]:
     head_dim = attention_layers(runner)[0].qk_head_dim
-    for name in served_policies():
+    for name in served_policies(verifies=verifies_drafts(resolved(runner.server_args))):
         index = DECLARATIONS[name].index
         if index is not None and (unfit := index.unfit(head_dim, runner.page_size)) is not None:
             yield f"{unfit} with {name} (leave it out of {POLICIES_SETTING})"

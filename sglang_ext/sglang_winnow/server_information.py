@@ -192,6 +192,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
     """Return what the model and the server's command line allow."""
     chunk = resolved(arguments).chunked_prefill_size
     has_policies = set(attention_backends(arguments)) == {NAME}
+    verifies = verifies_drafts(resolved(arguments))
     return ServedModel(
         layers=config.num_hidden_layers,
         context_length=config.context_len,
@@ -200,9 +201,9 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         page_size=resolved(arguments).page_size,
         chunk=chunk if chunk is not None and chunk > 0 else None,
         has_policies=has_policies,
-        decode_policies=served_policies(),
+        decode_policies=served_policies(verifies=verifies),
         key_bits=index_settings().key_bits,
-        verifies=verifies_drafts(resolved(arguments)),
+        verifies=verifies,
         device=resolved(arguments).device,
         # Models that Winnow's attention does not serve may have none.
         kv_heads=config.get_total_num_kv_heads() if has_policies else 1,

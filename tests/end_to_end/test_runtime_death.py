@@ -52,6 +52,8 @@ def test_winnow_up_stops_both_and_exits_with_an_error(tmp_path: Path) -> None:
     assert not any(map(alive, below))
 
 
+# It starts SGLang twice; tests/service kills fake runtimes in the same ways.
+@pytest.mark.full
 def test_a_service_of_its_own_stays_up_and_serves_again(
     tmp_path: Path, stopped_at_the_end: list[subprocess.Popen[bytes]]
 ) -> None:

@@ -41,11 +41,11 @@ LAYERS = 6
 
 def test_on_a_cpu_all_kinds_are_served_unless_the_environment_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(POLICIES_SETTING, raising=False)
-    assert enabled_kinds() == ALL
+    assert enabled_kinds(verifies=True) == ALL
     monkeypatch.setenv(POLICIES_SETTING, "tactic, snapkv,pyramidkv,dense")
-    assert enabled_kinds() == {"tactic", "snapkv"}
+    assert enabled_kinds(verifies=True) == {"tactic", "snapkv"}
     monkeypatch.setenv(POLICIES_SETTING, "")
-    assert enabled_kinds() == frozenset()
+    assert enabled_kinds(verifies=True) == frozenset()
 
 
 @pytest.fixture
@@ -58,15 +58,20 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_gpu")
 def test_on_a_gpu_a_policy_that_never_paid_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(DECLARATIONS["snapkv"]), "pays_on_gpu", False)
-    assert "snapkv" not in served_policies()
-    assert {"dense", "delta"} < set(served_policies())
+    assert "snapkv" not in served_policies(verifies=True)
+    assert {"dense", "delta"} < set(served_policies(verifies=True))
     monkeypatch.setenv(POLICIES_SETTING, "snapkv")
-    assert served_policies() == ("dense", "snapkv")
+    assert served_policies(verifies=True) == ("dense", "snapkv")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_on_a_gpu_what_drafts_alone_is_served_where_drafts_are_checked() -> None:
+    assert set(served_policies(verifies=True)) - set(served_policies(verifies=False)) == {"verified_pages"}
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_on_a_gpu_a_policy_whose_index_no_preset_needs_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = set(served_policies())
+    served = set(served_policies(verifies=True))
     indexes = {DECLARATIONS[name].index for name in INDEXED_BY_DEFAULT}
     for name in DECODE_POLICIES:
         declared = DECLARATIONS[name]
@@ -74,7 +79,7 @@ def test_on_a_gpu_a_policy_whose_index_no_preset_needs_must_be_named(monkeypatch
     left_out = set(DECODE_POLICIES) - served
     assert any(DECLARATIONS[name].index is not None for name in left_out)
     monkeypatch.setenv(POLICIES_SETTING, ",".join(left_out))
-    assert set(served_policies()) == {"dense", *left_out}
+    assert set(served_policies(verifies=True)) == {"dense", *left_out}
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -82,7 +87,7 @@ def test_on_a_gpu_a_policy_whose_index_no_preset_needs_must_be_named(monkeypatch
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_by_default_indexes_take_12_percent_of_the_cache_at_most(head_dim: int, page_size: int) -> None:
     shape = PoolShape(layers=32, kv_heads=8, head_dim=head_dim, element_size=2)
-    reserved = reserved_indexes(served_policies(), shape, page_size)
+    reserved = reserved_indexes(served_policies(verifies=True), shape, page_size)
     assert {name for index in reserved for name in index.policies} >= set(INDEXED_BY_DEFAULT)
     assert sum(index.share for index in reserved) <= 0.12
 
@@ -90,7 +95,7 @@ def test_by_default_indexes_take_12_percent_of_the_cache_at_most(head_dim: int, 
 def test_an_unknown_policy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(POLICIES_SETTING, "quest,tactics")
     with pytest.raises(ValueError, match=r"WINNOW_POLICIES: no decode policy is called 'tactics'; there are dense, "):
-        enabled_kinds()
+        enabled_kinds(verifies=True)
 
 
 KINDS_SERVED = st.sets(st.sampled_from(sorted(ALL)))
@@ -142,8 +147,8 @@ def test_by_default_a_server_captures_few_graphs(
     delta_layers: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(graph_sets.ENVIRONMENT, raising=False)
-    kinds = enabled_kinds()
-    variants = variants_of(kinds, graph_sets.graph_sets(served_policies()), LAYERS, delta_layers)
+    kinds = enabled_kinds(verifies=False)
+    variants = variants_of(kinds, graph_sets.graph_sets(served_policies(verifies=False)), LAYERS, delta_layers)
     # Dense, each alone, two sets of the presets', all with and without early termination, and all in any layers.
     assert len(variants) == 1 + len(kinds) + 2 + 2 + bool(delta_layers) == count
     assert {"dense", "quoka", "lowbit_top_p+early_termination", "all", "all+early_termination"} < variants.keys()
@@ -200,7 +205,7 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
     available = 2**34
     with caplog.at_level(logging.INFO, logger=memory.__name__):
         left = hook.function(lambda _: available, configurator)
-    buffers = fixed_bytes(enabled_kinds(), SHAPE, query_heads=32, rows=4, longest=4096, page_size=16)
+    buffers = fixed_bytes(enabled_kinds(verifies=True), SHAPE, query_heads=32, rows=4, longest=4096, page_size=16)
     if algorithm:
         buffers += check_bytes(SHAPE, query_heads=32)
     assert left == pytest.approx((available - buffers) / (1 + 0.1094 + 0.0625), rel=1e-3)

@@ -268,7 +268,7 @@ def ask_whatever(server: Server, requests: int) -> None:
 @pytest.mark.timeout(600)
 def test_whatever_is_asked(tmp_path: Path) -> None:
     with serve(tmp_path, 16) as server:
-        ask_whatever(server, 300)
+        ask_whatever(server, 150)
 
 
 @pytest.mark.full

@@ -61,6 +61,7 @@ def runner(
         model_config=SimpleNamespace(**SERVED_MODEL | (config or {})),
         token_to_kv_pool=cache or pool(),
         page_size=page_size,
+        server_args=SimpleNamespace(speculative_algorithm=None),
     )
 
 

@@ -238,9 +238,7 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
     table_ptr = rows.page_table + row * rows.table_stride
     in_tile = _tokens_of_tile()
     if leaves_logs:
-        queries_of_pair: tl.constexpr = new_tokens * heads.group
-        of_logs = (row * heads.kv_heads + kv_head) * page_logs.width * queries_of_pair + member
-        is_asked = is_query & (tl.load(page_logs.asking + row) != 0)
+        asks = tl.load(page_logs.asking + row) != 0
     highest = tl.full([block], _NO_MASS, tl.float32)
     # Sums over a whole tile make the warps of a small block wait for each other; of a large one each has whole rows.
     parts: tl.constexpr = _QUARTERS if leaves_logs or block <= _SMALL_BLOCK else 1
@@ -265,8 +263,11 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
         mass = mass * fade[:, None] + of_parts
         weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
         highest = higher
-        if leaves_logs:
-            _leave_logs(page_logs, rows, of_logs, is_asked, queries_of_pair, of_parts, higher, tile, length)
+        if leaves_logs:  # noqa: SIM102  # The one is decided when the kernel is compiled.
+            # Rows that do not ask wait for no logarithms.
+            if asks:
+                pair = row * heads.kv_heads + kv_head
+                _leave_logs(page_logs, rows, pair, member, new_tokens * heads.group, of_parts, higher, tile, length)
     mass = tl.sum(mass, axis=1)
     saw = mass > 0.0
     # Of padding, and of queries before all that a split has, nothing is seen: neither logarithms nor quotients of 0.
@@ -304,8 +305,8 @@ def _sums_of_parts(weights: tl.tensor, parts: tl.constexpr) -> tl.tensor:
 def _leave_logs(
     page_logs: PageLogs,
     rows: Rows,
-    of_queries: tl.tensor,
-    is_asked: tl.tensor,
+    pair: tl.tensor,
+    member: tl.tensor,
     queries_of_pair: tl.constexpr,
     of_quarters: tl.tensor,
     highest: tl.tensor,
@@ -320,9 +321,9 @@ def _leave_logs(
     has_mass = of_pages > 0.0
     logs = tl.log2(tl.where(has_mass, of_pages, 1.0)) + highest[:, None]
     tl.store(
-        page_logs.pointer + of_queries[:, None] + page[None, :] * queries_of_pair,
+        page_logs.pointer + (pair * page_logs.width + page)[None, :] * queries_of_pair + member[:, None],
         tl.where(has_mass, logs, float("-inf")),
-        mask=is_asked[:, None] & (page * rows.page_size < length)[None, :],
+        mask=(member < queries_of_pair)[:, None] & (page * rows.page_size < length)[None, :],
     )
 
 

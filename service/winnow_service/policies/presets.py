@@ -2,7 +2,7 @@
 
 The numbers are from the frontier of docs/measurements.md: no other policy there loses less without reading more. None
 needs a profile of the model, and none ends attention to a full cache early. Those that promise a share read at least
-``MIN_TOKENS``: a share alone is no promise of retrieval (docs/measurements.md, "Retrieval with presets").
+``MIN_TOKENS``: a share alone is no promise of retrieval (docs/measurements.md, "Presets on RULER's tasks").
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.quality import NAME as AUTO_QUALITY
 from winnow_kernels.policies.quality import Quality
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
+from winnow_kernels.policies.verified_pages.parameters import VerifiedPages
 
 MIN_TOKENS: Final = 128
 """For each query head. One that has nine tenths of its attention on the first token still reads what it looks for."""
@@ -45,8 +46,8 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
             "The 512 tokens that hold most of the attention at every decode step, found by low-bit keys.",
         ),
         "lossless": Preset(
-            AttentionPolicy(decode=LowBitTopK(budget=512), verify=Verification(draft_tokens=AUTO)),
-            "Dense attention's answer: drafts with `fast`, as many as pay, and checks them. For servers that verify.",
+            AttentionPolicy(decode=VerifiedPages(budget=2048), verify=Verification(draft_tokens=AUTO)),
+            "Dense attention's answer: as many drafts as pay, from what checks attended to. For servers that verify.",
         ),
         "long-prompt": Preset(
             AttentionPolicy(decode=LowBitTopP(min_tokens=MIN_TOKENS), prefill=QuokaPrefill(budget_ratio=0.25)),

@@ -70,10 +70,11 @@ class WinnowDeviceBackend(AttentionBackend):
         ranks = attention_ranks()
         self.statistics = Statistics(table.shape[0], self.device, ranks)
         self.requests = RequestTable(self.statistics)
-        kinds = enabled_kinds()
+        verifies = verifies_drafts(resolved(runner.server_args))
+        kinds = enabled_kinds(verifies=verifies)
         self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, kinds, ranks)
-        self.check = self._checks(layers[0]) if verifies_drafts(resolved(runner.server_args)) else None
-        sets = graph_sets(served_policies())
+        self.check = self._checks(layers[0]) if verifies else None
+        sets = graph_sets(served_policies(verifies=verifies))
         self.variants = variants_of(kinds, sets, len(layers), profiled_layers(runner))
         logger.info(
             "Winnow has decode graphs of %d kinds of batches: %s.", len(self.variants), ", ".join(self.variants)

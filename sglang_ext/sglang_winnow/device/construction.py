@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 DENSE_ENVIRONMENT: Final = "WINNOW_DENSE_BACKEND"
 
 
-def enabled_kinds() -> frozenset[str]:
+def enabled_kinds(*, verifies: bool) -> frozenset[str]:
     """Return the kinds of the decode policies that the server serves (``served_policies``), besides dense."""
-    return kinds_of(served_policies())
+    return kinds_of(served_policies(verifies=verifies))
 
 
 def dense_backend(runner: ModelRunner) -> str:

@@ -69,7 +69,8 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     if resolved(configurator.server_args).attention_backend != NAME:
         return available
     model, tp_size = configurator.model_config, attention_ranks_of(configurator)
-    kinds = enabled_kinds()
+    verifies = verifies_drafts(resolved(configurator.server_args))
+    kinds = enabled_kinds(verifies=verifies)
     shape = PoolShape(
         model.num_hidden_layers,
         model.get_num_kv_heads(tp_size),
@@ -79,9 +80,9 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     rows = resolved(configurator.server_args).max_running_requests
     query_heads = model.num_attention_heads // tp_size
     fixed = fixed_bytes(kinds, shape, query_heads, rows, model.context_len, configurator.page_size)
-    if verifies_drafts(resolved(configurator.server_args)):
+    if verifies:
         fixed += check_bytes(shape, query_heads)
-    policies = served_policies()
+    policies = served_policies(verifies=verifies)
     reserved = reserved_indexes(policies, shape, configurator.page_size, index_settings())
     share = sum(index.share for index in reserved)
     left = int((available - fixed) / (1 + share))

@@ -249,6 +249,8 @@ def test_terminations_are_compared_with_none() -> None:
     assert TERMINATIONS[0] == "none"
 
 
+# A minute and a half: kernels for every policy of the benchmark are interpreted.
+@pytest.mark.full
 def test_requests_are_as_the_references() -> None:
     found = run_interpreted("interpreted_layers.py", WINNOW_CROSSOVER_TOKENS="0")
     assert len(found["errors"]) == 16

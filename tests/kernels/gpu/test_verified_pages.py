@@ -217,5 +217,6 @@ def test_fits_a_multiprocessor() -> None:
     for _, group, new_tokens in SHAPES:
         attending, _, weighing, keeping = (next(compiled) for _ in range(4))
         assert attending.shared_bytes <= SHARED_LIMIT // 2
-        assert attending.local_bytes <= (512 if group * new_tokens > 64 else SPARE_BYTES)
+        # What rows that ask need lies beside what all need.
+        assert attending.local_bytes <= (512 if group * new_tokens > 64 else 2 * SPARE_BYTES)
         assert weighing.local_bytes == keeping.local_bytes == 0

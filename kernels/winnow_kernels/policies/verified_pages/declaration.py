@@ -22,7 +22,6 @@ class VerifiedPagesDeclaration(Declaration[VerifiedPages]):
     crossover = Crossover(cpu=4096, cuda=0)
     columns = Columns(("recent", "most"))
     buffer_bytes = SCRATCH_BYTES + CAPACITY * torch.int32.itemsize
-    pays_on_gpu = False
 
     def budget(self, parameters: VerifiedPages, prompt_length: int, length: int, page_size: int) -> int:
         return pages_kept(parameters.budget, parameters.recency, parameters.sinks, page_size) * page_size
