@@ -50,6 +50,8 @@ def test_every_option_that_is_served_is_tried_here() -> None:
     assert set(EXAMPLES) == {"data parallelism", "mixed chunks", "verification of drafts"}
 
 
+# Two minutes: a server of two ranks is two servers to start.
+@pytest.mark.full
 def test_data_parallelism(model: Path, expected: list[Any], tmp_path: Path) -> None:
     with serve(model, tmp_path / "log", *EXAMPLES["data parallelism"]) as runtime:
         server = Server(runtime)

@@ -336,7 +336,7 @@ def test_a_logit_bias_is_as_without(server: Server) -> None:
 
 
 @pytest.mark.parametrize("draws", [400, pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
-@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(4.0, marks=pytest.mark.full)])
 def test_sampled_answers_have_the_distribution_of_dense_decoding(
     server: Server, temperature: float, draws: int
 ) -> None:
