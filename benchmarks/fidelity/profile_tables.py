@@ -10,6 +10,7 @@ from pathlib import Path
 from sglang_winnow.profile_parts import DraftPoint, StoppedPoint
 from sglang_winnow.quality_profile import Profile
 from winnow_evaluation.calibration.report import label_of
+from winnow_evaluation.calibration.report_parts import thresholds_text
 from winnow_evaluation.writing import markdown_table, number, percent
 
 
@@ -60,8 +61,7 @@ def profile_stopping_table(path: Path) -> str:
         [measured] = [
             own for own in stopping.policies if (own.attention, own.early_termination) == (each.attention, thresholds)
         ]
-        shown = f"{thresholds.scale:g}, {thresholds.direction:g}, {thresholds.patience}"
-        rows.append((name, shown, *(_stopped(measured.at(length)) for length in profile.lengths)))
+        rows.append((name, thresholds_text(thresholds), *(_stopped(measured.at(length)) for length in profile.lengths)))
     about = (
         f"{_about(profile)} Error asked for: {percent(stopping.max_error)} % on each of {stopping.prompts} prompts,"
         f" {stopping.tokens} tokens behind each."

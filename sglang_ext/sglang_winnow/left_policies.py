@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_winnow.metrics import LEFT_POLICIES, METRICS
+from sglang_winnow.profile_parts import decoded
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 # Of the attention. The alert WinnowPromiseBroken has the same.
@@ -97,7 +98,7 @@ class LeftPolicies:
 
     def find(self, policy: AttentionPolicy) -> Left | None:
         """Return why a policy was left; None if it was not."""
-        return self._left.get(_decode_part(policy))
+        return self._left.get(decoded(policy))
 
     def note(self, policy: AttentionPolicy, share: float, promised: float) -> None:
         """Note an audited answer of a policy that was chosen, and leave the policy if its promise is broken.
@@ -107,7 +108,7 @@ class LeftPolicies:
             share: of the attention that it held, from 0 to 1.
             promised: what it promised. Up to ``TOLERANCE``, nothing can break it.
         """
-        part = _decode_part(policy)
+        part = decoded(policy)
         if part in self._left or promised <= TOLERANCE:
             return
         evidence = self._evidence.setdefault(part, _Evidence())
@@ -128,10 +129,6 @@ class LeftPolicies:
             left.true_share,
             left.promised,
         )
-
-
-def _decode_part(policy: AttentionPolicy) -> AttentionPolicy:
-    return AttentionPolicy(decode=policy.decode, early_termination=policy.early_termination)
 
 
 LEFT: Final = LeftPolicies()

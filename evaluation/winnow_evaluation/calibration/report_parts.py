@@ -56,7 +56,7 @@ def stopping_section(stopping: Stopping, lengths: Sequence[int], label: Label) -
         last = each.attention
         is_kept = kept[each.attention.canonical()] == each.early_termination
         cells = [_stopped(each.at(length)) for length in lengths]
-        rows.append([name, _thresholds(each.early_termination), *cells, "✓" if is_kept else ""])
+        rows.append([name, thresholds_text(each.early_termination), *cells, "✓" if is_kept else ""])
     about = (
         "<p>KV read, and how far attention's output is from that without early termination, on the queries and keys of"
         f" dense attention: means over layers, heads and {stopping.tokens} tokens behind each of {stopping.prompts}"
@@ -104,5 +104,6 @@ def _check(points: Sequence[DraftPoint], number: int, least: DraftPoint) -> str:
     return f"{point.tokens_per_check:.2f}, {percent(point.kv_read_ratio)} %{mark}"
 
 
-def _thresholds(thresholds: EarlyTermination) -> str:
+def thresholds_text(thresholds: EarlyTermination) -> str:
+    """Return scale, direction and patience."""
     return f"{thresholds.scale:g}, {thresholds.direction:g}, {thresholds.patience}"
