@@ -29,6 +29,7 @@ from benchmarks.fidelity.accuracy_tables import (
     tasks_table,
     times_table,
 )
+from benchmarks.fidelity.code_choice import table_of
 from benchmarks.fidelity.profile_tables import profile_drafts_table, profile_speed_table, profile_stopping_table
 from benchmarks.fidelity.quality import quality_table
 from benchmarks.folders import REPOSITORY, RESULTS
@@ -134,6 +135,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
     "fidelity-gemma": ("fidelity-gemma.json", fidelity_tables.contexts_table),
     "fidelity-fp8": ("fidelity-fp8.json", fidelity_tables.fidelity_table),
+    **{f"code-choice-{model}": ("code-choice.json", table_of(model)) for model in ("smollm2", "smollm2-32k", "needle")},
     "quality": ("quality.json", quality_table),
     "profile-speed": ("profile-needle.json", profile_speed_table),
     "profile-stopping": ("profile-needle.json", profile_stopping_table),
