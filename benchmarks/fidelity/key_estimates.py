@@ -85,7 +85,8 @@ def per_channel(keys: Tensor, bits: int, block: int) -> Tensor:
         step = ((greatest - least) / 2**bits).half().float()
         least = least.half().float()
         codes = ((own - least) / step.clamp_min(_TINY)).floor_().clamp_(0, 2**bits - 1)
-        return least + (codes + 0.5) * step
+        middles: Tensor = least + (codes + 0.5) * step
+        return middles
 
     return _by_blocks(keys, block, estimated)
 
@@ -131,7 +132,8 @@ def balancing(residuals: Tensor, queries: Tensor) -> Tensor:
 def _power(matrices: Tensor, exponent: float) -> Tensor:
     values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
     values = torch.maximum(values, values.mean(-1, keepdim=True) * _SMALLEST)
-    return (vectors * values.pow(exponent)[..., None, :]) @ vectors.mT
+    power: Tensor = (vectors * values.pow(exponent)[..., None, :]) @ vectors.mT
+    return power
 
 
 def _through(keys: Tensor, matrices: Tensor) -> Tensor:
