@@ -40,6 +40,11 @@ def write_keys_and_values(
         pool.set_kv_buffer(layer, location, keys, values, layer.k_scale, layer.v_scale)
 
 
+def window_of(layer: RadixAttention) -> int | None:
+    """Return how many tokens before its own a layer's query sees; None for all."""
+    return layer.sliding_window_size if layer.sliding_window_size > -1 else None
+
+
 def scales_of(layer: RadixAttention, cache: LayerCache) -> tuple[float, float]:
     """Return what a layer's keys and its values in the cache are to be multiplied by."""
     if cache.keys.dtype not in NARROW:

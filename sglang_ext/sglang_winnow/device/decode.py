@@ -40,7 +40,7 @@ class Variant:
     Attributes:
         kinds: of policies whose selectors run; none at all where SGLang's own dense backend serves the batch.
         ordered: whether the order of selections matters: a row may stop early, or has a cap that cuts.
-        own_layers: at which layers rows may attend by themselves, as DELTA's at Δ-layers.
+        own_layers: places of layers at which rows may attend by themselves, as DELTA's at Δ-layers.
     """
 
     kinds: frozenset[str]
@@ -102,7 +102,7 @@ class DeviceDecode:
     ) -> None:
         """
         Args:
-            caches: every layer's KV cache.
+            caches: the KV cache of every layer with full attention.
             scale: what scores are multiplied by before the softmax.
             table: int32 [request slots, positions]; the KV slot of each token of a request.
             buffers: of steps.
@@ -203,7 +203,7 @@ class DeviceDecode:
         self._parameters.gather(step.request_slots, step.batch, step.parameters)
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
-        """Attend in a layer; ``queries`` and ``output`` are [rows, query heads, head dim]."""
+        """Attend in the layer at a place; ``queries`` and ``output`` are [rows, query heads, head dim]."""
         step, variant, cache = self._step, self.variant, self._caches[layer]
         own = self._own_selectors
 

@@ -34,7 +34,9 @@ class DevicePrefill:
 
     Attributes:
         plan: of the pass, which counts.
-        dense_batch: the requests that SGLang's backend computes; the whole batch if it computes all, None for none.
+        batch: the whole batch, of which SGLang's backend computes layers with a window; None in a pass without one.
+        dense_batch: the requests that SGLang's backend computes in the layers with full attention; the whole batch if
+            it computes all, None for none.
         dense_tokens: int64 [tokens], where theirs lie in the batch; None for all or none.
     """
 
@@ -53,10 +55,11 @@ class DevicePrefill:
             forward_batch: of SGLang; None where all requests are sparse.
             table: int32 [request slots, positions]; the KV slot of each token of a request.
             page_size: slots in a page.
-            caches: every layer's KV cache.
+            caches: the KV cache of every layer with full attention.
             workspace: for contexts as long as the longest.
         """
         self.plan = plan
+        self.batch = forward_batch
         self._caches = caches
         sparse = [chunk for chunk in plan.chunks if _is_sparse(chunk)]
         self._is_sparse = bool(sparse)
@@ -87,7 +90,7 @@ class DevicePrefill:
         """Attend from the queries that SGLang's backend does not serve; their keys and values are in the cache.
 
         Args:
-            layer: its number.
+            layer: its place among those with full attention.
             queries: [tokens, query heads, head dim], of the whole pass.
             scale: what scores are multiplied by before the softmax.
             output: like ``queries``; those of other requests are left as they are.

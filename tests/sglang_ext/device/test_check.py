@@ -10,11 +10,14 @@ import torch
 
 from sglang_winnow.device.check import CheckBackend
 from sglang_winnow.device.decode import DeviceDecode
+from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.verification_plan import VerificationPlan
+from tests.kernels.caches import random_cache
 from tests.sglang_ext.device.test_decode import (
     GROUP,
     HEAD_DIM,
     KV_HEADS,
+    LAYERS,
     SHAPE,
     Server,
     by_torch,
@@ -22,9 +25,11 @@ from tests.sglang_ext.device.test_decode import (
     on_device,
     policies_act_at_every_length,
 )
-from winnow_kernels.cache import Context
+from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.verified_pages.reference import CheckedPages
+
+ALL_FULL = ModelLayers(tuple(range(LAYERS)), {})
 
 
 def batch_of(server: Server, new_tokens: int, padding: int) -> Any:
@@ -43,9 +48,17 @@ def batch_of(server: Server, new_tokens: int, padding: int) -> Any:
     )
 
 
-def check_backend(server: Server, decode: DeviceDecode) -> CheckBackend:
+def check_backend(server: Server, decode: DeviceDecode, layers: ModelLayers = ALL_FULL) -> CheckBackend:
+    windowed = [
+        random_cache(server.caches[0].slots, KV_HEADS, HEAD_DIM, seed=number) for number in sorted(layers.windows)
+    ]
     return CheckBackend(
+        layers,
         server.caches,
+        {
+            number: LayerCache(cache.keys.to(server.device), cache.values.to(server.device))
+            for number, cache in zip(sorted(layers.windows), windowed, strict=True)
+        },
         SHAPE.scale,
         KV_HEADS * GROUP,
         None,
