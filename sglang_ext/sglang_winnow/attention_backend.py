@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.decode_plan import DecodePlan
-from sglang_winnow.forward_pass import context_of, scales_of, window_of, write_keys_and_values
+from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, window_of, write_keys_and_values
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.mixed_plan import MixedPlan
 from sglang_winnow.prefill_plan import PrefillPlan
@@ -149,14 +149,10 @@ class WinnowAttentionBackend(AttentionBackend):
     ) -> Tensor:
         if save_kv_cache:
             write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         cache = self._cache(layer, sinks)
-        of_keys, of_values = scales_of(layer, cache)
-        if of_keys != 1:
-            queries = queries * of_keys
+        queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
         output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window_of(layer))
-        if of_values != 1:
-            output = output * of_values
+        output = scaled_output(output, layer, cache)
         if layer.layer_id == self._last_layer:
             plan.finish()
         return output.flatten(1)

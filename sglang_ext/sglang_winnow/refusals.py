@@ -43,6 +43,9 @@ CAUSAL_IN_FACT = frozenset({"Gemma3ForCausalLM"})
 # Later releases call the attention of these causal, too, and leave it to the backend to look for images.
 WITH_IMAGES = frozenset({"Gemma3ForConditionalGeneration"})
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCALES_OF_A_FILE: Final = (
+    "scales for a KV cache in 8 bits that are in a file of their own (--quantization-param-path), not in the checkpoint"
+)
 
 
 def refuse_what_is_not_served(runner: ModelRunner) -> None:
@@ -67,13 +70,14 @@ def _reasons(runner: ModelRunner) -> Iterator[str]:
     if torch.cuda.is_available():
         yield from _reasons_on_cuda(runner)
     yield from _reasons_of_indexes(runner)
-    pool = runner.token_to_kv_pool
+    pool, layers = runner.token_to_kv_pool, attention_layers(runner)
     if type(pool) is not MHATokenToKVPool:
         yield f"a KV cache of the kind {type(pool).__name__}"
-    elif pool.dtype in NARROW and torch.cuda.is_available():
-        yield f"a KV cache in {_name(pool.dtype)} on CUDA (use float32, float16 or bfloat16)"
     elif pool.dtype not in (*KV_DTYPES, *NARROW):
         yield f"a KV cache in {_name(pool.dtype)} (use float32, float16, bfloat16 or float8_e4m3fn)"
+    # SGLang divides by them when it writes the cache, but attention multiplies by those of a checkpoint alone.
+    if pool.dtype in NARROW and any(layer.k_scale is not None and layer.k_scale_float is None for layer in layers):
+        yield SCALES_OF_A_FILE
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -108,10 +108,6 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
             runner(config={"context_len": 2**18 + 1}, page_size=64),
             f"contexts of more than {2**18} tokens with tactic (leave it out of WINNOW_POLICIES)",
         ),
-        (
-            runner(cache=pool(dtype=torch.float8_e4m3fn)),
-            "a KV cache in float8_e4m3fn on CUDA (use float32, float16 or bfloat16)",
-        ),
         (runner(layer(0), layer(1, logit_cap=50.0)), "capped attention scores (logit_cap) on CUDA"),
         (runner(with_sinks(), config=GPT_OSS), "sink logits (gpt-oss) on CUDA"),
         (runner(layer(0, num_heads=34)), "more than 16 query heads for a KV head on CUDA"),
@@ -122,6 +118,7 @@ def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
     refuse_what_is_not_served(runner())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refuse_what_is_not_served(runner())
+    refuse_what_is_not_served(runner(cache=pool(dtype=torch.float8_e4m3fn)))
     assert_refused(refused, reason)
 
 
@@ -261,6 +258,20 @@ def test_sinks_of_other_models(name: str) -> None:
 )
 def test_caches(cache: Any, reason: str) -> None:
     assert_refused(runner(cache=cache), reason)
+
+
+def test_scales_of_a_file() -> None:
+    scaled = layer(1)
+    # As SGLang's models set them from such a file.
+    scaled.k_scale = scaled.v_scale = 0.5
+    refuse_what_is_not_served(runner(layer(0), scaled))
+    assert_refused(
+        runner(layer(0), scaled, cache=pool(dtype=torch.float8_e4m3fn)),
+        "scales for a KV cache in 8 bits that are in a file of their own (--quantization-param-path), not in the"
+        " checkpoint",
+    )
+    scaled.k_scale_float = scaled.v_scale_float = 0.5
+    refuse_what_is_not_served(runner(layer(0), scaled, cache=pool(dtype=torch.float8_e4m3fn)))
 
 
 def test_layers_come_in_the_order_of_the_model() -> None:

@@ -108,9 +108,12 @@ class CheckLaunch:
     registers: int | None = None
 
     @classmethod
-    def of(cls, rows: int, queries: int, cache: LayerCache) -> CheckLaunch:
-        """Return what suits ``rows`` of ``queries`` each for a KV head, on the cache's device."""
-        vector_bytes = triton.next_power_of_2(cache.head_dim) * cache.keys.element_size()
+    def of(cls, rows: int, queries: int, cache: LayerCache, element_size: int) -> CheckLaunch:
+        """Return what suits ``rows`` of ``queries`` each for a KV head, on the cache's device.
+
+        ``element_size`` is that of queries, as which keys and values are multiplied.
+        """
+        vector_bytes = triton.next_power_of_2(cache.head_dim) * element_size
         block = max(16, min(BLOCK_BYTES // vector_bytes, triton.next_power_of_2(queries)))
         blocks = triton.cdiv(queries, block)
         stages = 2 if vector_bytes <= 512 else 1
@@ -143,8 +146,9 @@ def attend_new(
     """Attend from each row's newest tokens, whose keys and values are in the cache, causally to its whole context.
 
     Args:
-        queries: [rows × new tokens, query heads, head dim], in the cache's dtype, a row's tokens in order; strided by
-            token and head. A token before a context's first one sees nothing, and gets zeros: a row of padding.
+        queries: [rows × new tokens, query heads, head dim], in the cache's dtype, or any that kernels multiply if that
+            is narrow, a row's tokens in order; strided by token and head. A token before a context's first one sees
+            nothing, and gets zeros: a row of padding.
         cache: the layer's KV cache.
         batch: where the rows' contexts lie, the new tokens among them, in pages of at most 64 tokens.
         scale: what scores are multiplied by before the softmax.
@@ -164,7 +168,7 @@ def attend_new(
     own_window = _NO_WINDOW.value if window is None else window
     heads = Heads.of(query_heads, cache)
     of_pair = new_tokens * (query_heads // cache.kv_heads)
-    launch = launch or CheckLaunch.of(batch.rows, of_pair, cache)
+    launch = launch or CheckLaunch.of(batch.rows, of_pair, cache, queries.element_size())
     reach = batch.longest if window is None else min(batch.longest, window + new_tokens + TILE)
     splits = min(SPLITS, triton.cdiv(triton.cdiv(reach, TILE), _FEWEST_TILES.value))
     _attend_kernel[(splits, cache.kv_heads * launch.blocks, batch.rows)](
@@ -268,8 +272,8 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
         slot = page * rows.page_size + in_tile % rows.page_size
         offset = slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride
         is_vector = (seen < length)[:, None] & is_dim[None, :]
-        key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
-        value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0).to(query.dtype)
+        value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
         # Of finite numbers alone: a query that sees nothing in a tile must not turn into NaN.
         is_seen = seen[None, :] <= position[:, None]

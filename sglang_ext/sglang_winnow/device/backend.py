@@ -18,7 +18,7 @@ from sglang_winnow.device.dense import DensePlans
 from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
-from sglang_winnow.forward_pass import context_of, write_keys_and_values
+from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, write_keys_and_values
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS, SUPERSET_STEPS
@@ -72,6 +72,7 @@ class WinnowDeviceBackend(AttentionBackend):
             mend_windows(self._dense, dense)
         full = [layer for layer in layers if self._layers.place(layer.layer_id) is not None]
         self._query_heads = full[0].tp_q_head_num
+        self._dtype: torch.dtype = runner.dtype
         self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in full]
         self.indexes = Indexes(self._caches, runner.page_size, self.device, index_settings())
         table = self.req_to_token_pool.req_to_token
@@ -100,7 +101,7 @@ class WinnowDeviceBackend(AttentionBackend):
             self._caches[0].kv_heads, runner.model_config.context_len, self.device
         )
         if self.device.type == "cuda":
-            compile_defaults(self._caches[0], self._query_heads, runner.page_size, self._workspace)
+            compile_defaults(self._caches[0], self._query_heads, runner.page_size, self._workspace, self._dtype)
 
     def __getattr__(self, name: str) -> Any:
         """Return what SGLang asks of its own backends alone."""
@@ -140,7 +141,7 @@ class WinnowDeviceBackend(AttentionBackend):
 
     def compile(self, rows: int) -> None:
         """Compile the kernels of decode steps of ``rows`` rows, before graphs are captured of them."""
-        self._decode.compile(self.variants.values(), rows, self._query_heads)
+        self._decode.compile(self.variants.values(), rows, self._query_heads, self._dtype)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass that no CUDA graph serves."""
@@ -206,10 +207,11 @@ class WinnowDeviceBackend(AttentionBackend):
         else:
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            cache = self._caches[place]
+            queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
             output = torch.empty_like(queries)
             self._decode.attend(place, queries, output)
-            output = output.flatten(1)
+            output = scaled_output(output, layer, cache).flatten(1)
         if layer.layer_id == self._layers.last:
             self._decode.finish()
         return output
@@ -233,20 +235,23 @@ class WinnowDeviceBackend(AttentionBackend):
                 self._dense_plans.ensure(prefill.batch)
             output = self._dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
         else:
+            cache, rows = self._caches[place], prefill.dense_tokens
+            # Taken before they are divided by the layer's scales, in place: dense backends may read them as they were.
+            own = None if rows is None else (q[rows], k[rows], v[rows])
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
             output = torch.empty_like(queries)
-            prefill.attend(place, queries, layer.scaling, output)
-            if (rows := prefill.dense_tokens) is not None:
+            prefill.attend(place, scaled_queries(queries, layer, cache), layer.scaling, output)
+            output = scaled_output(output, layer, cache)
+            if own is not None:
                 assert prefill.dense_batch is not None
                 self._dense_plans.ensure(prefill.dense_batch)
-                own = (q[rows], k[rows], v[rows])
                 part = self._dense.forward_extend(*own, layer, prefill.dense_batch, save_kv_cache=False, **options)
                 output[rows] = part.view(-1, *queries.shape[1:])
             output = output.flatten(1)
         if prefill is not None:
             if place is not None:
-                prefill.plan.note(place, queries, layer.scaling)
+                prefill.plan.note(place, scaled_queries(queries, layer, self._caches[place]), layer.scaling)
             if layer.layer_id == self._layers.last:
                 prefill.finish()
         return output
@@ -300,4 +305,4 @@ class WinnowDeviceBackend(AttentionBackend):
             with_norms=False,
         )
         page_size = self.indexes.page_size
-        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._workspace)
+        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._workspace, self._dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.device.layers import ModelLayers
-from sglang_winnow.forward_pass import write_keys_and_values
+from sglang_winnow.forward_pass import scaled_output, scaled_queries, write_keys_and_values
 from sglang_winnow.verification_plan import count_accepted
 from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
 from winnow_kernels.cache import LayerCache
@@ -112,14 +112,16 @@ class CheckBackend(AttentionBackend):
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
         if save_kv_cache:
             write_keys_and_values(self._pool, layer, forward_batch, k, v)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        place = self._layers.place(layer.layer_id)
+        cache = self._windowed[layer.layer_id] if place is None else self._caches[place]
+        queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
         output = torch.empty_like(queries)
-        if (place := self._layers.place(layer.layer_id)) is None:
-            window, cache = self._layers.windows[layer.layer_id], self._windowed[layer.layer_id]
+        if place is None:
+            window = self._layers.windows[layer.layer_id]
             attend_new(queries, cache, self._step.batch, self._scale, self._partial, output, window=window)
         else:
             self._attend(place, queries, output)
-        return output.flatten(1)
+        return scaled_output(output, layer, cache).flatten(1)
 
     def _attend(self, place: int, queries: Tensor, output: Tensor) -> None:
         cache, step = self._caches[place], self._step

@@ -235,11 +235,11 @@ class DeviceDecode:
         for selector in self._own_selectors.in_order:
             selector.finish(step, self._statistics)
 
-    def compile(self, variants: Collection[Variant], rows: int, query_heads: int) -> None:
-        """Compile what steps of ``rows`` rows launch, of which no one is under way."""
+    def compile(self, variants: Collection[Variant], rows: int, query_heads: int, dtype: torch.dtype) -> None:
+        """Compile what steps of ``rows`` rows launch, of which no one is under way; ``dtype`` is that of queries."""
         step = self.buffers[rows]
         cache = self._caches[0]
-        queries = torch.empty(rows, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=cache.keys.device)
+        queries = torch.empty(rows, query_heads, cache.head_dim, dtype=dtype, device=cache.keys.device)
         with compiling_ahead():
             for variant in variants:
                 self.prepare(variant, (), (), (), step.request_slots, step.batch.lengths)

@@ -48,6 +48,7 @@ class DevicePrefill:
         page_size: int,
         caches: Sequence[LayerCache],
         workspace: QuokaPrefillWorkspace,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
@@ -57,6 +58,7 @@ class DevicePrefill:
             page_size: slots in a page.
             caches: the KV cache of every layer with full attention.
             workspace: for contexts as long as the longest.
+            dtype: of queries; None for the cache's.
         """
         self.plan = plan
         self.batch = forward_batch
@@ -79,7 +81,7 @@ class DevicePrefill:
         torch.div(table[slots, :longest:page_size], page_size, rounding_mode="floor", out=pages[:, :used])
         blocks = [block for of_request in self._blocks_of.values() for block in of_request]
         self._blocks = PrefillBlocks.of(blocks, pages, page_size)
-        self._pass = QuokaPrefillPass.of(self._blocks, caches[0], workspace)
+        self._pass = QuokaPrefillPass.of(self._blocks, caches[0], workspace, dtype)
 
     @property
     def is_dense(self) -> bool:
@@ -108,7 +110,9 @@ class DevicePrefill:
                 self.plan.count(chunk, reads_of(blocks, self._caches[0]), len(self._caches))
 
 
-def compile_defaults(cache: LayerCache, query_heads: int, page_size: int, workspace: QuokaPrefillWorkspace) -> None:
+def compile_defaults(
+    cache: LayerCache, query_heads: int, page_size: int, workspace: QuokaPrefillWorkspace, dtype: torch.dtype
+) -> None:
     """Compile what passes of QUOKA with the default block and queries launch; others compile when they first come.
 
     Args:
@@ -116,18 +120,19 @@ def compile_defaults(cache: LayerCache, query_heads: int, page_size: int, worksp
         query_heads: of a layer.
         page_size: slots in a page.
         workspace: of the passes.
+        dtype: of queries.
     """
     # Less than a block: the second one is sparse.
     parameters = QuokaPrefill(budget=PAGE_TOKENS, sinks=0)
     block, device = parameters.block, cache.keys.device
     pages = torch.zeros(1, aligned(2 * block // page_size), dtype=torch.int32, device=device)
-    queries = torch.empty(block, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=device)
+    queries = torch.empty(block, query_heads, cache.head_dim, dtype=dtype, device=device)
     with compiling_ahead():
         # What ranks queries is compiled for powers of two.
         tokens = QUERIES_AT_ONCE
         while tokens <= block:
             blocks = PrefillBlocks.of(blocks_of(0, 0, block, block + tokens, parameters), pages, page_size)
-            selection = select_blocks(queries, cache, QuokaPrefillPass.of(blocks, cache, workspace))
+            selection = select_blocks(queries, cache, QuokaPrefillPass.of(blocks, cache, workspace, dtype))
             attend_blocks(queries, cache, blocks, selection, 1.0, torch.empty_like(queries))
             tokens *= 2
 

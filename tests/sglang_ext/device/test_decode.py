@@ -263,10 +263,19 @@ def on_device(
     return outputs
 
 
+def in_8_bits(vectors: Tensor) -> Tensor:
+    return vectors.to(torch.float8_e4m3fn)
+
+
 def compare(
-    names: Sequence[str], lengths: Sequence[int], device: torch.device, padding: int = 0, shape: Shape = SHAPE
+    names: Sequence[str],
+    lengths: Sequence[int],
+    device: torch.device,
+    padding: int = 0,
+    shape: Shape = SHAPE,
+    stored: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> None:
-    torch_server, device_server = (Server(names, lengths, device, shape=shape) for _ in range(2))
+    torch_server, device_server = (Server(names, lengths, device, shape=shape, stored=stored) for _ in range(2))
     decode = device_decode(device_server)
     for step in range(STEPS):
         expected = by_torch(torch_server, step)
@@ -281,13 +290,15 @@ def compare(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_alone(name: str, device: torch.device) -> None:
-    compare([name, name, "dense"], [208, 143, 90], device, padding=1)
+@pytest.mark.parametrize("stored", [Tensor.clone, in_8_bits])
+def test_a_policy_alone(name: str, stored: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    compare([name, name, "dense"], [208, 143, 90], device, padding=1, stored=stored)
 
 
-def test_all_policies_in_one_batch(device: torch.device) -> None:
+@pytest.mark.parametrize("stored", [Tensor.clone, pytest.param(in_8_bits, marks=pytest.mark.full)])
+def test_all_policies_in_one_batch(stored: Callable[[Tensor], Tensor], device: torch.device) -> None:
     lengths = [140 + 13 * i % 100 for i in range(len(POLICIES))]
-    compare(list(POLICIES), lengths, device)
+    compare(list(POLICIES), lengths, device, stored=stored)
 
 
 def test_short_contexts_run_dense(device: torch.device) -> None:

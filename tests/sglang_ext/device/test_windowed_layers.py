@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.sglang_ext.device.test_decode import (
     Server,
     by_torch,
     device_decode,
+    in_8_bits,
     policies_act_at_every_length,
     queries_of,
 )
@@ -113,6 +114,7 @@ def backend_of(server: Server, dense: Any, kinds: Collection[str] = ()) -> Any:
     backend._decode = device_decode(server, lambda own: selectors_of(kinds, own))
     backend.variants = variants_of(kinds, (), len(FULL), delta_layers=(1,))
     backend.label, backend.capturing = DENSE, None
+    backend._dtype = torch.float32
     backend._states, backend._slots, backend._lengths, backend._prefill = [], [], [], None
     backend._workspace = QuokaPrefillWorkspace.empty(KV_HEADS, LONGEST, server.device, 2**20)
     return backend
@@ -132,9 +134,14 @@ def requests_of(server: Server) -> list[Any]:
     ]
 
 
-def layer(number: int) -> Any:
+def layer(number: int, scales: tuple[float, float] = (1.0, 1.0)) -> Any:
     return SimpleNamespace(
-        layer_id=number, tp_q_head_num=SHAPE.query_heads, qk_head_dim=SHAPE.head_dim, scaling=SHAPE.scale
+        layer_id=number,
+        tp_q_head_num=SHAPE.query_heads,
+        qk_head_dim=SHAPE.head_dim,
+        scaling=SHAPE.scale,
+        k_scale_float=scales[0],
+        v_scale_float=scales[1],
     )
 
 
@@ -151,11 +158,16 @@ def decode_batch(server: Server) -> Any:
     )
 
 
-def both(names: Sequence[str], lengths: Sequence[int], device: torch.device) -> tuple[Server, Server]:
+def both(
+    names: Sequence[str],
+    lengths: Sequence[int],
+    device: torch.device,
+    stored: Callable[[Tensor], Tensor] = Tensor.clone,
+) -> tuple[Server, Server]:
     """The torch path's server, which knows all layers, and the device's, which knows those with full attention."""
     return (
-        Server(names, lengths, device, layers=IN_MODEL, policies=MODEL_POLICIES),
-        Server(names, lengths, device, layers=BY_PLACE, policies=MODEL_POLICIES),
+        Server(names, lengths, device, stored=stored, layers=IN_MODEL, policies=MODEL_POLICIES),
+        Server(names, lengths, device, stored=stored, layers=BY_PLACE, policies=MODEL_POLICIES),
     )
 
 
@@ -166,8 +178,10 @@ def assert_equal_statistics(torch_server: Server, server: Server, but: Sequence[
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5, msg=field.name)
 
 
-def compare_decode(names: Sequence[str], steps: int, device: torch.device) -> None:
-    torch_server, server = both(names, [110 + 13 * i % 100 for i in range(len(names))], device)
+def compare_decode(
+    names: Sequence[str], steps: int, device: torch.device, stored: Callable[[Tensor], Tensor] = Tensor.clone
+) -> None:
+    torch_server, server = both(names, [110 + 13 * i % 100 for i in range(len(names))], device, stored)
     dense = Dense(torch_server)
     backend = backend_of(server, dense, kinds_of({state.policy.decode.policy for state in server.states}))
     for step in range(steps):
@@ -186,8 +200,9 @@ def compare_decode(names: Sequence[str], steps: int, device: torch.device) -> No
     assert {state.sliding_layers for state in server.states} == {len(WINDOWS)}
 
 
-def test_decode_is_that_of_the_torch_path(device: torch.device) -> None:
-    compare_decode(NAMES, 1, device)
+@pytest.mark.parametrize("stored", [Tensor.clone, pytest.param(in_8_bits, marks=pytest.mark.full)])
+def test_decode_is_that_of_the_torch_path(stored: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    compare_decode(NAMES, 1, device, stored)
 
 
 @pytest.mark.full
@@ -274,9 +289,12 @@ def test_prefill_is_that_of_the_torch_path(
                 assert torch.equal(own.kept.kept[place].sort().values, other.kept.kept[number].sort().values)
 
 
-def test_a_check_is_that_of_the_torch_path(device: torch.device) -> None:
+@pytest.mark.parametrize("scales", [None, (2.0, 0.5)])
+def test_a_check_is_that_of_the_torch_path(scales: tuple[float, float] | None, device: torch.device) -> None:
+    """``scales`` are those of a cache in 8 bits."""
+    of_keys, of_values = scales or (1.0, 1.0)
     names, new_tokens, padding = ["quest, verified", "streaming_llm, verified"], 5, 1
-    torch_server, server = both(names, [143, 30], device)
+    torch_server, server = both(names, [143, 30], device, Tensor.clone if scales is None else in_8_bits)
     check = check_backend(server, device_decode(server, lambda own: selectors_of((), own)), MODEL)
     batch = batch_of(server, new_tokens, padding)
     check.init_forward_metadata(batch)
@@ -293,8 +311,9 @@ def test_a_check_is_that_of_the_torch_path(device: torch.device) -> None:
     for number, cache in enumerate(torch_server.caches):
         generator = torch.Generator().manual_seed(number)
         queries = torch.randn(len(batch.input_ids), SHAPE.query_heads, SHAPE.head_dim, generator=generator).to(device)
-        output = check.forward_extend(queries.flatten(1), queries, queries, layer(number), batch, save_kv_cache=False)
-        expected = plan.attend(number, queries[:real], cache, SHAPE.scale, WINDOWS.get(number))
+        served = layer(number, (of_keys, of_values))
+        output = check.forward_extend(queries.flatten(1), queries, queries, served, batch, save_kv_cache=False)
+        expected = of_values * plan.attend(number, of_keys * queries[:real], cache, SHAPE.scale, WINDOWS.get(number))
         torch.testing.assert_close(output[:real], expected.flatten(1), rtol=1e-4, atol=1e-4)
     plan.finish()
     accepted = torch.tensor([1, 2], device=device)

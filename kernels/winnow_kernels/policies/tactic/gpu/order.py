@@ -280,7 +280,7 @@ def lost_kernel(
             is_token = places < in_no_cluster
             positions = kept_positions(places, row)
             slots = slots_at(table_of(contexts.rows, row), positions, is_token, contexts.rows.page_size)
-            keys = keys_at(attention.keys, kv_head, slots, is_token, heads).to(tl.float32)
+            keys = keys_at(attention, kv_head, slots, is_token, heads).to(tl.float32)
             scores = tl.sum(keys * query[None, :], axis=1) * attention.scale_log2
             lost += tl.where(is_token, tl.exp2((scores.to(tl.float64) - total).to(tl.float32)), 0.0)
     of_tokens = tl.sum(lost, axis=0)
