@@ -237,7 +237,7 @@ class WinnowDeviceBackend(AttentionBackend):
         else:
             cache, rows = self._caches[place], prefill.dense_tokens
             # Taken before they are divided by the layer's scales, in place: dense backends may read them as they were.
-            own = None if rows is None else (q[rows], k[rows], v[rows])
+            own = None if rows is None else (queries[rows].flatten(1), k[rows], v[rows])
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
             output = torch.empty_like(queries)

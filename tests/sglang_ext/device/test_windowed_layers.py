@@ -92,7 +92,7 @@ class Dense:
         assert self.plans[-1] is batch
         parts, first = [], 0
         for slot, end, new in zip(batch.req_pool_indices, batch.seq_lens, batch.extend_seq_lens, strict=True):
-            own = q[first : first + new].view(-1, SHAPE.query_heads, SHAPE.head_dim)
+            own = q.view(-1, SHAPE.query_heads, SHAPE.head_dim)[first : first + new]
             cache = self._server.caches[layer.layer_id]
             slots = self._server.table[slot, :end].long()
             parts.append(prefill(own, slots, cache, layer.scaling, WINDOWS.get(layer.layer_id)).flatten(1))
@@ -145,6 +145,11 @@ def layer(number: int, scales: tuple[float, float] = (1.0, 1.0)) -> Any:
     )
 
 
+def as_in_gemma3(queries: Tensor) -> Tensor:
+    """Return queries as Gemma 3's layers hand them over: [1, tokens, query heads, head dim], a head's together."""
+    return queries.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
+
+
 def decode_batch(server: Server) -> Any:
     lengths = torch.tensor(server.lengths)
     return SimpleNamespace(
@@ -191,7 +196,7 @@ def compare_decode(
         backend.init_forward_metadata(batch)
         for number in IN_MODEL.numbers:
             queries = queries_of(server, step, number)
-            output = backend.forward_decode(queries.flatten(1), queries, queries, layer(number), batch, False)
+            output = backend.forward_decode(as_in_gemma3(queries), queries, queries, layer(number), batch, False)
             torch.testing.assert_close(output, expected[number].flatten(1), rtol=1e-4, atol=1e-4)
         torch_server.grow()
         server.grow()
@@ -276,7 +281,7 @@ def test_prefill_is_that_of_the_torch_path(
         generator = torch.Generator().manual_seed(number)
         queries = torch.randn(tokens, SHAPE.query_heads, SHAPE.head_dim, generator=generator).to(device)
         expected = plan.attend(number, queries, cache, SHAPE.scale, WINDOWS.get(number))
-        output = backend.forward_extend(queries.flatten(1), queries, queries, layer(number), batch, False)
+        output = backend.forward_extend(as_in_gemma3(queries), queries, queries, layer(number), batch, False)
         torch.testing.assert_close(output, expected.flatten(1), rtol=1e-4, atol=1e-4)
     plan.finish()
     # Between layers with a window there are two groups with full attention, and a part of each may be dense.
@@ -312,7 +317,7 @@ def test_a_check_is_that_of_the_torch_path(scales: tuple[float, float] | None, d
         generator = torch.Generator().manual_seed(number)
         queries = torch.randn(len(batch.input_ids), SHAPE.query_heads, SHAPE.head_dim, generator=generator).to(device)
         served = layer(number, (of_keys, of_values))
-        output = check.forward_extend(queries.flatten(1), queries, queries, served, batch, save_kv_cache=False)
+        output = check.forward_extend(as_in_gemma3(queries), queries, queries, served, batch, save_kv_cache=False)
         expected = of_values * plan.attend(number, of_keys * queries[:real], cache, SHAPE.scale, WINDOWS.get(number))
         torch.testing.assert_close(output[:real], expected.flatten(1), rtol=1e-4, atol=1e-4)
     plan.finish()

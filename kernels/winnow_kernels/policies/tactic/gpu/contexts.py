@@ -226,6 +226,6 @@ def keys_at(attention: Attention, kv_head: tl.tensor, slots: tl.tensor, is_token
 def group_queries(queries: Vectors, row: Row, kv_head: tl.tensor, heads: Heads, group_block: tl.constexpr) -> tl.tensor:
     """Return the queries of a KV head's group, [group_block, dim_block]; 0 in what pads them."""
     members, dims = tl.arange(0, group_block), tl.arange(0, heads.dim_block)
-    of_members = (kv_head * heads.group + members)[:, None] * heads.head_dim
+    of_members = (kv_head * heads.group + members)[:, None] * queries.head_stride
     addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + of_members + dims[None]
     return tl.load(addresses, mask=(members < heads.group)[:, None] & (dims < heads.head_dim)[None], other=0.0)

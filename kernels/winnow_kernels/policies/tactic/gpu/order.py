@@ -327,5 +327,5 @@ def _cut_off(
 def head_query(queries: Vectors, heads: Heads, row: Row, head: tl.tensor) -> tl.tensor:
     """Return one query head's query: float32 [dim_block], 0 beyond the head dimension."""
     dims = tl.arange(0, heads.dim_block)
-    addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + head * heads.head_dim + dims
+    addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + head * queries.head_stride + dims
     return tl.load(addresses, mask=dims < heads.head_dim, other=0.0).to(tl.float32)
