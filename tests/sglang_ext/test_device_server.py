@@ -49,6 +49,8 @@ WINDOWED_POLICIES: Mapping[str, Mapping[str, Any]] = {
     "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 3}},
     "delta": {"decode": {"policy": "delta", "budget": 128, "recency": 32, "full_layers": 1, "delta_layers": [2]}},
 }
+MODELS = [(SHAPE, POLICIES), (WINDOWED, WINDOWED_POLICIES)]
+IDS = ["all full", "windowed"]
 REPLAYED = ("dense", "snapkv", "delta", "quoka prefill")
 REPLAYING = Path(__file__).parent / "replayed_prefill"
 INTERPRETING = Path(__file__).parent / "interpreted_kernels"
@@ -78,14 +80,14 @@ def ask(http: httpx.Client, policy: Mapping[str, Any], length: int, tokens: int 
     return http.post("/generate", json=body | LOGPROBS).raise_for_status().json()
 
 
-def answers_of_padded_passes(http: httpx.Client) -> list[Any]:
+def answers_of_padded_passes(http: httpx.Client, policies: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     """Each policy alone, then prompts that share passes: dense ones, QUOKA's, and both."""
-    names = [name for name in POLICIES if name in REPLAYED]
+    names = [name for name in policies if name in REPLAYED]
     numbered = [(names[number % len(names)], 130 + 57 * number) for number in range(2 * len(names))]
 
     def answer(asked: tuple[str, int]) -> Any:
         name, length = asked
-        return ask(http, POLICIES[name], length, TOKENS_AFTER_PADDED_PASSES)
+        return ask(http, policies[name], length, TOKENS_AFTER_PADDED_PASSES)
 
     alone = [answer((name, 700)) for name in names]
     with ThreadPoolExecutor(len(numbered)) as pool:
@@ -113,9 +115,7 @@ def assert_equal_costs(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> Non
     assert own.keys() == wanted.keys()
 
 
-@pytest.mark.parametrize(
-    ("shape", "policies"), [(SHAPE, POLICIES), (WINDOWED, WINDOWED_POLICIES)], ids=["all full", "windowed"]
-)
+@pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)
 def test_answers_and_costs_are_those_of_the_torch_path(
     shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
 ) -> None:
@@ -135,15 +135,18 @@ def test_answers_and_costs_are_those_of_the_torch_path(
         assert_equal_costs(cost, wanted_cost)
 
 
-def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)
+def test_prefill_in_padded_passes_is_prefill(
+    shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
+) -> None:
     """As CUDA graphs replay them, with SGLang's own runner (``replayed_prefill``)."""
-    model = write_model(tmp_path / "model", SHAPE)
+    model = write_model(tmp_path / "model", shape)
     write_weights(model)
     log = tmp_path / "replayed.log"
     with serve(model, tmp_path / "eager.log", **interpreted()) as http:
-        expected = answers_of_padded_passes(http)
+        expected = answers_of_padded_passes(http, policies)
     with serve(model, log, **interpreted(REPLAYING)) as http:
-        got = answers_of_padded_passes(http)
+        got = answers_of_padded_passes(http, policies)
     # Each prompt alone is two chunks; those together may share passes.
     assert log.read_text().count("A prefill pass is padded as graphs are") > 2 * len(REPLAYED)
     for own, wanted in zip(got, expected, strict=True):
@@ -154,7 +157,7 @@ def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not VERIFIES_ON_CUDA, reason="verification is served on CUDA with the oldest release only")
-@pytest.mark.parametrize("shape", [SHAPE, WINDOWED], ids=["all full", "windowed"])
+@pytest.mark.parametrize("shape", [SHAPE, WINDOWED], ids=IDS)
 def test_verified_answers_are_those_of_dense_attention(shape: ModelShape, tmp_path: Path) -> None:
     """Of drafts that stand and of drafts that fall, across ends of pages, alone and beside who is not verified."""
     model = write_model(tmp_path / "model", shape)
