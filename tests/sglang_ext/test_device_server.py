@@ -42,7 +42,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "quoka": {"decode": {"policy": "quoka", "budget": 96}},
     "quoka prefill": {"prefill": {"policy": "quoka", "budget": 128, "block": 64}},
 }
-WINDOWED = ModelShape(family="gemma3_text", layers=6, query_heads=4, kv_heads=2, context_length=2048, sliding_window=64)
+# A context is longer than any pass to which prefill is padded.
+WINDOWED = ModelShape(family="gemma3_text", layers=6, query_heads=4, kv_heads=2, context_length=4096, sliding_window=64)
 # Of six layers the third and the last see the whole context.
 WINDOWED_POLICIES: Mapping[str, Mapping[str, Any]] = {
     **POLICIES,

@@ -146,7 +146,10 @@ def layer(number: int, scales: tuple[float, float] = (1.0, 1.0)) -> Any:
 
 
 def as_in_gemma3(queries: Tensor) -> Tensor:
-    """Return queries as Gemma 3's layers hand them over: [1, tokens, query heads, head dim], a head's together."""
+    """Return queries as Gemma 3's layers hand them over, [1, tokens, query heads, head dim].
+
+    They have permuted them, so that nothing promises that the heads of a token lie side by side in memory.
+    """
     return queries.transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
 
 
