@@ -17,13 +17,12 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.dense_pass import run_densely
 from winnow_evaluation.fidelity.prompts import Continued, from_documents, from_tasks
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.options import parse_tasks
 from winnow_evaluation.tasks import TASKS
 from winnow_evaluation.text import load_text
-from winnow_kernels.attend.dense import prefill
-from winnow_kernels.cache import LayerCache
 from winnow_kernels.indexes.key_codes import BLOCK
 from winnow_service.cli.models import resolved
 
@@ -106,38 +105,30 @@ def capture(model: OfflineModel, tokens: list[int], every: int) -> tuple[Prompt,
     """
     lengths = list(range(len(tokens) - NEWEST + every, len(tokens) + 1, every))
     kept: list[tuple[Tensor, Tensor]] = []
-    scale = _run(model, tokens, lambda queries, keys: kept.append((keys, queries[[n - 1 for n in lengths]])))
+    scales: list[float] = []
+
+    def note(_layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
+        kept.append((keys.float().contiguous(), queries[[length - 1 for length in lengths]].float()))
+        scales.append(scale)
+
+    run_densely(model, tokens, note)
     keys, queries = (torch.stack(found) for found in zip(*kept, strict=True))
-    return Prompt(keys, queries, lengths), scale
+    return Prompt(keys, queries, lengths), scales[0]
 
 
 def moments(model: OfflineModel, tokens: list[int]) -> Moments:
     """Run a model over ``tokens``; return the second moments of its queries and of its keys' residuals."""
     kept: list[tuple[Tensor, Tensor]] = []
 
-    def note(queries: Tensor, keys: Tensor) -> None:
+    def note(_layer: int, queries: Tensor, keys: Tensor, _scale: float) -> None:
+        queries, keys = queries.float(), keys.float()
         own = queries.unflatten(1, (keys.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         blocks = keys[: len(keys) // BLOCK * BLOCK].unflatten(0, (-1, BLOCK))
         residuals = (blocks - blocks.mean(1, keepdim=True)).flatten(0, 1).transpose(0, 1)
         kept.append((own.mT @ own / own.shape[1], residuals.mT @ residuals / residuals.shape[1]))
 
-    _run(model, tokens, note)
+    run_densely(model, tokens, note)
     return Moments(*(torch.stack(found) for found in zip(*kept, strict=True)))
-
-
-def _run(model: OfflineModel, tokens: list[int], note: Any) -> float:
-    """Run a model over ``tokens``; call ``note`` with each layer's queries and keys; return the scale."""
-    positions = torch.arange(len(tokens), device=model.device)
-    scales: list[float] = []
-
-    def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        scales.append(scale)
-        note(queries[0].float(), keys[0].float().contiguous())
-        return prefill(queries[0], positions, LayerCache(keys[0].contiguous(), values[0].contiguous()), scale)[None]
-
-    with torch.inference_mode():
-        model.hidden(torch.tensor([tokens], device=model.device), positions[None], attend)
-    return scales[0]
 
 
 def main(

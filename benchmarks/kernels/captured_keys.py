@@ -18,11 +18,10 @@ import typer
 from torch import Tensor
 
 from benchmarks.command_line import numbers
+from benchmarks.dense_pass import run_densely
 from winnow_evaluation.fidelity.prompts import from_documents
 from winnow_evaluation.offline_model import OfflineModel
 from winnow_evaluation.text import Kind, load_text
-from winnow_kernels.attend.dense import prefill
-from winnow_kernels.cache import LayerCache
 
 STEPS: Final = 48
 _DTYPE: Final = torch.bfloat16
@@ -92,16 +91,13 @@ def capture(model: OfflineModel, tokens: list[int], context: int, layers: list[i
         context: tokens of the prompt.
         layers: whose keys are kept.
     """
-    positions = torch.arange(len(tokens), device=model.device)
     kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def note(layer: int, queries: Tensor, keys: Tensor, _scale: float) -> None:
         if layer in layers:
-            kept[layer] = keys[0, :context].to(_DTYPE).cpu(), queries[0, context:].to(_DTYPE).cpu()
-        return prefill(queries[0], positions, LayerCache(keys[0].contiguous(), values[0].contiguous()), scale)[None]
+            kept[layer] = keys[:context].to(_DTYPE).cpu(), queries[context:].to(_DTYPE).cpu()
 
-    with torch.inference_mode():
-        model.hidden(torch.tensor([tokens], device=model.device), positions[None], attend)
+    run_densely(model, tokens, note)
     keys, queries = (torch.stack(found) for found in zip(*(kept[layer] for layer in layers), strict=True))
     return CapturedKeys(model.name, keys, queries)
 
