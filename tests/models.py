@@ -171,8 +171,9 @@ def write_model(folder: Path, shape: ModelShape) -> Path:
 def write_weights(folder: Path, seed: int = 0) -> None:
     """Add random weights, the same for the same ``seed``, to a folder that ``write_model`` filled.
 
-    Sink logits are as large as a trained model's, and numbers in the bfloat16 in which SGLang keeps them. Gemma 2's
-    embeddings, which it multiplies, are small: a token would else be followed by itself, whatever attention comes to.
+    Sink logits are as large as a trained model's, and numbers in the bfloat16 in which SGLang keeps them. Embeddings of
+    Gemma 2 and 3, which these multiply, are small: a token would else be followed by itself, whatever attention comes
+    to. Gemma 3's last norm makes up for it, so that the likeliest token stands clear of the next.
     """
     # Slow to import, and the models that run with dummy weights do without.
     import torch  # noqa: PLC0415
@@ -184,8 +185,11 @@ def write_weights(folder: Path, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data = torch.arange(2.0, 2.0 + len(parameter)).to(parameter.dtype)
-        elif config.model_type == "gemma2" and name.endswith("embed_tokens.weight"):
+        elif config.model_type in ("gemma2", "gemma3_text") and name.endswith("embed_tokens.weight"):
             parameter.data *= 0.05
+        elif config.model_type == "gemma3_text" and name == "model.norm.weight":
+            # Numbers are multiplied by one more than that.
+            parameter.data.fill_(19)
     model.save_pretrained(folder)
 
 

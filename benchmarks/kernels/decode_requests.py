@@ -79,7 +79,9 @@ class Contexts:
         dtype: torch.dtype,
         seed: int = 0,
         captured: CapturedKeys | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
+        """``dtype`` is that of queries, and of keys and values if they have no ``cache_dtype`` of their own."""
         self.heads = heads
         self.length = length
         generator = torch.Generator(device).manual_seed(seed)
@@ -104,7 +106,8 @@ class Contexts:
             shape = ((rows * pages + 1) * PAGE_SIZE, heads.kv, heads.dim)
             keys = torch.zeros(shape, dtype=dtype, device=device)
             keys[slots[:, :length]] = context_keys[layer % len(context_keys)]
-            self.caches.append(LayerCache(keys, torch.randn(shape, dtype=dtype, generator=generator, device=device)))
+            values = torch.randn(shape, dtype=dtype, generator=generator, device=device)
+            self.caches.append(LayerCache(*(vectors.to(cache_dtype or dtype) for vectors in (keys, values))))
 
     def queries_of(self, layer: int, step: int) -> Tensor:
         """Return the queries of a layer in a step, [rows, query heads, head dim]."""
@@ -126,6 +129,11 @@ class Contexts:
     @property
     def device(self) -> torch.device:
         return self.table.device
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Of keys and values, as torch calls it."""
+        return str(self.caches[0].keys.dtype).removeprefix("torch.")
 
     @property
     def layer_bytes(self) -> int:

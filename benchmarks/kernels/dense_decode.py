@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import NARROW, LayerCache
 
 _WORKSPACE_BYTES: Final = 512 << 20
+# SGLang's default.
+_TRITON_SPLITS: Final = 8
 
 
 class DenseDecode(Protocol):
@@ -50,7 +52,7 @@ class FlashInferDecode:
         )
         self._wrapper.plan(
             indptr, indices, last, query_heads, caches[0].kv_heads, head_dim, batch.page_size,
-            q_data_type=queries.dtype, kv_data_type=queries.dtype, sm_scale=scale,
+            q_data_type=queries.dtype, kv_data_type=caches[0].keys.dtype, sm_scale=scale,
         )  # fmt: skip
 
     def call(self, layer: int) -> Callable[[], None]:
@@ -63,7 +65,10 @@ class FlashInferDecode:
 
 
 class FlashAttention3Decode:
-    """FlashAttention 3 as SGLang calls it on Hopper, but with larger pages than its default of one token."""
+    """FlashAttention 3 as SGLang calls it on Hopper, but with larger pages than its default of one token.
+
+    With keys in 8 bits its queries have 8 bits, too; narrowing them is a part of each call.
+    """
 
     def __init__(self, queries: Tensor, caches: Sequence[LayerCache], batch: DecodeBatch, scale: float) -> None:
         """
@@ -77,8 +82,8 @@ class FlashAttention3Decode:
         self.output = torch.empty_like(queries)
         self._paged = [_paged(cache, batch.page_size) for cache in caches]
         self._attend = flash_attn_with_kvcache
+        self._queries = queries
         self._arguments: dict[str, Any] = {
-            "q": queries,
             "page_table": batch.page_table,
             "cache_seqlens": batch.lengths,
             "cu_seqlens_q": torch.arange(len(queries) + 1, dtype=torch.int32, device=queries.device),
@@ -92,7 +97,63 @@ class FlashAttention3Decode:
         keys, values = self._paged[layer % len(self._paged)]
 
         def run() -> None:
-            self.output = self._attend(k_cache=keys, v_cache=values, **self._arguments)
+            queries = self._queries.to(keys.dtype)
+            self.output = self._attend(q=queries, k_cache=keys, v_cache=values, **self._arguments)
+
+        return run
+
+
+class TritonDecode:
+    """SGLang's Triton kernels, as its backend ``triton`` launches them by default."""
+
+    def __init__(self, queries: Tensor, caches: Sequence[LayerCache], batch: DecodeBatch, scale: float) -> None:
+        """Split the contexts as they are in ``batch`` now; ``queries`` are [rows, query heads, head dim]."""
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd  # noqa: PLC0415  # In releases.
+        from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton  # noqa: PLC0415
+
+        self.output = torch.empty_like(queries)
+        self._queries, self._caches, self._scale = queries, caches, scale
+        self._attend = decode_attention_fwd
+        rows, query_heads, head_dim = queries.shape
+        device, length = queries.device, int(batch.lengths[0])
+        places = torch.arange(length, device=device)
+        slots = batch.page_table[:, places // batch.page_size].long() * batch.page_size + places % batch.page_size
+        splits = torch.empty(rows, dtype=torch.int32, device=device)
+        get_num_kv_splits_triton[(1,)](
+            splits,
+            batch.lengths,
+            rows,
+            1,
+            query_heads,
+            caches[0].kv_heads,
+            _TRITON_SPLITS,
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1,
+            MAX_NUM_SEQ=256,
+        )
+        parts = (rows, query_heads, _TRITON_SPLITS)
+        self._split_contexts = (
+            torch.arange(rows + 1, dtype=torch.int32, device=device) * length,
+            slots.flatten(),
+            torch.empty(*parts, head_dim, dtype=torch.float32, device=device),
+            torch.empty(parts, dtype=torch.float32, device=device),
+            splits,
+        )
+
+    def call(self, layer: int) -> Callable[[], None]:
+        cache = self._caches[layer % len(self._caches)]
+
+        def run() -> None:
+            self._attend(
+                self._queries,
+                cache.keys,
+                cache.values,
+                self.output,
+                *self._split_contexts,
+                _TRITON_SPLITS,
+                self._scale,
+                1.0,
+                1.0,
+            )
 
         return run
 
@@ -100,10 +161,12 @@ class FlashAttention3Decode:
 def dense_decodes(
     queries: Tensor, caches: Sequence[LayerCache], batch: DecodeBatch, scale: float
 ) -> dict[str, DenseDecode]:
-    """Return what there is here to be compared with, by name; FlashInfer always."""
+    """Return what there is here to be compared with, by name; FlashInfer always, Triton where keys are narrow."""
     decodes: dict[str, DenseDecode] = {"flashinfer": FlashInferDecode(queries, caches, batch, scale)}
     with contextlib.suppress(ImportError):
         decodes["fa3"] = FlashAttention3Decode(queries, caches, batch, scale)
+    if caches[0].keys.dtype in NARROW:
+        decodes["triton"] = TritonDecode(queries, caches, batch, scale)
     return decodes
 
 

@@ -12,7 +12,8 @@ the layers, so that no call finds in L2 what it reads. Stages:
 
 ``dense`` is the fastest of FlashInfer's decode (tensor cores) and, where sgl_kernel has it, FlashAttention 3, timed in
 the same run before and after the policies. A floor is the time in which the bytes that a stage must read, the index
-among them, would be read with the bandwidth that dense decode reaches.
+among them, would be read with the bandwidth that dense decode reaches. With ``--kv-cache-dtype fp8_e4m3`` all of them
+read keys and values in 8 bits, and SGLang's Triton kernels compete, too.
 
 ``delta`` is averaged over the layers of a model with the given Δ-layers: before the first they are dense, the Δ-layers
 read everything and select, all others reuse; rows tell them apart, too. ``quest`` has no dense layers here, unlike its
@@ -65,6 +66,8 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_poli
 
 BENCH: Final = "attention"
 DTYPE: Final = torch.bfloat16
+KV_CACHE_DTYPES: Final = {"auto": DTYPE, "fp8_e4m3": torch.float8_e4m3fn}
+"""By the names that SGLang has for them."""
 CHECKED_CONTEXT: Final = 8192
 _CHECKED_ROWS: Final = 2
 _CHECKED_LAYERS: Final = 4
@@ -135,25 +138,26 @@ def run(
     sinks: Annotated[str, typer.Option(help="Time each policy with each of these; its own default if empty.")] = "",
     replays: Annotated[int, typer.Option(min=2, help="Graph replays of each measurement.")] = 30,
     memory: Annotated[float, typer.Option(help="Share of free device memory for keys and values.")] = 0.6,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8_e4m3.")] = "auto",
 ) -> None:
     """Check, measure, print a table, write JSON after each case. Exit with 1 if a policy differs from its reference."""
     device = gpu()
     # Policies act at every length.
     os.environ[crossover.ENVIRONMENT] = "0"
-    shape = shape_named(model)
+    shape, cache_dtype = shape_named(model), _cache_dtype(kv_cache_dtype)
     refreshing = numbers(delta_layers) or list(shape.delta_layers)
     contestants = with_sinks(_chosen(contestants_of(numbers(unions), refreshing), policies), numbers(sinks))
     torch.manual_seed(0)
     console = Console(width=150)
-    errors = check(heads_of(shape), contestants, measured_length(CHECKED_CONTEXT), device, DTYPE)
+    errors = check(heads_of(shape), contestants, measured_length(CHECKED_CONTEXT), device, DTYPE, cache_dtype)
     about = header() | {"delta_layers": refreshing, "errors": errors}
     rows: list[Row] = []
     for case in parse_cases(cases):
-        layers = layers_for(case, shape, int(torch.cuda.mem_get_info()[0] * memory))
+        layers = layers_for(case, shape, int(torch.cuda.mem_get_info()[0] * memory), dtype=cache_dtype)
         if layers < 3:
             console.print(f"[red]left out: of {case} only {layers} layers fit")
             continue
-        rows += measure(case, model, contestants, refreshing, layers, replays, device)
+        rows += measure(case, model, contestants, refreshing, layers, replays, device, cache_dtype)
         Record(about, rows).write(output)
         torch.cuda.empty_cache()
     console.print(table(rows))
@@ -265,7 +269,9 @@ def heads_of(shape: ModelShape) -> Heads:
     return Heads(shape.query_heads, shape.kv_heads, shape.head_dim)
 
 
-def layers_for(case: Case, shape: ModelShape, available: int, cache_bytes: int = 50 << 20) -> int:
+def layers_for(
+    case: Case, shape: ModelShape, available: int, cache_bytes: int = 50 << 20, dtype: torch.dtype = DTYPE
+) -> int:
     """Return how many layers are made: enough that small selections of all of them exceed L2, if they fit.
 
     Args:
@@ -273,11 +279,13 @@ def layers_for(case: Case, shape: ModelShape, available: int, cache_bytes: int =
         shape: of the model.
         available: bytes for keys and values.
         cache_bytes: of L2.
+        dtype: of keys and values.
     """
-    smallest = _SMALLEST_SELECTION * case.batch * shape.token_bytes
+    token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    smallest = _SMALLEST_SELECTION * case.batch * token_bytes
     # Of DELTA's layers, those that reuse are all but a few.
-    wanted = calls_beyond_cache(smallest, cache_bytes) + 2 * _full_reads(case, shape, cache_bytes)
-    return min(_MAX_LAYERS, wanted, available // (case.tokens * shape.token_bytes))
+    wanted = calls_beyond_cache(smallest, cache_bytes) + 2 * full_reads_of(case.tokens * token_bytes, cache_bytes)
+    return min(_MAX_LAYERS, wanted, available // (case.tokens * token_bytes))
 
 
 def roles_of(layers: int, full_reads: int) -> tuple[range, range, range]:
@@ -292,14 +300,21 @@ def roles_of(layers: int, full_reads: int) -> tuple[range, range, range]:
 
 
 def check(
-    heads: Heads, contestants: Sequence[Contestant], length: int, device: torch.device, dtype: torch.dtype
+    heads: Heads,
+    contestants: Sequence[Contestant],
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> dict[str, float]:
     """Compare every policy with the torch reference in the same dtype; selections may differ where scores nearly tie.
+
+    ``cache_dtype`` is that of keys and values; None for ``dtype``.
 
     Returns:
         By policy, the relative error of all layers' outputs, and that of the bytes read.
     """
-    contexts = Contexts(heads, length, _CHECKED_ROWS, _CHECKED_LAYERS, device, dtype)
+    contexts = Contexts(heads, length, _CHECKED_ROWS, _CHECKED_LAYERS, device, dtype, cache_dtype=cache_dtype)
     errors: dict[str, float] = {}
     for contestant in {contestant.name: contestant for contestant in contestants}.values():
         for termination in contestant.terminations:
@@ -326,10 +341,11 @@ def measure(
     layers: int,
     replays: int,
     device: torch.device,
+    cache_dtype: torch.dtype = DTYPE,
 ) -> list[Row]:
     """Time the dense decodes, then every policy, then the dense decodes again: their means are the baselines."""
-    shape = shape_named(model)
-    contexts = Contexts(heads_of(shape), measured_length(case.context), case.batch, layers, device, DTYPE)
+    shape, length = shape_named(model), measured_length(case.context)
+    contexts = Contexts(heads_of(shape), length, case.batch, layers, device, DTYPE, cache_dtype=cache_dtype)
     return measured_on(contexts, case, model, shape, contestants, delta_layers, replays)
 
 
@@ -531,11 +547,12 @@ def row_of(
     floor = None
     if stage.read_bytes:
         floor = dense.microseconds * stage.read_bytes / contexts.layer_bytes
+    own = {"read_bytes": stage.read_bytes, "kv_cache_dtype": contexts.kv_cache_dtype}
     return Row(
         bench=BENCH,
         model=model,
         policy=policy,
-        parameters={"stage": stage.name, **parameters, **stage.more, "read_bytes": stage.read_bytes},
+        parameters={"stage": stage.name, **parameters, **stage.more, **own},
         context=case.context,
         batch=case.batch,
         dense=dense.microseconds,
@@ -584,10 +601,6 @@ def _layer_stage(
     return Stage("layer", replace(timing, microseconds=timing.microseconds + share), read, more)
 
 
-def _full_reads(case: Case, shape: ModelShape, cache_bytes: int) -> int:
-    return full_reads_of(case.tokens * shape.token_bytes, cache_bytes)
-
-
 def _delta_layers(contestant: Contestant, layers: Sequence[int]) -> dict[str, Any]:
     """Return what DELTA asks for beside, in the numbering of the layers that are timed."""
     if contestant.name != "delta":
@@ -602,6 +615,12 @@ def _chosen(contestants: Sequence[Contestant], names: str) -> list[Contestant]:
             f"no policy to be timed is called {', '.join(sorted(unknown))}", param_hint="--policies"
         )
     return [contestant for contestant in contestants if contestant.name in wanted]
+
+
+def _cache_dtype(name: str) -> torch.dtype:
+    if name not in KV_CACHE_DTYPES:
+        raise typer.BadParameter(f"{name} is none of {', '.join(KV_CACHE_DTYPES)}", param_hint="--kv-cache-dtype")
+    return KV_CACHE_DTYPES[name]
 
 
 def _attend_densely(decode: DenseDecode, layer: int, _step: int) -> None:

@@ -15,9 +15,14 @@ NARROW: Final = (torch.float8_e4m3fn,)
 """Dtypes that are stored and not computed with: torch and tensor cores' kernels widen them first."""
 
 
+def widened_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return ``dtype``, or bfloat16, which holds all numbers of a narrow one, in place of that."""
+    return torch.bfloat16 if dtype in NARROW else dtype
+
+
 def widened(vectors: Tensor) -> Tensor:
     """Return ``vectors`` in a dtype that torch computes with: those of a narrow one as the same numbers in bfloat16."""
-    return vectors.to(torch.bfloat16) if vectors.dtype in NARROW else vectors
+    return vectors.to(widened_dtype(vectors.dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.decode_plan import DecodePlan
-from sglang_winnow.forward_pass import context_of, scales_of, write_keys_and_values
+from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, window_of, write_keys_and_values
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.mixed_plan import MixedPlan
 from sglang_winnow.prefill_plan import PrefillPlan
@@ -45,7 +45,7 @@ class WinnowAttentionBackend(AttentionBackend):
         layers = attention_layers(runner)
         self._scale = layers[0].scaling
         self._last_layer = layers[-1].layer_id
-        self._full_layers = [layer.layer_id for layer in layers if _window_of(layer) is None]
+        self._full_layers = [layer.layer_id for layer in layers if window_of(layer) is None]
         caches = [replace(self._cache(layer), windowed=layer.layer_id not in self._full_layers) for layer in layers]
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
@@ -149,14 +149,10 @@ class WinnowAttentionBackend(AttentionBackend):
     ) -> Tensor:
         if save_kv_cache:
             write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         cache = self._cache(layer, sinks)
-        of_keys, of_values = scales_of(layer, cache)
-        if of_keys != 1:
-            queries = queries * of_keys
-        output = plan.attend(layer.layer_id, queries, cache, layer.scaling, _window_of(layer))
-        if of_values != 1:
-            output = output * of_values
+        queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
+        output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window_of(layer))
+        output = scaled_output(output, layer, cache)
         if layer.layer_id == self._last_layer:
             plan.finish()
         return output.flatten(1)
@@ -204,8 +200,3 @@ class WinnowAttentionBackend(AttentionBackend):
         cap = layer.logit_cap if layer.logit_cap > 0 else None
         softmax = Softmax(cap, None if sinks is None else sinks.float())
         return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id), softmax=softmax)
-
-
-def _window_of(layer: RadixAttention) -> int | None:
-    """Return how many tokens before its own a layer's query sees; None for all."""
-    return layer.sliding_window_size if layer.sliding_window_size > -1 else None

@@ -92,6 +92,8 @@ def _fill_in_arguments(_nothing: None, arguments: ServerArgs) -> None:
         arguments,
         max_running_requests=of.max_running_requests or MAX_RUNNING,
         page_size=PAGE_SIZE if of.page_size in (None, 1) else of.page_size,
+        # Windowed layers have no pool of their own.
+        disable_hybrid_swa_memory=True,
     )
 
 

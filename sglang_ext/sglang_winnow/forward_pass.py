@@ -40,8 +40,25 @@ def write_keys_and_values(
         pool.set_kv_buffer(layer, location, keys, values, layer.k_scale, layer.v_scale)
 
 
-def scales_of(layer: RadixAttention, cache: LayerCache) -> tuple[float, float]:
-    """Return what a layer's keys and its values in the cache are to be multiplied by."""
+def window_of(layer: RadixAttention) -> int | None:
+    """Return how many tokens before its own a layer's query sees; None for all."""
+    return layer.sliding_window_size if layer.sliding_window_size > -1 else None
+
+
+def scaled_queries(queries: Tensor, layer: RadixAttention, cache: LayerCache) -> Tensor:
+    """Return ``queries`` times what the layer's keys in the cache were divided by."""
+    of_keys, _ = _scales_of(layer, cache)
+    return queries if of_keys == 1 else queries * of_keys
+
+
+def scaled_output(output: Tensor, layer: RadixAttention, cache: LayerCache) -> Tensor:
+    """Return ``output`` times what the layer's values in the cache were divided by."""
+    _, of_values = _scales_of(layer, cache)
+    return output if of_values == 1 else output * of_values
+
+
+def _scales_of(layer: RadixAttention, cache: LayerCache) -> tuple[float, float]:
+    """Return what a layer's keys and its values were divided by: the checkpoint's, so a CUDA graph may hold them."""
     if cache.keys.dtype not in NARROW:
         return 1.0, 1.0
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -12,8 +12,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.audit_share import ENVIRONMENT, server_share
 from sglang_winnow.backend_name import NAME
+from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, WITH_WINDOWS, dense_backend
+from sglang_winnow.forward_pass import window_of
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.server_information import sliding_layers
 from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
+from sglang_winnow.sglang_versions.releases import OLDEST, WINDOWS_ON_CUDA
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.cache import NARROW
 from winnow_kernels.policies.declarations import DECLARATIONS
@@ -22,6 +26,7 @@ from winnow_kernels.selection.gpu_pages import MAX_PAGES
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 PAGE_SIZES_ON_CUDA = (16, 32, 64)
@@ -38,6 +43,9 @@ CAUSAL_IN_FACT = frozenset({"Gemma3ForCausalLM"})
 # Later releases call the attention of these causal, too, and leave it to the backend to look for images.
 WITH_IMAGES = frozenset({"Gemma3ForConditionalGeneration"})
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCALES_OF_A_FILE: Final = (
+    "scales for a KV cache in 8 bits that are in a file of their own (--quantization-param-path), not in the checkpoint"
+)
 
 
 def refuse_what_is_not_served(runner: ModelRunner) -> None:
@@ -51,9 +59,9 @@ def refusal(reason: str) -> str:
     return f"Winnow: the server does not start, because --attention-backend {NAME} does not serve {reason}."
 
 
-def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
-    """Return the model's attention layers, first layer first."""
-    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+def attention_layers(owner: ModelRunner | KVCacheConfigurator) -> list[RadixAttention]:
+    """Return the attention layers of the model that ``owner`` has, first layer first."""
+    layers = [module for module in owner.model.modules() if isinstance(module, RadixAttention)]
     return sorted(layers, key=lambda layer: layer.layer_id)
 
 
@@ -62,13 +70,14 @@ def _reasons(runner: ModelRunner) -> Iterator[str]:
     if torch.cuda.is_available():
         yield from _reasons_on_cuda(runner)
     yield from _reasons_of_indexes(runner)
-    pool = runner.token_to_kv_pool
+    pool, layers = runner.token_to_kv_pool, attention_layers(runner)
     if type(pool) is not MHATokenToKVPool:
         yield f"a KV cache of the kind {type(pool).__name__}"
-    elif pool.dtype in NARROW and torch.cuda.is_available():
-        yield f"a KV cache in {_name(pool.dtype)} on CUDA (use float32, float16 or bfloat16)"
     elif pool.dtype not in (*KV_DTYPES, *NARROW):
         yield f"a KV cache in {_name(pool.dtype)} (use float32, float16, bfloat16 or float8_e4m3fn)"
+    # SGLang divides by them when it writes the cache, but attention multiplies by those of a checkpoint alone.
+    if pool.dtype in NARROW and any(layer.k_scale is not None and layer.k_scale_float is None for layer in layers):
+        yield SCALES_OF_A_FILE
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -125,13 +134,30 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
         yield f"{ENVIRONMENT} above 0 on CUDA"
     if _has_sinks(runner):
         yield SINKS_ON_CUDA
-    for layer in attention_layers(runner):
-        if layer.sliding_window_size > -1:
-            yield "sliding windows on CUDA"
+    layers = attention_layers(runner)
+    windows = {layer.layer_id: window for layer in layers if (window := window_of(layer)) is not None}
+    if windows:
+        yield from _reasons_of_windows(runner, windows, len(layers))
+    for layer in layers:
         if layer.logit_cap > 0:
             yield "capped attention scores (logit_cap) on CUDA"
         if layer.tp_q_head_num > LARGEST_GROUP * layer.tp_k_head_num:
             yield f"more than {LARGEST_GROUP} query heads for a KV head on CUDA"
+
+
+def _reasons_of_windows(runner: ModelRunner, windows: Mapping[int, int], layers: int) -> Iterator[str]:
+    if not WINDOWS_ON_CUDA:
+        yield f"sliding windows on CUDA with this SGLang (use {OLDEST})"
+    if len(windows) == layers:
+        yield "models of which every layer has a sliding window, on CUDA"
+    if windows.keys() != sliding_layers(runner.model_config):
+        yield "models that do not say which of their layers have a sliding window, on CUDA"
+    # Some dense backends know one window.
+    if set(windows.values()) != {runner.sliding_window_size}:
+        yield "layers whose sliding windows are not as long as the model's, on CUDA"
+    if (dense := dense_backend(runner)) not in WITH_WINDOWS:
+        served = " or ".join(WITH_WINDOWS)
+        yield f"sliding windows beside the dense backend {dense} (set {DENSE_ENVIRONMENT} to {served})"
 
 
 def _reasons_of_indexes(runner: ModelRunner) -> Iterator[str]:

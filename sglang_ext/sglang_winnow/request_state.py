@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -62,6 +62,7 @@ class RequestState:
         explanation: of some of its decode steps, if it asks for one.
         released: what it has given back of its prompt since its last prefill; None while it has all of it.
         choice: how its policy was chosen; None if the request named it.
+        decode: the parameters of its decode policy. On CUDA they name layers by places (``RequestTable``).
     """
 
     policy: AttentionPolicy
@@ -84,15 +85,12 @@ class RequestState:
     shared: int = 0
     released: Released | None = None
     choice: Choice | None = None
+    decode: Parameters = field(init=False)
 
     def __post_init__(self) -> None:
+        self.decode = self.policy.decode
         if self.policy.verify is not None:
             self.draft_length = DraftLength(self.policy.verify.draft_tokens)
-
-    @property
-    def decode(self) -> Parameters:
-        """The parameters of its decode policy."""
-        return self.policy.decode
 
     @property
     def releases(self) -> bool:
@@ -119,10 +117,19 @@ class RequestTable:
     SGLang's requests own their states: one that has finished or was aborted is gone without a word.
     """
 
-    def __init__(self, statistics: Statistics, sliding_layers: int = 0) -> None:
-        """``sliding_layers`` is how many layers of the model have a sliding window."""
+    def __init__(
+        self, statistics: Statistics, sliding_layers: int = 0, placed_layers: Sequence[int] | None = None
+    ) -> None:
+        """
+        Args:
+            statistics: a row for each request slot.
+            sliding_layers: how many layers of the model have a sliding window.
+            placed_layers: the numbers of the others, where these are known by their places among them; None where all
+                layers are known by their numbers.
+        """
         self.statistics = statistics
         self._sliding_layers = sliding_layers
+        self._placed_layers = placed_layers
         self._by_slot: WeakValueDictionary[int, RequestState] = WeakValueDictionary()
 
     def __getitem__(self, slot: int) -> RequestState | None:
@@ -146,4 +153,6 @@ class RequestTable:
             state.saved = None
             state.slot = slot
             state.sliding_layers = self._sliding_layers
+            if self._placed_layers is not None:
+                state.decode = state.policy.decode.at_places(self._placed_layers)
             self._by_slot[slot] = state

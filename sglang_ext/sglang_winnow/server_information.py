@@ -217,7 +217,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         layers=config.num_hidden_layers,
         context_length=config.context_len,
         delta_layers=delta_profile(_folder(config.model_path)),
-        sliding_layers=_sliding_layers(config),
+        sliding_layers=sliding_layers(config),
         page_size=resolved(arguments).page_size,
         chunk=chunk if chunk is not None and chunk > 0 else None,
         has_policies=has_policies,
@@ -241,7 +241,8 @@ def served_model_of(part: TokenizerManager | Scheduler) -> ServedModel:
         return part.winnow_model
 
 
-def _sliding_layers(config: ModelConfig) -> frozenset[int]:
+def sliding_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the layers that have a sliding window by the model's configuration."""
     kinds = getattr(config.hf_text_config, "layer_types", None) or ()
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 

@@ -59,6 +59,7 @@ def test_cuda_has_pages_and_graphs(on_cuda: bool) -> None:
     if on_cuda:
         assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.BREAKABLE, Backend.FULL)
         assert (arguments.max_running_requests, arguments.page_size) == (MAX_RUNNING, PAGE_SIZE)
+        assert arguments.disable_hybrid_swa_memory
     else:
         assert (graphs.prefill.backend, graphs.decode.backend) == (Backend.DISABLED, Backend.DISABLED)
         assert (arguments.max_running_requests, arguments.page_size) == (None, None)

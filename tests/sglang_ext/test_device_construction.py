@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import nn
 
 from sglang_winnow import graph_sets, key_bits
 from sglang_winnow.device import backend as backend_module
@@ -183,21 +185,37 @@ def test_codes_of_more_bits_take_more() -> None:
     assert four.share - three.share == pytest.approx(1 / 32)
 
 
+def attention_layer(number: int, window: int = -1) -> RadixAttention:
+    return RadixAttention(
+        num_heads=32, head_dim=128, scaling=1.0, num_kv_heads=8, layer_id=number, sliding_window_size=window
+    )
+
+
 @pytest.mark.parametrize("algorithm", [None, "WINNOW"])
+@pytest.mark.parametrize("windowed", [0, 96])
 def test_a_server_leaves_room_for_indexes_and_says_for_which(
-    algorithm: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    algorithm: str | None, windowed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of the layers with full attention, 32: beside them there may be others in the KV cache."""
+    share = 32 / (32 + windowed)
     monkeypatch.setenv(POLICIES_SETTING, "lowbit_top_p,lowbit_top_k,quest")
     monkeypatch.setenv(key_bits.ENVIRONMENT, "3")
     monkeypatch.setattr(memory, "attention_ranks_of", lambda _: 1)
     model = SimpleNamespace(
-        num_hidden_layers=32, get_num_kv_heads=lambda _: 8, head_dim=128, num_attention_heads=32, context_len=4096
+        num_hidden_layers=32 + windowed,
+        get_num_kv_heads=lambda _: 8,
+        head_dim=128,
+        num_attention_heads=32,
+        context_len=4096,
     )
     configurator = SimpleNamespace(
         server_args=SimpleNamespace(
             attention_backend="winnow", max_running_requests=4, speculative_algorithm=algorithm
         ),
         model_config=model,
+        model=nn.ModuleList(
+            attention_layer(number, 512 if number < windowed else -1) for number in range(32 + windowed)
+        ),
         kv_cache_dtype=torch.bfloat16,
         page_size=16,
     )
@@ -208,13 +226,13 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
     buffers = fixed_bytes(enabled_kinds(verifies=True), SHAPE, query_heads=32, rows=4, longest=4096, page_size=16)
     if algorithm:
         buffers += check_bytes(SHAPE, query_heads=32)
-    assert left == pytest.approx((available - buffers) / (1 + 0.1094 + 0.0625), rel=1e-3)
+    assert left == pytest.approx((available - buffers) / (1 + share * (0.1094 + 0.0625)), rel=1e-3)
     total, *indexes, others = caplog.messages
     assert total.startswith("Winnow serves dense, quest, lowbit_top_p, lowbit_top_k. Of 16.00 GB its buffers take ")
-    assert total.endswith(", 17.2 % of the KV cache.")
+    assert total.endswith(f", {100 * share * 0.171875:.1f} % of the KV cache.")
     assert indexes == [
-        "Winnow's page bounds take 6.3 % of the KV cache, for quest.",
-        "Winnow's key codes take 10.9 % of the KV cache, for lowbit_top_p, lowbit_top_k.",
+        f"Winnow's page bounds take {100 * share * 0.0626:.1f} % of the KV cache, for quest.",
+        f"Winnow's key codes take {100 * share * 0.109375:.1f} % of the KV cache, for lowbit_top_p, lowbit_top_k.",
     ]
     assert others.startswith("Winnow serves only if WINNOW_POLICIES names it: streaming_llm, snapkv, ")
 

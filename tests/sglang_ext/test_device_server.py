@@ -42,6 +42,16 @@ POLICIES: Mapping[str, Mapping[str, Any]] = small_policies() | {
     "quoka": {"decode": {"policy": "quoka", "budget": 96}},
     "quoka prefill": {"prefill": {"policy": "quoka", "budget": 128, "block": 64}},
 }
+# A context is longer than any pass to which prefill is padded.
+WINDOWED = ModelShape(family="gemma3_text", layers=6, query_heads=4, kv_heads=2, context_length=4096, sliding_window=64)
+# Of six layers the third and the last see the whole context.
+WINDOWED_POLICIES: Mapping[str, Mapping[str, Any]] = {
+    **POLICIES,
+    "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 3}},
+    "delta": {"decode": {"policy": "delta", "budget": 128, "recency": 32, "full_layers": 1, "delta_layers": [2]}},
+}
+MODELS = [(SHAPE, POLICIES), (WINDOWED, WINDOWED_POLICIES)]
+IDS = ["all full", "windowed"]
 REPLAYED = ("dense", "snapkv", "delta", "quoka prefill")
 REPLAYING = Path(__file__).parent / "replayed_prefill"
 INTERPRETING = Path(__file__).parent / "interpreted_kernels"
@@ -64,31 +74,33 @@ def serve(model: Path, log: Path, *more: str, **environment: str) -> Iterator[ht
         yield http
 
 
-def ask(http: httpx.Client, name: str, length: int, tokens: int = TOKENS) -> Any:
+def ask(http: httpx.Client, policy: Mapping[str, Any], length: int, tokens: int = TOKENS) -> Any:
     parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    custom = {"custom_params": {"attention": json.dumps(POLICIES[name])}}
+    custom = {"custom_params": {"attention": json.dumps(policy)}}
     body = {"input_ids": prompt_of(length, length, SHAPE.vocab_size), "sampling_params": parameters | custom}
     return http.post("/generate", json=body | LOGPROBS).raise_for_status().json()
 
 
-def answers_of_padded_passes(http: httpx.Client) -> list[Any]:
+def answers_of_padded_passes(http: httpx.Client, policies: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     """Each policy alone, then prompts that share passes: dense ones, QUOKA's, and both."""
-    names = [name for name in POLICIES if name in REPLAYED]
+    names = [name for name in policies if name in REPLAYED]
     numbered = [(names[number % len(names)], 130 + 57 * number) for number in range(2 * len(names))]
 
     def answer(asked: tuple[str, int]) -> Any:
-        return ask(http, *asked, TOKENS_AFTER_PADDED_PASSES)
+        name, length = asked
+        return ask(http, policies[name], length, TOKENS_AFTER_PADDED_PASSES)
 
     alone = [answer((name, 700)) for name in names]
     with ThreadPoolExecutor(len(numbered)) as pool:
         return alone + list(pool.map(answer, numbered))
 
 
-def answers(http: httpx.Client) -> list[Any]:
+def answers(http: httpx.Client, policies: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     """Each policy alone behind a prompt of a span and more, then all together behind other prompts."""
-    alone = [ask(http, name, 1200) for name in POLICIES]
-    with ThreadPoolExecutor(len(POLICIES)) as pool:
-        together = pool.map(lambda numbered: ask(http, numbered[1], 1100 + 40 * numbered[0]), enumerate(POLICIES))
+    asked = list(policies.values())
+    alone = [ask(http, policy, 1200) for policy in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = pool.map(lambda numbered: ask(http, numbered[1], 1100 + 40 * numbered[0]), enumerate(asked))
         return alone + list(together)
 
 
@@ -104,13 +116,16 @@ def assert_equal_costs(own: Mapping[str, Any], wanted: Mapping[str, Any]) -> Non
     assert own.keys() == wanted.keys()
 
 
-def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", SHAPE)
+@pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)
+def test_answers_and_costs_are_those_of_the_torch_path(
+    shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", shape)
     write_weights(model)
     with serve(model, tmp_path / "torch.log") as http:
-        expected = answers(http)
+        expected = answers(http, policies)
     with serve(model, tmp_path / "device.log", **interpreted()) as http:
-        got = answers(http)
+        got = answers(http, policies)
     for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
         assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == TOKENS
         cost, wanted_cost = (answer["meta_info"]["attention"] for answer in (own, wanted))
@@ -121,15 +136,18 @@ def test_answers_and_costs_are_those_of_the_torch_path(tmp_path: Path) -> None:
         assert_equal_costs(cost, wanted_cost)
 
 
-def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)
+def test_prefill_in_padded_passes_is_prefill(
+    shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
+) -> None:
     """As CUDA graphs replay them, with SGLang's own runner (``replayed_prefill``)."""
-    model = write_model(tmp_path / "model", SHAPE)
+    model = write_model(tmp_path / "model", shape)
     write_weights(model)
     log = tmp_path / "replayed.log"
     with serve(model, tmp_path / "eager.log", **interpreted()) as http:
-        expected = answers_of_padded_passes(http)
+        expected = answers_of_padded_passes(http, policies)
     with serve(model, log, **interpreted(REPLAYING)) as http:
-        got = answers_of_padded_passes(http)
+        got = answers_of_padded_passes(http, policies)
     # Each prompt alone is two chunks; those together may share passes.
     assert log.read_text().count("A prefill pass is padded as graphs are") > 2 * len(REPLAYED)
     for own, wanted in zip(got, expected, strict=True):
@@ -140,9 +158,10 @@ def test_prefill_in_padded_passes_is_prefill(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not VERIFIES_ON_CUDA, reason="verification is served on CUDA with the oldest release only")
-def test_verified_answers_are_those_of_dense_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, WINDOWED], ids=IDS)
+def test_verified_answers_are_those_of_dense_attention(shape: ModelShape, tmp_path: Path) -> None:
     """Of drafts that stand and of drafts that fall, across ends of pages, alone and beside who is not verified."""
-    model = write_model(tmp_path / "model", SHAPE)
+    model = write_model(tmp_path / "model", shape)
     write_weights(model)
     tokens = 20
     decodes: list[Mapping[str, Any]] = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.caches import random_cache, random_queries, scattered_context
-from tests.sglang_ext.device.test_decode import POLICIES, Server, by_torch, policies_act_at_every_length
+from tests.sglang_ext.device.test_decode import POLICIES, Server, by_torch, in_8_bits, policies_act_at_every_length
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.quoka.parameters import QuokaPrefill
@@ -17,10 +17,6 @@ __all__ = ["policies_act_at_every_length"]
 
 LENGTHS = [208, 143]
 CPU = torch.device("cpu")
-
-
-def in_8_bits(vectors: Tensor) -> Tensor:
-    return vectors.to(torch.float8_e4m3fn)
 
 
 def rounded(vectors: Tensor) -> Tensor:

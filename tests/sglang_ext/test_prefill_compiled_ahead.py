@@ -49,7 +49,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
 def test_defaults_are_compiled_ahead(start: int, new: int, variants: set[tuple[Any, ...]]) -> None:
     cache = random_cache(PAGE, KV_HEADS, DIM, dtype=torch.bfloat16)
     workspace = QuokaPrefillWorkspace.empty(KV_HEADS, LONGEST, torch.device("cpu"), 2**20)
-    compile_defaults(cache, KV_HEADS * GROUP, PAGE, workspace)
+    compile_defaults(cache, KV_HEADS * GROUP, PAGE, workspace, torch.bfloat16)
     compiled = set(variants)
     variants.clear()
     _prefill(start, start + new, cache, workspace)

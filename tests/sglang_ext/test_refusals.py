@@ -12,7 +12,10 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import nn
 
+from sglang_winnow import refusals
+from sglang_winnow.dense_backend import DENSE_ENVIRONMENT
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
+from sglang_winnow.sglang_versions.releases import OLDEST
 from winnow_kernels.policies.registry import POLICIES_SETTING
 
 SENTENCE = "Winnow: the server does not start, because --attention-backend winnow does not serve {}."
@@ -23,10 +26,12 @@ SERVED_MODEL: dict[str, Any] = {
     "is_generation": True,
     "context_len": 4096,
     "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]),
+    "hf_text_config": SimpleNamespace(),
 }
 
 
 GEMMA = {"hf_config": SimpleNamespace(architectures=["Gemma3ForCausalLM"])}
+ONE_WINDOW = {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
 GPT_OSS = {"hf_config": SimpleNamespace(architectures=["GptOssForCausalLM"])}
 BIDIRECTIONAL = {"attn_type": AttentionType.DECODER_BIDIRECTIONAL}
 
@@ -54,15 +59,20 @@ def runner(
     config: dict[str, Any] | None = None,
     cache: Any = None,
     page_size: int = 16,
+    window: int | None = None,
 ) -> Any:
     """Return what stands for a runner that is served, but for what the arguments say."""
     return SimpleNamespace(
         model=nn.ModuleList(layers or [layer(0), layer(1)]),
+        sliding_window_size=window,
         model_config=SimpleNamespace(**SERVED_MODEL | (config or {})),
         token_to_kv_pool=cache or pool(),
         page_size=page_size,
         server_args=SimpleNamespace(speculative_algorithm=None),
     )
+
+
+WINDOWED = runner(layer(0, sliding_window_size=128), layer(1), config=ONE_WINDOW, window=128)
 
 
 def assert_refused(refused: Any, reason: str) -> None:
@@ -98,11 +108,6 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
             runner(config={"context_len": 2**18 + 1}, page_size=64),
             f"contexts of more than {2**18} tokens with tactic (leave it out of WINNOW_POLICIES)",
         ),
-        (runner(layer(0, sliding_window_size=128), layer(1)), "sliding windows on CUDA"),
-        (
-            runner(cache=pool(dtype=torch.float8_e4m3fn)),
-            "a KV cache in float8_e4m3fn on CUDA (use float32, float16 or bfloat16)",
-        ),
         (runner(layer(0), layer(1, logit_cap=50.0)), "capped attention scores (logit_cap) on CUDA"),
         (runner(with_sinks(), config=GPT_OSS), "sink logits (gpt-oss) on CUDA"),
         (runner(layer(0, num_heads=34)), "more than 16 query heads for a KV head on CUDA"),
@@ -113,7 +118,58 @@ def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
     refuse_what_is_not_served(runner())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refuse_what_is_not_served(runner())
+    refuse_what_is_not_served(runner(cache=pool(dtype=torch.float8_e4m3fn)))
     assert_refused(refused, reason)
+
+
+@pytest.fixture
+def windows_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICIES_SETTING, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(refusals, "WINDOWS_ON_CUDA", True)
+    monkeypatch.setenv(DENSE_ENVIRONMENT, "triton")
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (
+            runner(layer(0), layer(1, sliding_window_size=128), config=ONE_WINDOW, window=128),
+            "models that do not say which of their layers have a sliding window, on CUDA",
+        ),
+        (
+            runner(layer(0, sliding_window_size=128), window=128),
+            "models of which every layer has a sliding window, on CUDA",
+        ),
+        (
+            runner(layer(0, sliding_window_size=64), layer(1), config=ONE_WINDOW, window=128),
+            "layers whose sliding windows are not as long as the model's, on CUDA",
+        ),
+        (
+            runner(layer(0, sliding_window_size=128), layer(1), config=ONE_WINDOW),
+            "layers whose sliding windows are not as long as the model's, on CUDA",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("windows_on_cuda")
+def test_windows_on_cuda(refused: Any, reason: str) -> None:
+    refuse_what_is_not_served(WINDOWED)
+    assert_refused(refused, reason)
+
+
+@pytest.mark.parametrize("dense", ["flashinfer", "trtllm_mha"])
+@pytest.mark.usefixtures("windows_on_cuda")
+def test_windows_beside_a_backend_that_sees_beyond_them(dense: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DENSE_ENVIRONMENT, dense)
+    assert_refused(
+        WINDOWED, f"sliding windows beside the dense backend {dense} (set WINNOW_DENSE_BACKEND to fa3 or triton)"
+    )
+
+
+@pytest.mark.usefixtures("windows_on_cuda")
+def test_windows_with_a_release_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "WINDOWS_ON_CUDA", False)
+    assert_refused(WINDOWED, f"sliding windows on CUDA with this SGLang (use {OLDEST})")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +258,20 @@ def test_sinks_of_other_models(name: str) -> None:
 )
 def test_caches(cache: Any, reason: str) -> None:
     assert_refused(runner(cache=cache), reason)
+
+
+def test_scales_of_a_file() -> None:
+    scaled = layer(1)
+    # As SGLang's models set them from such a file.
+    scaled.k_scale = scaled.v_scale = 0.5
+    refuse_what_is_not_served(runner(layer(0), scaled))
+    assert_refused(
+        runner(layer(0), scaled, cache=pool(dtype=torch.float8_e4m3fn)),
+        "scales for a KV cache in 8 bits that are in a file of their own (--quantization-param-path), not in the"
+        " checkpoint",
+    )
+    scaled.k_scale_float = scaled.v_scale_float = 0.5
+    refuse_what_is_not_served(runner(layer(0), scaled, cache=pool(dtype=torch.float8_e4m3fn)))
 
 
 def test_layers_come_in_the_order_of_the_model() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE, Dealt, Termination
 from winnow_kernels.batch import Count
-from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cache import NARROW, Context, LayerCache
 from winnow_kernels.selection.tokens import Selection
 
 
@@ -151,4 +151,6 @@ def _gather(vectors: Tensor, selection: Selection) -> Tensor:
     heads = torch.arange(vectors.shape[1], device=vectors.device)[:, None]
     # One flat index is several times as fast as two, and index_select as advanced indexing.
     flat = (slots * vectors.shape[1] + heads).flatten()
-    return vectors.flatten(0, 1).index_select(0, flat).view(*slots.shape, -1)
+    # Not every release of torch picks numbers of 8 bits on CUDA; all pick bytes.
+    stored = vectors.view(torch.uint8) if vectors.dtype in NARROW else vectors
+    return stored.flatten(0, 1).index_select(0, flat).view(vectors.dtype).view(*slots.shape, -1)

@@ -18,7 +18,7 @@ its own (``attend.gpu_early_termination``) that batches without it do not pay fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -78,16 +78,26 @@ class Launch:
 
         Args:
             head_dim: elements of a key.
-            element_size: bytes of one.
+            element_size: bytes of one, as it is stored.
             group: query heads of a KV head.
         """
-        vector_bytes = triton.next_power_of_2(head_dim) * element_size
+        # Registers hold narrow numbers as wider ones.
+        vector_bytes = triton.next_power_of_2(head_dim) * max(element_size, torch.bfloat16.itemsize)
         if vector_bytes <= 128:
-            return cls(tiles_ahead=3, tiles_ahead_with_termination=3)
-        if vector_bytes <= 256:
-            return cls() if group <= _HALF_GROUP else cls(tiles_ahead=2, programs=2)
-        ahead = 2 if vector_bytes <= 512 else 1
-        return cls(8, ahead, programs=1, programs_with_termination=1, tiles_ahead_with_termination=ahead)
+            launch = cls(tiles_ahead=3, tiles_ahead_with_termination=3)
+        elif vector_bytes <= 256:
+            launch = cls() if group <= _HALF_GROUP else cls(tiles_ahead=2, programs=2)
+        else:
+            ahead = 2 if vector_bytes <= 512 else 1
+            launch = cls(8, ahead, programs=1, programs_with_termination=1, tiles_ahead_with_termination=ahead)
+        if element_size >= torch.bfloat16.itemsize:
+            return launch
+        # Their tiles take half of the shared memory.
+        return replace(
+            launch,
+            tiles_ahead=launch.tiles_ahead + 1,
+            tiles_ahead_with_termination=launch.tiles_ahead_with_termination + 1,
+        )
 
     def registers(self, programs: int) -> int | None:
         """Return how many registers a thread can have where several programs are to fit a multiprocessor."""
@@ -151,10 +161,10 @@ def attend(
     with early termination, as ``winnow_kernels.policies.dense.reference`` does. The log-sum-exp is left in ``buffers``.
 
     Args:
-        queries: [rows, query heads, head dim], in the cache's dtype; query heads of a KV head, at most 16, lie next to
-            each other. Rows and heads may be strided.
-        cache: the layer's KV cache: bfloat16, float16 or float32, slots and heads strided alike in keys and values; and
-            its softmax's cap and sink logits, which cost nothing where there are none.
+        queries: [rows, query heads, head dim], in the cache's dtype, or any other of these if that is narrow; query
+            heads of a KV head, at most 16, lie next to each other. Rows and heads may be strided.
+        cache: the layer's KV cache: bfloat16, float16, float32 or narrow, slots and heads strided alike in keys and
+            values; and its softmax's cap and sink logits, which cost nothing where there are none.
         batch: where the rows' contexts lie, in pages of at most 64 tokens.
         selection: contiguous, [rows, KV heads, width]; slots within the pool.
         scale: what scores are multiplied by before the softmax.

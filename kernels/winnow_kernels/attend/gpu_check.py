@@ -1,5 +1,7 @@
 """Dense attention from several new tokens of each row: the pass in which drafts are checked.
 
+A layer with a sliding window is read from the first token on that the row's first query sees.
+
 All new tokens of a row share one read of its context, on tensor cores: the query heads of a KV head's group, times the
 new tokens, are the rows of a tile. What must be read is as much as for one dense decode step of the row. A context is
 read in splits of 4 to 64 tiles of 64 tokens, and what these yield is merged. Two launches. How many splits there are
@@ -40,6 +42,7 @@ _OTHER_BYTES: Final = 8 << 10
 _FEW_REGISTERS: Final = 128
 _PROGRAMS_OF_FEW_REGISTERS: Final = 4
 _NO_MASS = tl.constexpr(NO_MASS)
+_NO_WINDOW: Final = tl.constexpr(-1)
 _LOG2_E: Final = 1.4426950408889634
 
 
@@ -105,9 +108,12 @@ class CheckLaunch:
     registers: int | None = None
 
     @classmethod
-    def of(cls, rows: int, queries: int, cache: LayerCache) -> CheckLaunch:
-        """Return what suits ``rows`` of ``queries`` each for a KV head, on the cache's device."""
-        vector_bytes = triton.next_power_of_2(cache.head_dim) * cache.keys.element_size()
+    def of(cls, rows: int, queries: int, cache: LayerCache, element_size: int) -> CheckLaunch:
+        """Return what suits ``rows`` of ``queries`` each for a KV head, on the cache's device.
+
+        ``element_size`` is that of queries, as which keys and values are multiplied.
+        """
+        vector_bytes = triton.next_power_of_2(cache.head_dim) * element_size
         block = max(16, min(BLOCK_BYTES // vector_bytes, triton.next_power_of_2(queries)))
         blocks = triton.cdiv(queries, block)
         stages = 2 if vector_bytes <= 512 else 1
@@ -135,19 +141,22 @@ def attend_new(
     output: Tensor,
     launch: CheckLaunch | None = None,
     page_logs: PageLogs | None = None,
+    window: int | None = None,
 ) -> None:
     """Attend from each row's newest tokens, whose keys and values are in the cache, causally to its whole context.
 
     Args:
-        queries: [rows × new tokens, query heads, head dim], in the cache's dtype, a row's tokens in order; strided by
-            token and head. A token before a context's first one sees nothing, and gets zeros: a row of padding.
+        queries: [rows × new tokens, query heads, head dim], in the cache's dtype, or any that kernels multiply if that
+            is narrow, a row's tokens in order; strided by token and head. A token before a context's first one sees
+            nothing, and gets zeros: a row of padding.
         cache: the layer's KV cache.
         batch: where the rows' contexts lie, the new tokens among them, in pages of at most 64 tokens.
         scale: what scores are multiplied by before the softmax.
         partial: for at least as many tokens.
         output: of the queries' shape; strided by token and head.
         launch: how the kernel runs.
-        page_logs: for at least as many tokens; gets what pages get, where it is wanted.
+        page_logs: for at least as many tokens; gets what pages get, where it is wanted. Not beside a window.
+        window: how many tokens before its own position a token sees; None for all.
     """
     tokens, query_heads, _ = queries.shape
     new_tokens, rest = divmod(tokens, batch.rows)
@@ -155,10 +164,13 @@ def attend_new(
     assert tokens <= len(partial.masses)
     assert batch.page_size <= TILE
     assert cache.softmax.is_plain
+    assert page_logs is None or window is None
+    own_window = _NO_WINDOW.value if window is None else window
     heads = Heads.of(query_heads, cache)
     of_pair = new_tokens * (query_heads // cache.kv_heads)
-    launch = launch or CheckLaunch.of(batch.rows, of_pair, cache)
-    splits = min(SPLITS, triton.cdiv(triton.cdiv(batch.longest, TILE), _FEWEST_TILES.value))
+    launch = launch or CheckLaunch.of(batch.rows, of_pair, cache, queries.element_size())
+    reach = batch.longest if window is None else min(batch.longest, window + new_tokens + TILE)
+    splits = min(SPLITS, triton.cdiv(triton.cdiv(reach, TILE), _FEWEST_TILES.value))
     _attend_kernel[(splits, cache.kv_heads * launch.blocks, batch.rows)](
         Vectors.of(queries),
         KeysAndValues.of(cache),
@@ -171,6 +183,7 @@ def attend_new(
         leaves_logs=page_logs is not None,
         new_tokens=new_tokens,
         block=launch.block,
+        window=own_window,
         aimed_splits=launch.splits,
         stages=launch.stages,
         num_warps=launch.warps,
@@ -182,6 +195,7 @@ def attend_new(
         Vectors.of(output),
         heads,
         new_tokens=new_tokens,
+        window=own_window,
         aimed_splits=launch.splits,
         num_warps=4,
     )
@@ -195,6 +209,15 @@ def _tiles_of_split(tiles: tl.tensor, aimed_splits: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _first_tile(length: tl.tensor, new_tokens: tl.constexpr, window: tl.constexpr) -> tl.tensor:
+    """Return the first tile that a row's queries see anything of."""
+    first = tl.zeros_like(length)
+    if window != _NO_WINDOW:
+        first = tl.maximum(length - new_tokens - window, 0) // _TILE
+    return first
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
     queries: Vectors,
     cache: KeysAndValues,
@@ -205,6 +228,7 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
     page_logs: PageLogs,
     leaves_logs: tl.constexpr,
     new_tokens: tl.constexpr,
+    window: tl.constexpr,
     block: tl.constexpr,
     aimed_splits: tl.constexpr,
     stages: tl.constexpr,
@@ -215,8 +239,9 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(rows.lengths + row)
     tiles = tl.cdiv(length, _TILE)
-    of_split = _tiles_of_split(tiles, aimed_splits)
-    begin = split * of_split
+    first = _first_tile(length, new_tokens, window)
+    of_split = _tiles_of_split(tiles - first, aimed_splits)
+    begin = first + split * of_split
     if begin >= tiles:
         return
     member = tl.program_id(1) // heads.kv_heads * block + tl.arange(0, block)
@@ -247,11 +272,14 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
         slot = page * rows.page_size + in_tile % rows.page_size
         offset = slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride
         is_vector = (seen < length)[:, None] & is_dim[None, :]
-        key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
-        value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0)
+        key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0).to(query.dtype)
+        value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
         # Of finite numbers alone: a query that sees nothing in a tile must not turn into NaN.
-        scores = tl.where(seen[None, :] <= position[:, None], scores, 2 * _NO_MASS)
+        is_seen = seen[None, :] <= position[:, None]
+        if window != _NO_WINDOW:
+            is_seen = is_seen & (seen[None, :] >= position[:, None] - window)
+        scores = tl.where(is_seen, scores, 2 * _NO_MASS)
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         fade = tl.exp2(highest - higher)
         weights = tl.exp2(scores - higher[:, None])
@@ -330,12 +358,14 @@ def _merge_kernel(
     output: Vectors,
     heads: Heads,
     new_tokens: tl.constexpr,
+    window: tl.constexpr,
     aimed_splits: tl.constexpr,
 ) -> None:
     """Grid: tokens × query heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    tiles = tl.cdiv(tl.load(rows.lengths + token // new_tokens), _TILE)
+    length = tl.load(rows.lengths + token // new_tokens)
+    tiles = tl.cdiv(length, _TILE) - _first_tile(length, new_tokens, window)
     split = tl.arange(0, _SPLITS)
     present = split < tl.cdiv(tiles, _tiles_of_split(tiles, aimed_splits))
     place = (token * (heads.kv_heads * heads.group) + head) * _SPLITS + split

@@ -30,8 +30,8 @@ def attend_tile(
 
     Args:
         query: [heads, head dim]; the query heads of a KV head, padded.
-        key: [``TILE``, head dim].
-        value: [``TILE``, head dim].
+        key: [``TILE``, head dim], in the query's dtype or a narrow one.
+        value: [``TILE``, head dim]; likewise.
         is_token: bool [``TILE``]; false beyond the end of a selection.
         scale_log2: what scores are multiplied by, to base 2.
         cap_log2: what then bounds them, to base 2; None for no cap.
@@ -40,6 +40,7 @@ def attend_tile(
             mass is their sum, for which warps must wait for each other: once at the end, not in every tile.
         weighted: float32 [heads, head dim]; sum of values by these weights.
     """
+    key, value = key.to(query.dtype), value.to(query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
     if cap_log2 is not None:
         # tanh(x) = 1 − 2 ÷ (1 + exp(2x)), which is 1 long before the exponential overflows.

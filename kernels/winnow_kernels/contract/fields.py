@@ -105,6 +105,15 @@ class Parameters(Contract):
         del model
         return self
 
+    def at_places(self, layers: Sequence[int]) -> Self:
+        """Return the parameters as a GPU reads them, where a layer is known by its place among those that count there.
+
+        Args:
+            layers: the numbers of the layers on which policies act, ascending; the first has place 0.
+        """
+        del layers
+        return self
+
     def warnings(self) -> list[str]:
         """Return what the client should know of parameters that are served all the same."""
         return []

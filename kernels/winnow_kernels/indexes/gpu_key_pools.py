@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import NARROW, LayerCache
 from winnow_kernels.kernel_arguments import Constant, Number, Pointer
 
-_TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_TYPES: Final = (torch.bfloat16, torch.float16, torch.float32, *NARROW)
 _ALIGNMENT: Final = 16
 
 

@@ -131,12 +131,14 @@ def _keys_at(
     first: tl.tensor,
     page_size: tl.constexpr,
     block_dim: tl.constexpr,
+    dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return the keys at ``positions`` of a span: [positions, block_dim]; 0 for those before ``first``."""
+    """Return the keys at ``positions`` of a span: ``dtype`` [positions, block_dim]; 0 for those before ``first``."""
     slots = tl.load(pages_ptr + positions // page_size).to(tl.int64) * page_size + positions % page_size
     dims = tl.arange(0, block_dim)
     addresses = keys_ptr + slots[:, None] * pools.slot_stride + dims[None, :]
-    return tl.load(addresses, mask=(positions >= first)[:, None] & (dims < pools.head_dim)[None, :], other=0.0)
+    keys = tl.load(addresses, mask=(positions >= first)[:, None] & (dims < pools.head_dim)[None, :], other=0.0)
+    return keys.to(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -151,7 +153,7 @@ def _lloyd_kernel(
 ) -> None:
     """Write one problem's centroids, sizes and firsts, and the labels of its keys; any of those left out."""
     # float32 is for comparison with the reference, and must not be cut to tf32.
-    dtype: tl.constexpr = pools.first.dtype.element_ty
+    dtype: tl.constexpr = tables.centroids.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
     tokens: tl.constexpr = parts.tokens
     clusters: tl.constexpr = parts.clusters
@@ -168,7 +170,7 @@ def _lloyd_kernel(
     is_cluster = cluster < clusters
     drawn_ptr = parts.drawn + number * clusters + cluster
     drawn = tl.load(drawn_ptr, mask=is_cluster, other=-1).to(tl.int32)
-    centroids = _keys_at(pools, keys_ptr, pages_ptr, drawn, 0, parts.page_size, block_dim)
+    centroids = _keys_at(pools, keys_ptr, pages_ptr, drawn, 0, parts.page_size, block_dim, dtype)
     sizes = tl.zeros([block_clusters], tl.int32)
     for _ in range(iterations):
         # Read anew, for it would find no room in registers.
@@ -179,7 +181,7 @@ def _lloyd_kernel(
         sizes = tl.zeros([block_clusters], tl.int32)
         for start in range(0, tokens, tile):
             positions = start + tl.arange(0, tile)
-            keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, parts.page_size, block_dim)
+            keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, parts.page_size, block_dim, dtype)
             products = tl.dot(centroids, tl.trans(keys), input_precision=precision)
             labels = tl.argmin(half_norms[:, None] - products, 0)
             is_member = cluster[:, None] == labels[None, :]
@@ -212,7 +214,7 @@ def _spread_kernel(
     tile: tl.constexpr,
 ) -> None:
     """Write the spreads of one problem, from centroids, sizes and labels, and directions where it is a span's first."""
-    dtype: tl.constexpr = pools.first.dtype.element_ty
+    dtype: tl.constexpr = tables.centroids.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
     tokens: tl.constexpr = parts.tokens
     place = _place(pools, parts, tables)
@@ -236,7 +238,7 @@ def _spread_kernel(
     of_elements = tl.zeros([block_dim], tl.float32)
     for start in range(0, tokens, tile):
         positions = start + tl.arange(0, tile)
-        keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, parts.page_size, block_dim)
+        keys = _keys_at(pools, keys_ptr, pages_ptr, positions, left_out, parts.page_size, block_dim, dtype)
         labels = tl.load(labels_ptr + positions).to(tl.int32)
         is_member = (labels[:, None] == cluster[None, :]) & (positions >= left_out)[:, None]
         # Rows with a single one: each key's centroid.

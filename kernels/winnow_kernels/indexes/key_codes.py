@@ -28,7 +28,7 @@ import triton
 from torch import Tensor
 
 from winnow_kernels.attend.dense import take
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import LayerCache, widened_dtype
 from winnow_kernels.indexes.gpu_builds import Entries
 from winnow_kernels.indexes.gpu_key_codes import Codes, entries_of
 from winnow_kernels.indexes.pages import DevicePageIndex, PageGenerations
@@ -355,11 +355,14 @@ class KeyCodes(DevicePageIndex):
 
     @cached_property
     def turn(self) -> Tensor:
-        """What kernels multiply keys and queries with: the rotation, in the keys' dtype if that holds it exactly."""
+        """What kernels multiply keys and queries with: the rotation, in the keys' dtype if that holds it exactly.
+
+        If that is narrow, it is in bfloat16.
+        """
         head_dim, keys = self.shape.head_dim, self.caches[0].keys
         # The interpreter multiplies no half precision.
         is_held = is_hadamard(head_dim) and keys.is_cuda
-        return rotation(head_dim).to(keys.device, keys.dtype if is_held else torch.float32)
+        return rotation(head_dim).to(keys.device, widened_dtype(keys.dtype) if is_held else torch.float32)
 
     def arguments(self, layer: int | None = None) -> Codes:
         """Return what kernels take: the codes of all layers, or of one."""

@@ -11,11 +11,14 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from sglang_winnow.dense_backend import dense_backend, mend_windows
 from sglang_winnow.device.check import CheckBackend
-from sglang_winnow.device.construction import build_decode, dense_backend, enabled_kinds, profiled_layers
+from sglang_winnow.device.construction import build_decode, enabled_kinds, profiled_layers
+from sglang_winnow.device.dense import DensePlans
+from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
-from sglang_winnow.forward_pass import context_of, write_keys_and_values
+from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, write_keys_and_values
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS, SUPERSET_STEPS
@@ -44,7 +47,8 @@ logger = logging.getLogger(__name__)
 class WinnowDeviceBackend(AttentionBackend):
     """Attention by the policy of each request, on CUDA.
 
-    SGLang's fastest dense backend for the device computes prefill that is dense, and decode while no policy acts.
+    SGLang's fastest dense backend for the device computes prefill that is dense, decode while no policy acts, and
+    layers with a sliding window.
 
     Attributes:
         variants: what decode steps launch, by label; a CUDA graph each.
@@ -58,23 +62,32 @@ class WinnowDeviceBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.device = torch.device(runner.device)
-        self._dense: AttentionBackend = ATTENTION_BACKENDS[dense_backend(runner)](runner)
+        dense = dense_backend(runner)
+        self._dense: AttentionBackend = ATTENTION_BACKENDS[dense](runner)
         take_from_dense(self, self._dense)
+        self._dense_plans = DensePlans(self._dense)
         layers = attention_layers(runner)
-        self._last_layer = layers[-1].layer_id
-        self._query_heads = layers[0].tp_q_head_num
-        self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in layers]
+        self._layers = ModelLayers.of(layers)
+        if self._layers.windows:
+            mend_windows(self._dense, dense)
+        full = [layer for layer in layers if self._layers.place(layer.layer_id) is not None]
+        self._query_heads = full[0].tp_q_head_num
+        self._dtype: torch.dtype = runner.dtype
+        self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in full]
         self.indexes = Indexes(self._caches, runner.page_size, self.device, index_settings())
         table = self.req_to_token_pool.req_to_token
         ranks = attention_ranks()
         self.statistics = Statistics(table.shape[0], self.device, ranks)
-        self.requests = RequestTable(self.statistics)
+        # Where all layers have full attention, their places are their numbers.
+        placed = self._layers.full if self._layers.windows else None
+        self.requests = RequestTable(self.statistics, len(self._layers.windows), placed)
         verifies = verifies_drafts(resolved(runner.server_args))
         kinds = enabled_kinds(verifies=verifies)
-        self._decode = build_decode(runner, self._caches, layers[0], self.indexes, self.statistics, kinds, ranks)
-        self.check = self._checks(layers[0]) if verifies else None
+        self._decode = build_decode(runner, self._caches, full[0], self.indexes, self.statistics, kinds, ranks)
+        self.check = self._checks(layers) if verifies else None
         sets = graph_sets(served_policies(verifies=verifies))
-        self.variants = variants_of(kinds, sets, len(layers), profiled_layers(runner))
+        profiled = [place for layer in profiled_layers(runner) if (place := self._layers.place(layer)) is not None]
+        self.variants = variants_of(kinds, sets, len(full), profiled)
         logger.info(
             "Winnow has decode graphs of %d kinds of batches: %s.", len(self.variants), ", ".join(self.variants)
         )
@@ -88,7 +101,7 @@ class WinnowDeviceBackend(AttentionBackend):
             self._caches[0].kv_heads, runner.model_config.context_len, self.device
         )
         if self.device.type == "cuda":
-            compile_defaults(self._caches[0], self._query_heads, runner.page_size, self._workspace)
+            compile_defaults(self._caches[0], self._query_heads, runner.page_size, self._workspace, self._dtype)
 
     def __getattr__(self, name: str) -> Any:
         """Return what SGLang asks of its own backends alone."""
@@ -128,32 +141,33 @@ class WinnowDeviceBackend(AttentionBackend):
 
     def compile(self, rows: int) -> None:
         """Compile the kernels of decode steps of ``rows`` rows, before graphs are captured of them."""
-        self._decode.compile(self.variants.values(), rows, self._query_heads)
+        self._decode.compile(self.variants.values(), rows, self._query_heads, self._dtype)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward pass that no CUDA graph serves."""
         self._prefill = None
         mode = forward_batch.forward_mode
         if mode.is_idle():
-            self._dense.init_forward_metadata(forward_batch)
+            self._dense_plans.plan(forward_batch)
             return
         self.indexes.generations.written(forward_batch.out_cache_loc)
         if mode.is_decode():
             self._prepare(forward_batch, self.label)
-            if self._is_dense:
-                self._dense.init_forward_metadata(forward_batch)
+            if self._has_dense_layers:
+                self._dense_plans.plan(forward_batch)
             self._decode.begin()
             return
         dense_batch: ForwardBatch | None = forward_batch
         if len(self._states) == forward_batch.batch_size:
             self._prefill = self._plan_prefill(forward_batch)
-            dense_batch = self._prefill.dense_batch
+            if not self._layers.windows:
+                dense_batch = self._prefill.dense_batch
         if dense_batch is not None:
-            self._dense.init_forward_metadata(dense_batch)
+            self._dense_plans.plan(dense_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make what graphs need."""
-        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._dense_plans.begin_graphs(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a row of padding."""
@@ -166,13 +180,13 @@ class WinnowDeviceBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Prepare a decode step that a graph serves, or is captured for."""
         self._prepare(forward_batch, self.capturing if in_capture and self.capturing else self.label, in_capture)
-        if self._is_dense:
-            self._dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        if self._has_dense_layers:
+            self._dense_plans.plan_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin a decode step, captured."""
         self.indexes.generations.written(forward_batch.out_cache_loc)
-        if self._is_dense:
+        if self._has_dense_layers:
             self._dense.init_forward_metadata_in_graph(forward_batch)
         self._decode.begin()
 
@@ -187,16 +201,18 @@ class WinnowDeviceBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Attend with one query a request. Returns [requests, query heads × head dim]."""
-        if self._is_dense:
+        place = self._layers.place(layer.layer_id)
+        if self._is_dense or place is None:
             output = self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
         else:
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            cache = self._caches[place]
+            queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
             output = torch.empty_like(queries)
-            self._decode.attend(layer.layer_id, queries, output)
-            output = output.flatten(1)
-        if layer.layer_id == self._last_layer:
+            self._decode.attend(place, queries, output)
+            output = scaled_output(output, layer, cache).flatten(1)
+        if layer.layer_id == self._layers.last:
             self._decode.finish()
         return output
 
@@ -211,29 +227,43 @@ class WinnowDeviceBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
-        prefill = self._prefill
+        prefill, place = self._prefill, self._layers.place(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if prefill is None or prefill.is_dense:
+        if prefill is None or prefill.is_dense or place is None:
+            if prefill is not None:
+                assert prefill.batch is not None
+                self._dense_plans.ensure(prefill.batch)
             output = self._dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
         else:
+            cache, rows = self._caches[place], prefill.dense_tokens
+            # Taken before they are divided by the layer's scales, in place: dense backends may read them as they were.
+            own = None if rows is None else (queries[rows].flatten(1), k[rows], v[rows])
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
             output = torch.empty_like(queries)
-            prefill.attend(layer.layer_id, queries, layer.scaling, output)
-            if (rows := prefill.dense_tokens) is not None:
-                own = (q[rows], k[rows], v[rows])
+            prefill.attend(place, scaled_queries(queries, layer, cache), layer.scaling, output)
+            output = scaled_output(output, layer, cache)
+            if own is not None:
+                assert prefill.dense_batch is not None
+                self._dense_plans.ensure(prefill.dense_batch)
                 part = self._dense.forward_extend(*own, layer, prefill.dense_batch, save_kv_cache=False, **options)
                 output[rows] = part.view(-1, *queries.shape[1:])
             output = output.flatten(1)
         if prefill is not None:
-            prefill.plan.note(layer.layer_id, queries, layer.scaling)
-            if layer.layer_id == self._last_layer:
+            if place is not None:
+                prefill.plan.note(place, scaled_queries(queries, layer, self._caches[place]), layer.scaling)
+            if layer.layer_id == self._layers.last:
                 prefill.finish()
         return output
 
     @property
     def _is_dense(self) -> bool:
         return self._decode.variant.is_dense
+
+    @property
+    def _has_dense_layers(self) -> bool:
+        """Whether the dense backend computes some layers of the decode step, or all."""
+        return self._is_dense or bool(self._layers.windows)
 
     def _prepare(self, forward_batch: ForwardBatch, label: str, in_capture: bool = False) -> None:
         known = not in_capture and 0 < len(self._states) <= len(forward_batch.req_pool_indices)
@@ -246,12 +276,16 @@ class WinnowDeviceBackend(AttentionBackend):
             forward_batch.seq_lens,
         )
 
-    def _checks(self, layer: RadixAttention) -> CheckBackend:
+    def _checks(self, layers: Sequence[RadixAttention]) -> CheckBackend:
+        pool = self.token_to_kv_pool
+        windowed = {number: LayerCache(*pool.get_kv_buffer(number)) for number in self._layers.windows}
         return CheckBackend(
+            self._layers,
             self._caches,
-            layer.scaling,
+            windowed,
+            layers[0].scaling,
             self._query_heads,
-            self.token_to_kv_pool,
+            pool,
             self.req_to_token_pool.req_to_token,
             self._decode,
             self.indexes.generations,
@@ -271,4 +305,4 @@ class WinnowDeviceBackend(AttentionBackend):
             with_norms=False,
         )
         page_size = self.indexes.page_size
-        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._workspace)
+        return DevicePrefill(plan, forward_batch, table, page_size, self._caches, self._workspace, self._dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.device.decode import DeviceDecode
-from sglang_winnow.forward_pass import write_keys_and_values
+from sglang_winnow.device.layers import ModelLayers
+from sglang_winnow.forward_pass import scaled_output, scaled_queries, write_keys_and_values
 from sglang_winnow.verification_plan import count_accepted
 from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
 from winnow_kernels.cache import LayerCache
@@ -31,7 +32,9 @@ class CheckBackend(AttentionBackend):
 
     def __init__(
         self,
+        layers: ModelLayers,
         caches: Sequence[LayerCache],
+        windowed: Mapping[int, LayerCache],
         scale: float,
         query_heads: int,
         pool: Any,
@@ -42,7 +45,9 @@ class CheckBackend(AttentionBackend):
     ) -> None:
         """
         Args:
-            caches: every layer's KV cache.
+            layers: of the model.
+            caches: the KV cache of every layer with full attention.
+            windowed: that of the others, by SGLang's number.
             scale: what scores are multiplied by before the softmax.
             query_heads: of a layer.
             pool: SGLang's KV cache, which is written to.
@@ -51,7 +56,9 @@ class CheckBackend(AttentionBackend):
             generations: of the pool's pages.
             statistics: what requests cost.
         """
+        self._layers = layers
         self._caches = caches
+        self._windowed = windowed
         self._scale = scale
         self._pool = pool
         self._table = table
@@ -105,13 +112,19 @@ class CheckBackend(AttentionBackend):
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
         if save_kv_cache:
             write_keys_and_values(self._pool, layer, forward_batch, k, v)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        place = self._layers.place(layer.layer_id)
+        cache = self._windowed[layer.layer_id] if place is None else self._caches[place]
+        queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
         output = torch.empty_like(queries)
-        self._attend(layer.layer_id, queries, output)
-        return output.flatten(1)
+        if place is None:
+            window = self._layers.windows[layer.layer_id]
+            attend_new(queries, cache, self._step.batch, self._scale, self._partial, output, window=window)
+        else:
+            self._attend(place, queries, output)
+        return scaled_output(output, layer, cache).flatten(1)
 
-    def _attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
-        cache, step = self._caches[layer], self._step
+    def _attend(self, place: int, queries: Tensor, output: Tensor) -> None:
+        cache, step = self._caches[place], self._step
         observers = self._decode.observers
         at_once = min([step.rows, *(observer.rows_observed(self._width, step) for observer in observers)])
         for rows, part in step.parts(at_once):
@@ -128,9 +141,9 @@ class CheckBackend(AttentionBackend):
                 page_logs=logs[0] if logs else None,
             )
             for observer in observers:
-                observer.observe(layer, self._width, part, rows, step, self._partial)
+                observer.observe(place, self._width, part, rows, step, self._partial)
         for observer in observers:
-            observer.observed(layer, self._width, step)
+            observer.observed(place, self._width, step)
 
     def accept(self, accepted: Tensor) -> None:
         """Count the last pass, and the steps that dense decoding would have taken to what it has come to.

@@ -1,18 +1,16 @@
-"""What a CUDA server is made of: which dense backend, which kinds of policies, how large their memory."""
+"""What a CUDA server is made of: which kinds of policies, how large their memory."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model
-from sglang_winnow.sglang_versions.arguments import default_attention_backend, resolved, verifies_drafts
+from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
@@ -28,21 +26,10 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-DENSE_ENVIRONMENT: Final = "WINNOW_DENSE_BACKEND"
-
 
 def enabled_kinds(*, verifies: bool) -> frozenset[str]:
     """Return the kinds of the decode policies that the server serves (``served_policies``), besides dense."""
     return kinds_of(served_policies(verifies=verifies))
-
-
-def dense_backend(runner: ModelRunner) -> str:
-    """Return the name of the backend for dense batches: ``WINNOW_DENSE_BACKEND``, or SGLang's own choice."""
-    if name := os.environ.get(DENSE_ENVIRONMENT):
-        return name
-    choice = default_attention_backend(runner.server_args, runner.model_config)
-    # Winnow's own platform for CPUs knows no other: there, Triton's interpreter is tested.
-    return "torch_native" if choice == NAME else choice
 
 
 def profiled_layers(runner: ModelRunner) -> Collection[int]:

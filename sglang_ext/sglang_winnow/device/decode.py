@@ -40,7 +40,7 @@ class Variant:
     Attributes:
         kinds: of policies whose selectors run; none at all where SGLang's own dense backend serves the batch.
         ordered: whether the order of selections matters: a row may stop early, or has a cap that cuts.
-        own_layers: at which layers rows may attend by themselves, as DELTA's at Δ-layers.
+        own_layers: places of layers at which rows may attend by themselves, as DELTA's at Δ-layers.
     """
 
     kinds: frozenset[str]
@@ -102,7 +102,7 @@ class DeviceDecode:
     ) -> None:
         """
         Args:
-            caches: every layer's KV cache.
+            caches: the KV cache of every layer with full attention.
             scale: what scores are multiplied by before the softmax.
             table: int32 [request slots, positions]; the KV slot of each token of a request.
             buffers: of steps.
@@ -203,7 +203,7 @@ class DeviceDecode:
         self._parameters.gather(step.request_slots, step.batch, step.parameters)
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
-        """Attend in a layer; ``queries`` and ``output`` are [rows, query heads, head dim]."""
+        """Attend in the layer at a place; ``queries`` and ``output`` are [rows, query heads, head dim]."""
         step, variant, cache = self._step, self.variant, self._caches[layer]
         own = self._own_selectors
 
@@ -235,11 +235,11 @@ class DeviceDecode:
         for selector in self._own_selectors.in_order:
             selector.finish(step, self._statistics)
 
-    def compile(self, variants: Collection[Variant], rows: int, query_heads: int) -> None:
-        """Compile what steps of ``rows`` rows launch, of which no one is under way."""
+    def compile(self, variants: Collection[Variant], rows: int, query_heads: int, dtype: torch.dtype) -> None:
+        """Compile what steps of ``rows`` rows launch, of which no one is under way; ``dtype`` is that of queries."""
         step = self.buffers[rows]
         cache = self._caches[0]
-        queries = torch.empty(rows, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=cache.keys.device)
+        queries = torch.empty(rows, query_heads, cache.head_dim, dtype=dtype, device=cache.keys.device)
         with compiling_ahead():
             for variant in variants:
                 self.prepare(variant, (), (), (), step.request_slots, step.batch.lengths)

@@ -11,6 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.construction import enabled_kinds
+from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.hooks import Hook
 from sglang_winnow.key_bits import index_settings
@@ -41,7 +42,7 @@ def fixed_bytes(
 
     Args:
         kinds: of the policies that the server serves.
-        shape: of the KV cache.
+        shape: of the KV cache in the layers with full attention.
         query_heads: of a layer.
         rows: of the largest batch.
         longest: tokens of the longest context.
@@ -68,11 +69,18 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     available = profile(configurator, *arguments, **named)
     if resolved(configurator.server_args).attention_backend != NAME:
         return available
+    # What it imports waits for SGLang to have chosen its platform.
+    from sglang_winnow.refusals import attention_layers  # noqa: PLC0415
+
     model, tp_size = configurator.model_config, attention_ranks_of(configurator)
     verifies = verifies_drafts(resolved(configurator.server_args))
     kinds = enabled_kinds(verifies=verifies)
+    layers = ModelLayers.of(attention_layers(configurator))
+    if not layers.full:
+        # The backend refuses such a model.
+        return available
     shape = PoolShape(
-        model.num_hidden_layers,
+        len(layers.full),
         model.get_num_kv_heads(tp_size),
         model.head_dim,
         configurator.kv_cache_dtype.itemsize,
@@ -83,7 +91,7 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     if verifies:
         fixed += check_bytes(shape, query_heads)
     policies = served_policies(verifies=verifies)
-    reserved = reserved_indexes(policies, shape, configurator.page_size, index_settings())
+    reserved = reserved_indexes(policies, shape, configurator.page_size, index_settings(), len(layers.windows))
     share = sum(index.share for index in reserved)
     left = int((available - fixed) / (1 + share))
     logger.info(

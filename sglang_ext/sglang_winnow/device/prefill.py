@@ -34,7 +34,9 @@ class DevicePrefill:
 
     Attributes:
         plan: of the pass, which counts.
-        dense_batch: the requests that SGLang's backend computes; the whole batch if it computes all, None for none.
+        batch: the whole batch, of which SGLang's backend computes layers with a window; None in a pass without one.
+        dense_batch: the requests that SGLang's backend computes in the layers with full attention; the whole batch if
+            it computes all, None for none.
         dense_tokens: int64 [tokens], where theirs lie in the batch; None for all or none.
     """
 
@@ -46,6 +48,7 @@ class DevicePrefill:
         page_size: int,
         caches: Sequence[LayerCache],
         workspace: QuokaPrefillWorkspace,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
@@ -53,10 +56,12 @@ class DevicePrefill:
             forward_batch: of SGLang; None where all requests are sparse.
             table: int32 [request slots, positions]; the KV slot of each token of a request.
             page_size: slots in a page.
-            caches: every layer's KV cache.
+            caches: the KV cache of every layer with full attention.
             workspace: for contexts as long as the longest.
+            dtype: of queries; None for the cache's.
         """
         self.plan = plan
+        self.batch = forward_batch
         self._caches = caches
         sparse = [chunk for chunk in plan.chunks if _is_sparse(chunk)]
         self._is_sparse = bool(sparse)
@@ -76,7 +81,7 @@ class DevicePrefill:
         torch.div(table[slots, :longest:page_size], page_size, rounding_mode="floor", out=pages[:, :used])
         blocks = [block for of_request in self._blocks_of.values() for block in of_request]
         self._blocks = PrefillBlocks.of(blocks, pages, page_size)
-        self._pass = QuokaPrefillPass.of(self._blocks, caches[0], workspace)
+        self._pass = QuokaPrefillPass.of(self._blocks, caches[0], workspace, dtype)
 
     @property
     def is_dense(self) -> bool:
@@ -87,7 +92,7 @@ class DevicePrefill:
         """Attend from the queries that SGLang's backend does not serve; their keys and values are in the cache.
 
         Args:
-            layer: its number.
+            layer: its place among those with full attention.
             queries: [tokens, query heads, head dim], of the whole pass.
             scale: what scores are multiplied by before the softmax.
             output: like ``queries``; those of other requests are left as they are.
@@ -105,7 +110,9 @@ class DevicePrefill:
                 self.plan.count(chunk, reads_of(blocks, self._caches[0]), len(self._caches))
 
 
-def compile_defaults(cache: LayerCache, query_heads: int, page_size: int, workspace: QuokaPrefillWorkspace) -> None:
+def compile_defaults(
+    cache: LayerCache, query_heads: int, page_size: int, workspace: QuokaPrefillWorkspace, dtype: torch.dtype
+) -> None:
     """Compile what passes of QUOKA with the default block and queries launch; others compile when they first come.
 
     Args:
@@ -113,18 +120,19 @@ def compile_defaults(cache: LayerCache, query_heads: int, page_size: int, worksp
         query_heads: of a layer.
         page_size: slots in a page.
         workspace: of the passes.
+        dtype: of queries.
     """
     # Less than a block: the second one is sparse.
     parameters = QuokaPrefill(budget=PAGE_TOKENS, sinks=0)
     block, device = parameters.block, cache.keys.device
     pages = torch.zeros(1, aligned(2 * block // page_size), dtype=torch.int32, device=device)
-    queries = torch.empty(block, query_heads, cache.head_dim, dtype=cache.keys.dtype, device=device)
+    queries = torch.empty(block, query_heads, cache.head_dim, dtype=dtype, device=device)
     with compiling_ahead():
         # What ranks queries is compiled for powers of two.
         tokens = QUERIES_AT_ONCE
         while tokens <= block:
             blocks = PrefillBlocks.of(blocks_of(0, 0, block, block + tokens, parameters), pages, page_size)
-            selection = select_blocks(queries, cache, QuokaPrefillPass.of(blocks, cache, workspace))
+            selection = select_blocks(queries, cache, QuokaPrefillPass.of(blocks, cache, workspace, dtype))
             attend_blocks(queries, cache, blocks, selection, 1.0, torch.empty_like(queries))
             tokens *= 2
 

@@ -27,21 +27,27 @@ class ReservedIndex:
 
 
 def reserved_indexes(
-    policies: Collection[str], shape: PoolShape, page_size: int, settings: IndexSettings = DEFAULT
+    policies: Collection[str],
+    shape: PoolShape,
+    page_size: int,
+    settings: IndexSettings = DEFAULT,
+    windowed_layers: int = 0,
 ) -> list[ReservedIndex]:
     """Return the indexes of the decode policies that are served, in the order of these.
 
     Args:
         policies: the served decode policies.
-        shape: of the KV cache.
+        shape: of the KV cache in the layers that are indexed.
         page_size: slots in a page.
         settings: of the server.
+        windowed_layers: how many the KV cache has beside these, as large each.
     """
+    slot_bytes = shape.slot_bytes * (shape.layers + windowed_layers) / shape.layers
     readers: dict[type[PoolIndex], list[str]] = {}
     for name in policies:
         if (index := DECLARATIONS[name].index) is not None:
             readers.setdefault(index, []).append(name)
     return [
-        ReservedIndex(index.name, tuple(names), index.bytes_per_slot(shape, page_size, settings) / shape.slot_bytes)
+        ReservedIndex(index.name, tuple(names), index.bytes_per_slot(shape, page_size, settings) / slot_bytes)
         for index, names in readers.items()
     ]

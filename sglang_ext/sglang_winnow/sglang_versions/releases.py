@@ -16,6 +16,8 @@ RUNNING: Final = Version(version("sglang"))
 
 VERIFIES_ON_CUDA: Final = RUNNING == OLDEST
 """Whether drafts can be verified on CUDA: there that ran on the oldest release alone."""
+WINDOWS_ON_CUDA: Final = RUNNING == OLDEST
+"""Whether layers with a sliding window can be left to a dense backend: those of other releases were not read."""
 
 # The worker of a speculative algorithm says which KV cache its draft model has; until then SGLang expected one of all.
 DRAFT_POOL_OF_WORKER: Final = Version("0.5.18")

@@ -84,6 +84,8 @@ def test_layers_are_enough_to_leave_the_cache() -> None:
     *_, reuse = roles_of(layers, full_reads_of(32768 * LLAMA.token_bytes))
     assert len(reuse) * 1024 * LLAMA.token_bytes >= 3 * (50 << 20)
     assert layers_for(large, LLAMA, 5 * 131072 * 8 * LLAMA.token_bytes) == 5
+    assert layers_for(large, LLAMA, 5 * 131072 * 8 * LLAMA.token_bytes, dtype=torch.float8_e4m3fn) == 10
+    assert layers_for(small, LLAMA, plenty, dtype=torch.float8_e4m3fn) >= layers
 
 
 @pytest.mark.parametrize("layers", [3, 4, 10, 46])
@@ -101,6 +103,17 @@ def test_deltas_mean_layer() -> None:
     mean = averaged(roles, {"full": 2, "refresh": 4, "reuse": 26})
     assert mean.timing.microseconds == pytest.approx((200 + 480 + 260) / 32)
     assert mean.read_bytes == pytest.approx((2000 + 4400 + 1300) / 32)
+
+
+def test_keys_and_values_may_be_narrower_than_queries() -> None:
+    heads, cpu = Heads(query=4, kv=2, dim=64), torch.device("cpu")
+    wide, narrow = (
+        Contexts(heads, 80, 2, 1, cpu, torch.bfloat16, cache_dtype=dtype) for dtype in (None, torch.float8_e4m3fn)
+    )
+    assert (wide.kv_cache_dtype, narrow.kv_cache_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert narrow.queries.dtype == torch.bfloat16
+    assert 2 * narrow.layer_bytes == wide.layer_bytes
+    assert torch.equal(narrow.caches[0].keys.float(), wide.caches[0].keys.to(torch.float8_e4m3fn).float())
 
 
 def test_the_share_that_is_read_is_searched_for() -> None:
@@ -210,7 +223,7 @@ def test_policies_on_real_keys() -> None:
 
 
 def test_rows() -> None:
-    contexts: Any = SimpleNamespace(layer_bytes=1000)
+    contexts: Any = SimpleNamespace(layer_bytes=1000, kv_cache_dtype="bfloat16")
     stage = Stage("layer", Timing(25.0, 0.01), 50.0, {"p": 0.8, "read_percent": 4.99})
     case = Case(32768, 8)
     row = row_of(case, "Llama-3.1-8B", "tactic", {"termination": "none"}, stage, Timing(250.0, 0.0), contexts)
@@ -247,3 +260,13 @@ def test_requests_are_as_the_references() -> None:
     # The newest 64 tokens and the rest of their page are always read.
     assert 100 * 72 / 200 <= found["coded"][1]["more"]["read_percent"] < 75
     assert found["coded"][1]["more"].keys() == {"read_percent", "marked_again_percent", "counted_again_percent"}
+
+
+def test_requests_with_a_cache_of_8_bits_are_as_the_references() -> None:
+    found = run_interpreted("interpreted_narrow.py", WINNOW_CROSSOVER_TOKENS="0")
+    assert len(found["errors"]) == 2
+    assert wrong_errors(found["errors"]) == {}
+    wide, narrow = found["triton"]
+    assert wide < 1e-5
+    # SGLang's kernels multiply in 8 bits what is stored in 8.
+    assert narrow < 0.1

@@ -1,13 +1,16 @@
-"""Triton's interpreter, without what it repeats, and with constants that hold tensors."""
+"""Triton's interpreter, without what it repeats, and with constants that hold tensors and numbers of bfloat16."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 import triton
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def patch_once() -> None:
@@ -34,3 +37,29 @@ def patch_once() -> None:
     TritonSemantic.to_tensor = unwrap
     interpreter._patch_lang = lambda _kernel: patch(modules)
     interpreter.InterpretedFunction.__call__ = call
+    _compute_with_bfloat16()
+
+
+def _compute_with_bfloat16() -> None:
+    """Let products and conversions take the bits of bfloat16 as the numbers that they are, and round to the nearest."""
+    cast, multiply = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    bfloat16, float32 = triton.language.bfloat16, triton.language.float32
+
+    def cast_exactly(builder: Any, source: Any, target: Any) -> Any:
+        if bfloat16 not in (source.dtype.scalar, target.scalar) or source.dtype.scalar == target.scalar:
+            return cast(builder, source, target)
+        if source.dtype.scalar == bfloat16:
+            return cast(builder, _widened(source), target)
+        wide = torch.from_numpy(np.ascontiguousarray(cast(builder, source, float32).data))
+        return TensorHandle(wide.bfloat16().view(torch.uint16).numpy(), bfloat16)
+
+    def multiply_exactly(builder: Any, first: Any, second: Any, *others: Any) -> Any:
+        return multiply(builder, _widened(first), _widened(second), *others)
+
+    def _widened(numbers: Any) -> Any:
+        if numbers.dtype.scalar != bfloat16:
+            return numbers
+        return TensorHandle((numbers.data.astype(np.uint32) << 16).view(np.float32), float32)
+
+    InterpreterBuilder.cast_impl = cast_exactly
+    InterpreterBuilder.create_dot = multiply_exactly

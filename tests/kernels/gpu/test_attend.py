@@ -186,6 +186,42 @@ def test_equals_the_reference(
     assert_equal(result, expected(layer, scale, [None] * 5), 1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("termination", [False, True])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "page_size", "dtype"),
+    [
+        (2, 4, 64, 16, torch.float32),
+        *(
+            pytest.param(*shape, dtype, marks=pytest.mark.full)
+            for shape in [(2, 4, 64, 16), (1, 7, 96, 32), (2, 5, 128, 64), (1, 16, 256, 16), (3, 1, 64, 32)]
+            for dtype in [torch.float32, *HALF_PRECISIONS]
+        ),
+    ],
+)
+def test_a_cache_in_8_bits(
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    termination: bool,
+    device: torch.device,
+) -> None:
+    heads = range(kv_heads)
+    counts = [[300 + head for head in heads], [64] * kv_heads, [WHOLE] * kv_heads, [WHOLE] * kv_heads, [1] * kv_heads]
+    layer = Layer.random([310, 65, 1, 190, 7], counts, group, head_dim, page_size)
+    narrow = [vectors.to(torch.float8_e4m3fn) for vectors in (layer.cache.keys, layer.cache.values)]
+    layer = replace(layer, queries=layer.queries.to(dtype), cache=LayerCache(*narrow))
+    # One that is never calm enough, so that rounding decides nothing.
+    thresholds = [termination_at(0.0, 0.0, 1)] * 5 if termination else [None] * 5
+    scale = head_dim**-0.5
+
+    result = actual(layer, scale, thresholds if termination else None, device)
+
+    assert_equal(result, expected(layer, scale, thresholds), 1e-5 if dtype == torch.float32 else 2e-2)
+    assert result.counts[0, Count.CONTEXT_BYTES] == 310 * kv_heads * 2 * head_dim
+
+
 @pytest.mark.parametrize("softmax", SOFTMAXES[1:])
 @pytest.mark.parametrize("termination", [False, True])
 @pytest.mark.parametrize(("group", "head_dim"), [(7, 96), (16, 64)])

@@ -35,6 +35,7 @@ def outputs(
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the kernel yields and what is correct, [rows, new tokens, query heads, head dim]."""
     pool = (sum(-(-length // page_size) for length in lengths) + 1) * page_size
@@ -52,11 +53,11 @@ def outputs(
     for row, length in enumerate(lengths):
         seeing = min(length, new_tokens)
         own = wide[row * new_tokens : (row + 1) * new_tokens, :heads][new_tokens - seeing :]
-        correct[row, new_tokens - seeing :] = prefill(own, context.slots[row, :length], cache, 0.1)
+        correct[row, new_tokens - seeing :] = prefill(own, context.slots[row, :length], cache, 0.1, window)
     on_device = LayerCache(cache.keys.to(device), cache.values.to(device))
     output = torch.full((len(lengths) * new_tokens, heads, head_dim), torch.nan, dtype=dtype, device=device)
     partial = CheckPartial.empty(len(output), heads, on_device)
-    attend_new(wide.to(device)[:, :heads], on_device, batch, 0.1, partial, output)
+    attend_new(wide.to(device)[:, :heads], on_device, batch, 0.1, partial, output, window=window)
     return output.cpu().view_as(correct), correct
 
 
@@ -92,15 +93,30 @@ def test_long_contexts_have_longer_splits(device: torch.device) -> None:
     torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("window", "new_tokens"), [(0, 1), (0, 3), (63, 5), (64, 2), (100, 17), (511, 5), (5000, 3)])
+def test_a_window_is_that_of_the_reference(window: int, new_tokens: int, device: torch.device) -> None:
+    actual, correct = outputs([700, 64 + new_tokens, 20, 1], new_tokens, device, window=window)
+    torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_before_a_window_is_read(device: torch.device) -> None:
+    """Contexts beyond what splits would have to share: only the tiles of the window are."""
+    actual, correct = outputs([17_000, 5000], 3, device, kv_heads=1, window=900)
+    torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
+
+
 @given(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=3),
     new_tokens=st.integers(1, 17),
     page_size=st.sampled_from([16, 32, 64]),
+    window=st.none() | st.integers(0, LONGEST),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_any_lengths(lengths: list[int], new_tokens: int, page_size: int, seed: int, device: torch.device) -> None:
-    actual, correct = outputs(lengths, new_tokens, device, page_size=page_size, seed=seed)
+def test_any_lengths(
+    lengths: list[int], new_tokens: int, page_size: int, window: int | None, seed: int, device: torch.device
+) -> None:
+    actual, correct = outputs(lengths, new_tokens, device, page_size=page_size, seed=seed, window=window)
     torch.testing.assert_close(actual, correct, atol=2e-5, rtol=2e-5)
 
 
@@ -117,6 +133,22 @@ def _launch() -> None:
         queries = torch.empty(2 * new_tokens, 8 * group, head_dim, dtype=torch.bfloat16)
         partial = CheckPartial.empty(len(queries), 8 * group, cache)
         attend_new(queries, cache, batch, 0.1, partial, torch.empty_like(queries))
+
+
+def _launch_with_window() -> None:
+    """Attend within a window of 1,024 tokens, of heads like Gemma 3's."""
+    batch = DecodeBatch.empty(2, 32_768, 16, torch.device("cpu"))
+    cache = LayerCache(*torch.empty(2, 64, 1, 256, dtype=torch.bfloat16))
+    queries = torch.empty(10, 4, 256, dtype=torch.bfloat16)
+    partial = CheckPartial.empty(len(queries), 4, cache)
+    attend_new(queries, cache, batch, 0.1, partial, torch.empty_like(queries), window=1023)
+
+
+def test_a_window_compiles() -> None:
+    attending, merging = compile_launches(_launch_with_window)
+    assert attending.shared_bytes <= SHARED_LIMIT // 2
+    assert attending.local_bytes <= SPARE_BYTES
+    assert merging.local_bytes == 0
 
 
 def test_fits_a_multiprocessor() -> None:

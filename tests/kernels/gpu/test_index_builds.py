@@ -32,7 +32,7 @@ def caches_on(
 def assert_same(one: Pages, other: Pages) -> None:
     assert torch.equal(one.built, other.built)
     if isinstance(one, PageBounds) and isinstance(other, PageBounds):
-        assert torch.equal(one.bounds, other.bounds)
+        assert torch.equal(one.bounds.float(), other.bounds.float())
     elif isinstance(one, KeyCodes) and isinstance(other, KeyCodes):
         assert_same_codes(one, other)
     else:
@@ -53,6 +53,7 @@ SHAPES = [
     (torch.float16, 3, 96, 32),
     (torch.bfloat16, 5, 256, 64),
     (torch.float32, 1, 8, 8),
+    (torch.float8_e4m3fn, 2, 64, 16),
 ]
 
 
@@ -184,8 +185,20 @@ def test_keeps_up_with_decoding(device: torch.device, kind: type[Pages]) -> None
         assert_same(index, reference)
 
 
-def test_clusters_are_those_of_torch(device: torch.device) -> None:
-    caches = caches_on(device)
+def test_bounds_hold_every_number_of_8_bits(device: torch.device) -> None:
+    """Of pages that each have one of the 254 in all places; two are no numbers."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[numbers % 128 != 127].view(torch.float8_e4m3fn)
+    keys = numbers.repeat_interleave(8)[:, None, None].expand(-1, 1, 16).contiguous().to(device)
+    index = PageBounds([LayerCache(keys, keys)], PageGenerations(len(keys), 8, device), in_triton=True)
+    index.ensure(torch.arange(len(numbers), device=device))
+    expected = numbers.float()[:, None].expand(-1, 32)
+    assert torch.equal(index.bounds[0, :, 0].float().cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_clusters_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
+    caches = caches_on(device, dtype=dtype)
     generations = PageGenerations(SLOTS, 16, device)
     pages = torch.tensor([5, 1, 9, 2, 8, 3, 7, 4, 20, 21, 22, 23], device=device)
     indexes = [ClusterIndex(caches, generations, 64, 4, in_triton=triton) for triton in (True, False)]

@@ -7,24 +7,31 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sglang_winnow.device.check import CheckBackend
 from sglang_winnow.device.decode import DeviceDecode
+from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.verification_plan import VerificationPlan
+from tests.kernels.caches import random_cache
 from tests.sglang_ext.device.test_decode import (
     GROUP,
     HEAD_DIM,
     KV_HEADS,
+    LAYERS,
     SHAPE,
     Server,
     by_torch,
     device_decode,
+    in_8_bits,
     on_device,
     policies_act_at_every_length,
 )
-from winnow_kernels.cache import Context
+from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.verified_pages.reference import CheckedPages
+
+ALL_FULL = ModelLayers(tuple(range(LAYERS)), {})
 
 
 def batch_of(server: Server, new_tokens: int, padding: int) -> Any:
@@ -43,9 +50,16 @@ def batch_of(server: Server, new_tokens: int, padding: int) -> Any:
     )
 
 
-def check_backend(server: Server, decode: DeviceDecode) -> CheckBackend:
+def check_backend(server: Server, decode: DeviceDecode, layers: ModelLayers = ALL_FULL) -> CheckBackend:
+    slots, dtype = server.caches[0].slots, server.caches[0].keys.dtype
+    windowed = [random_cache(slots, KV_HEADS, HEAD_DIM, seed=number, dtype=dtype) for number in sorted(layers.windows)]
     return CheckBackend(
+        layers,
         server.caches,
+        {
+            number: LayerCache(cache.keys.to(server.device), cache.values.to(server.device))
+            for number, cache in zip(sorted(layers.windows), windowed, strict=True)
+        },
         SHAPE.scale,
         KV_HEADS * GROUP,
         None,
@@ -56,10 +70,17 @@ def check_backend(server: Server, decode: DeviceDecode) -> CheckBackend:
     )
 
 
-@pytest.mark.parametrize(("new_tokens", "padding"), [(2, 0), (5, 2), (17, 1)])
-def test_outputs_and_counts_are_those_of_the_torch_path(new_tokens: int, padding: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("new_tokens", "padding", "scales"), [(2, 0, None), (5, 2, None), (17, 1, None), (3, 1, (2.0, 0.5))]
+)
+def test_outputs_and_counts_are_those_of_the_torch_path(
+    new_tokens: int, padding: int, scales: tuple[float, float] | None, device: torch.device
+) -> None:
+    """``scales`` are those of a cache in 8 bits."""
     names = ["quest, verified", "streaming_llm, verified", "quest, verified"]
-    torch_server, server = (Server(names, [143, 30, 16], device) for _ in range(2))
+    stored = Tensor.clone if scales is None else in_8_bits
+    of_keys, of_values = scales or (1.0, 1.0)
+    torch_server, server = (Server(names, [143, 30, 16], device, stored=stored) for _ in range(2))
     check = check_backend(server, device_decode(server))
     batch = batch_of(server, new_tokens, padding)
     before = server.indexes.generations.counts.clone()
@@ -73,9 +94,15 @@ def test_outputs_and_counts_are_those_of_the_torch_path(new_tokens: int, padding
     for number, cache in enumerate(torch_server.caches):
         generator = torch.Generator().manual_seed(number)
         queries = torch.randn(len(batch.input_ids), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(device)
-        layer = SimpleNamespace(layer_id=number, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=HEAD_DIM)
+        layer: Any = SimpleNamespace(
+            layer_id=number,
+            tp_q_head_num=KV_HEADS * GROUP,
+            qk_head_dim=HEAD_DIM,
+            k_scale_float=of_keys,
+            v_scale_float=of_values,
+        )
         output = check.forward_extend(queries.flatten(1), queries, queries, layer, batch, save_kv_cache=False)
-        expected = plan.attend(number, queries[:real], cache, SHAPE.scale, None)
+        expected = of_values * plan.attend(number, of_keys * queries[:real], cache, SHAPE.scale, None)
         torch.testing.assert_close(output[:real], expected.flatten(1), rtol=1e-4, atol=1e-4)
     plan.finish()
     accepted = torch.tensor([1, 2, 2], device=device)

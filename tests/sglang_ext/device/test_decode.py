@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -96,6 +96,19 @@ class Share:
 EVERYTHING = Share(slice(None), slice(None), ALONE)
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Of which a KV cache is, by their numbers in the model; those of ``windows`` have a sliding window."""
+
+    numbers: Sequence[int] = range(LAYERS)
+    windows: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def full(self) -> list[int]:
+        """The places of the others."""
+        return [place for place, number in enumerate(self.numbers) if number not in self.windows]
+
+
 class Server:
     """A KV cache with requests in it; what both ways of computing have of their own is made twice."""
 
@@ -107,19 +120,25 @@ class Server:
         share: Share = EVERYTHING,
         stored: Callable[[Tensor], Tensor] = Tensor.clone,
         shape: Shape = SHAPE,
+        layers: Layers = Layers(),
+        policies: Mapping[str, Mapping[str, Any]] = POLICIES,
     ) -> None:
         """``stored`` makes of keys and values what the cache has of them."""
         self.device = device
         self.share = share
         self.shape = shape
+        self.layers = layers
+        self.policies = policies
         self.lengths = list(lengths)
         pages = LONGEST // PAGE_SIZE
         slots = (len(names) * pages + 1) * PAGE_SIZE
         self.caches = [
             LayerCache(
-                *(stored(half[:, self.share.kv_heads]).contiguous().to(device) for half in (cache.keys, cache.values))
+                *(stored(half[:, self.share.kv_heads]).contiguous().to(device) for half in (cache.keys, cache.values)),
+                windowed=number in layers.windows,
             )
-            for cache in (random_cache(slots, shape.kv_heads, shape.head_dim, seed) for seed in range(LAYERS))
+            for number in layers.numbers
+            for cache in [random_cache(slots, shape.kv_heads, shape.head_dim, seed=number)]
         ]
         order = 1 + torch.randperm(len(names) * pages, generator=torch.Generator().manual_seed(1))
         of_pages = order.view(len(names), pages, 1) * PAGE_SIZE + torch.arange(PAGE_SIZE)
@@ -134,12 +153,12 @@ class Server:
         self.states = [self._state(name, length) for name, length in zip(names, lengths, strict=True)]
 
     def _state(self, name: str, length: int) -> RequestState:
-        state = RequestState(AttentionPolicy.model_validate(POLICIES[name]), length - 1)
+        state = RequestState(AttentionPolicy.model_validate(self.policies[name]), length - 1)
         state.begin_prefill(length - 1)
-        state.kept = kept_by(state, range(LAYERS))
+        state.kept = kept_by(state, self.layers.full)
         if state.kept is not None:
-            for layer in range(LAYERS):
-                generator = torch.Generator().manual_seed(layer)
+            for layer in self.layers.full:
+                generator = torch.Generator().manual_seed(self.layers.numbers[layer])
                 queries = torch.randn((length - 1, self.shape.query_heads, self.shape.head_dim), generator=generator)
                 state.kept.record(layer, self.own(queries), 0)
         return state
@@ -216,7 +235,7 @@ def by_torch(server: Server, step: int) -> list[Tensor]:
         server.statistics,
     )
     outputs = [
-        plan.attend(layer, queries_of(server, step, layer), cache, server.shape.scale, None)
+        plan.attend(layer, queries_of(server, step, layer), cache, server.shape.scale, server.layers.windows.get(layer))
         for layer, cache in enumerate(server.caches)
     ]
     plan.finish()
@@ -244,10 +263,19 @@ def on_device(
     return outputs
 
 
+def in_8_bits(vectors: Tensor) -> Tensor:
+    return vectors.to(torch.float8_e4m3fn)
+
+
 def compare(
-    names: Sequence[str], lengths: Sequence[int], device: torch.device, padding: int = 0, shape: Shape = SHAPE
+    names: Sequence[str],
+    lengths: Sequence[int],
+    device: torch.device,
+    padding: int = 0,
+    shape: Shape = SHAPE,
+    stored: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> None:
-    torch_server, device_server = (Server(names, lengths, device, shape=shape) for _ in range(2))
+    torch_server, device_server = (Server(names, lengths, device, shape=shape, stored=stored) for _ in range(2))
     decode = device_decode(device_server)
     for step in range(STEPS):
         expected = by_torch(torch_server, step)
@@ -256,19 +284,21 @@ def compare(
         torch_server.grow()
         device_server.grow()
     wanted, got = (server.statistics.rows[1 : len(names) + 1].cpu() for server in (torch_server, device_server))
-    for field in Field:
-        torch.testing.assert_close(got[:, field], wanted[:, field], rtol=1e-5, atol=1e-5, msg=field.name)
+    for counted in Field:
+        torch.testing.assert_close(got[:, counted], wanted[:, counted], rtol=1e-5, atol=1e-5, msg=counted.name)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_alone(name: str, device: torch.device) -> None:
-    compare([name, name, "dense"], [208, 143, 90], device, padding=1)
+@pytest.mark.parametrize("stored", [Tensor.clone, in_8_bits])
+def test_a_policy_alone(name: str, stored: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    compare([name, name, "dense"], [208, 143, 90], device, padding=1, stored=stored)
 
 
-def test_all_policies_in_one_batch(device: torch.device) -> None:
+@pytest.mark.parametrize("stored", [Tensor.clone, pytest.param(in_8_bits, marks=pytest.mark.full)])
+def test_all_policies_in_one_batch(stored: Callable[[Tensor], Tensor], device: torch.device) -> None:
     lengths = [140 + 13 * i % 100 for i in range(len(POLICIES))]
-    compare(list(POLICIES), lengths, device)
+    compare(list(POLICIES), lengths, device, stored=stored)
 
 
 def test_short_contexts_run_dense(device: torch.device) -> None:

@@ -20,8 +20,8 @@ SCALE = DIM**-0.5
 QUOKA = quoka_prefill_parameters(budget=70, block=64, queries=16, sinks=16, recency_ratio=0.5)
 
 
-@pytest.mark.parametrize("longest", [256, 330])
-def test_a_pass_of_sparse_and_dense_requests(longest: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("longest", "dtype"), [(256, torch.float32), (330, torch.float32), (330, torch.float8_e4m3fn)])
+def test_a_pass_of_sparse_and_dense_requests(longest: int, dtype: torch.dtype, device: torch.device) -> None:
     requests = [(64, longest, QUOKA), (0, 40, None), (128, 200, QUOKA), (0, 60, QUOKA)]
     context = scattered_context([end for _, end, _ in requests], SLOTS, PAGE)
     table = torch.full((9, 512), -1, dtype=torch.int32)
@@ -43,7 +43,7 @@ def test_a_pass_of_sparse_and_dense_requests(longest: int, device: torch.device)
             )
         )
         row += end - start
-    cache = random_cache(SLOTS, KV_HEADS, DIM)
+    cache = random_cache(SLOTS, KV_HEADS, DIM, dtype=dtype)
     queries = random_queries(row, KV_HEADS * GROUP, DIM)
     on_device = LayerCache(cache.keys.to(device), cache.values.to(device))
 
@@ -54,6 +54,7 @@ def test_a_pass_of_sparse_and_dense_requests(longest: int, device: torch.device)
         PAGE,
         [on_device],
         QuokaPrefillWorkspace.empty(KV_HEADS, 512, device, 2**20),
+        queries.dtype,
     )
     output = torch.full_like(queries, torch.nan, device=device)
     prefill.attend(0, queries.to(device), SCALE, output)

@@ -163,7 +163,8 @@ def attend_and_score(
 
     Args:
         layer: the layer's number.
-        queries: [rows, query heads, head dim], in the cache's dtype; rows and heads may be strided.
+        queries: [rows, query heads, head dim], in the cache's dtype, or any that kernels multiply if that is narrow;
+            rows and heads may be strided.
         cache: the layer's KV cache; slots and heads strided alike in keys and values.
         batch: the batch.
         rows: parameters of its rows.
@@ -334,8 +335,8 @@ def _attend_kernel(
             slot = (page << rows.page_bits) + (token & (rows.page_size - 1))
             vector = (slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride)[:, None] + channel[None, :]
             is_element = is_token[:, None] & is_channel[None, :]
-            key = tl.load(cache.keys_ptr + vector, mask=is_element, other=0.0)
-            value = tl.load(cache.values_ptr + vector, mask=is_element, other=0.0)
+            key = tl.load(cache.keys_ptr + vector, mask=is_element, other=0.0).to(query.dtype)
+            value = tl.load(cache.values_ptr + vector, mask=is_element, other=0.0).to(query.dtype)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
             scores = tl.where(is_token[None, :], scores, -INFINITY)
             tl.store(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import pairwise
 from typing import Annotated, Final, Literal, Self
@@ -79,6 +81,11 @@ class Delta(Sparse):
         if layer in self.named_layers:
             return Role.REFRESH
         return Role.FULL if layer < self.named_layers[0] else Role.REUSE
+
+    def at_places(self, layers: Sequence[int]) -> Self:
+        """Return the parameters by places; the Δ-layers must be among ``layers``."""
+        places = tuple(layers.index(layer) for layer in self.named_layers)
+        return self.model_copy(update={"full_layers": bisect_left(layers, self.full_layers), "delta_layers": places})
 
     def for_model(self, model: ModelFacts) -> Self:
         """Return the parameters with their Δ-layers named."""

@@ -60,7 +60,8 @@ def select(
 
     Args:
         layer: the layer's number.
-        queries: [rows, query heads, head dim], of the dtype of the bounds; rows and heads may be strided.
+        queries: [rows, query heads, head dim], of the dtype of the bounds, or any that kernels multiply if that is
+            narrow; rows and heads may be strided.
         bounds: [pages, KV heads, 2 × head dim], contiguous; ``PageBounds.bounds`` of the layer, valid for the complete
             pages of the kind's rows.
         batch: the batch.
@@ -83,7 +84,7 @@ def select(
         layer,
         pairs,
         group_block=max(_MIN_GROUP, triton.next_power_of_2(query_heads // kv_heads)),
-        block=min(64, _BYTES_AT_ONCE // (triton.next_power_of_2(head_dim) * bounds.element_size())),
+        block=min(64, _BYTES_AT_ONCE // (triton.next_power_of_2(head_dim) * queries.element_size())),
         pair_block=triton.next_power_of_2(pairs),
         num_warps=4,
     )
@@ -152,8 +153,8 @@ def _score_kernel(
             page = tl.load(own_table_ptr + place, mask=is_complete, other=0).to(tl.int64)
             maxima_ptr = own_bounds_ptr + (page * (heads.kv_heads * 2 * heads.head_dim))[:, None] + channel[None, :]
             is_bound = is_complete[:, None] & is_channel[None, :]
-            maxima = tl.load(maxima_ptr, mask=is_bound, other=0.0)
-            minima = tl.load(maxima_ptr + heads.head_dim, mask=is_bound, other=0.0)
+            maxima = tl.load(maxima_ptr, mask=is_bound, other=0.0).to(query.dtype)
+            minima = tl.load(maxima_ptr + heads.head_dim, mask=is_bound, other=0.0).to(query.dtype)
             upper = tl.dot(maxima, positive, input_precision="ieee")
             upper = tl.dot(minima, negative, upper, input_precision="ieee")
             promise = tl.max(tl.where(is_member[None, :], upper, -float("inf")), axis=1)

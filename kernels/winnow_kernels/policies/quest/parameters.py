@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Literal, Self
 
 from pydantic import field_validator
 
@@ -17,3 +19,6 @@ class Quest(Sparse):
     full_layers: LayerCount = 2
 
     _holds_sinks = field_validator("budget")(beside_sinks)
+
+    def at_places(self, layers: Sequence[int]) -> Self:
+        return self.model_copy(update={"full_layers": bisect_left(layers, self.full_layers)})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final, Literal, Self
 
 from pydantic import field_validator
 
@@ -35,6 +37,9 @@ class Tactic(Sparse):
     full_layers: LayerCount = 2
 
     _holds_sinks = field_validator("max_tokens")(beside_sinks)
+
+    def at_places(self, layers: Sequence[int]) -> Self:
+        return self.model_copy(update={"full_layers": bisect_left(layers, self.full_layers)})
 
     def warnings(self) -> list[str]:
         if self.max_tokens is None or self.max_tokens >= self.sinks + TACTIC_TAIL_TOKENS:

@@ -147,6 +147,9 @@ def rotated(
     dim = tl.arange(0, dim_block)
     turned = tl.zeros([_HEADS, dim_block], tl.float32)
     channels: tl.constexpr = min(dim_block, _CHANNELS)
+    # Rows of ±1 are the same in all dtypes.
+    of_rotation: tl.constexpr = rotation_ptr.dtype.element_ty
+    dtype: tl.constexpr = of_rotation if of_rotation == tl.float32 else query_ptr.dtype.element_ty
     for begin in tl.static_range(0, dim_block, channels):
         channel = begin + tl.arange(0, channels)
         is_channel = channel < head_dim
@@ -157,5 +160,5 @@ def rotated(
         )
         turn_ptr = rotation_ptr + dim[None, :] * head_dim + channel[:, None]
         turn = tl.load(turn_ptr, mask=is_channel[:, None] & (dim < head_dim)[None, :], other=0.0)
-        turned = tl.dot(part.to(turn.dtype), turn, turned, input_precision="ieee")
+        turned = tl.dot(part.to(dtype), turn.to(dtype), turned, input_precision="ieee")
     return turned

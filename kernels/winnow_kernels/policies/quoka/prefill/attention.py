@@ -95,9 +95,10 @@ def attend_blocks(
     in the cache. The selection of a block whose budget is ``WHOLE`` is not read.
 
     Args:
-        queries: [queries of the pass, query heads, head dim], in the cache's dtype; query heads of a KV head, at most
-            16, lie next to each other. Queries and heads may be strided.
-        cache: the layer's KV cache: bfloat16, float16 or float32, slots and heads strided alike in keys and values.
+        queries: [queries of the pass, query heads, head dim], in the cache's dtype, or any other of these if that is
+            narrow; query heads of a KV head, at most 16, lie next to each other. Queries and heads may be strided.
+        cache: the layer's KV cache: bfloat16, float16, float32 or narrow, slots and heads strided alike in keys and
+            values.
         blocks: of all requests of the pass.
         selection: slots [blocks, KV heads, width], contiguous; the first ``budget`` of each are attended to.
         scale: what scores are multiplied by before the softmax; more than 0.
@@ -113,7 +114,7 @@ def attend_blocks(
     assert group <= LARGEST_GROUP
     assert cache.softmax.is_plain
     assert slots.is_contiguous()
-    launch = launch or Launch.of(cache.head_dim, cache.keys.element_size())
+    launch = launch or Launch.of(cache.head_dim, queries.element_size())
     most_queries = max(block.queries for block in blocks.blocks)
     attend_blocks_kernel[(triton.cdiv(most_queries * group, launch.rows), cache.kv_heads, len(blocks.blocks))](
         Vectors.of(queries),
@@ -218,6 +219,7 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
                 is_element = (dim < heads.head_dim)[None, :]
                 key = tl.load(key_ptrs + of_keys[:, None], mask=is_element, other=0.0)
                 value = tl.load(value_ptrs + of_values[:, None], mask=is_element, other=0.0)
+            key, value = key.to(query.dtype), value.to(query.dtype)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
 

@@ -167,7 +167,7 @@ def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
             key_ptrs = own_keys_ptr + (slot.to(tl.int64) * keys.row_stride)[:, None] + channel[None, :]
             key = tl.load(key_ptrs) if head_dim == dim_block else tl.load(key_ptrs, mask=is_channel, other=0.0)
             reciprocal = tl.load(own_reciprocals_ptr + loaded)
-            products = tl.dot(key, tl.trans(vectors), input_precision="ieee")
+            products = tl.dot(key.to(vectors.dtype), tl.trans(vectors), input_precision="ieee")
             products = tl.reshape(products, [at_once, members // lanes, per_tile // 2, lanes, 2])
             highest = tl.reshape(tl.max(tl.max(products, axis=4), axis=2), [at_once, members])
             # Norms are positive: dividing the maximum is dividing the products.

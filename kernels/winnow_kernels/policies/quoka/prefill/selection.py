@@ -28,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import LayerCache, widened_dtype
 from winnow_kernels.kernel_arguments import Vectors
 from winnow_kernels.policies.quoka.prefill import representatives as speaking
 from winnow_kernels.policies.quoka.prefill import scores as scoring
@@ -88,7 +88,7 @@ class QuokaPrefillPass:
         reciprocals: float32 [numbers]; scratch, reciprocal norms of the requests' keys.
         marks: int32 [numbers]; scratch, what is known of a batch's thresholds.
         ranked: for each run of the plan int32 [blocks, KV heads, representatives]; scratch.
-        representatives: for each run of the plan [blocks, KV heads, representatives, head dim], as the cache; scratch.
+        representatives: for each run of the plan [blocks, KV heads, representatives, head dim], as queries; scratch.
         selection: what is written to.
     """
 
@@ -102,15 +102,22 @@ class QuokaPrefillPass:
     selection: BlockSelection
 
     @classmethod
-    def of(cls, blocks: PrefillBlocks, cache: LayerCache, workspace: QuokaPrefillWorkspace) -> QuokaPrefillPass:
+    def of(
+        cls,
+        blocks: PrefillBlocks,
+        cache: LayerCache,
+        workspace: QuokaPrefillWorkspace,
+        dtype: torch.dtype | None = None,
+    ) -> QuokaPrefillPass:
         """Plan the selection of the blocks whose budget is not ``WHOLE``.
 
         Args:
             blocks: of the pass.
-            cache: any layer's KV cache, of bfloat16, float16 or float32.
+            cache: any layer's KV cache, of bfloat16, float16, float32 or narrow.
             workspace: made for as many KV heads and for at least as many tokens.
+            dtype: of the queries; None for the cache's.
         """
-        kv_heads, head_dim, dtype, device = cache.kv_heads, cache.head_dim, cache.keys.dtype, cache.keys.device
+        kv_heads, head_dim, device = cache.kv_heads, cache.head_dim, cache.keys.device
         plan = Plan.of(blocks, kv_heads, scoring.columns_of(head_dim), len(workspace.scores))
         shapes = [(len(run.sparse), kv_heads, run.representatives, head_dim) for run in plan.runs]
         batches = [batch for run in plan.runs for batch in run.batches]
@@ -126,7 +133,7 @@ class QuokaPrefillPass:
                 torch.empty(len(run.sparse), kv_heads, run.representatives, dtype=torch.int32, device=device)
                 for run in plan.runs
             ],
-            [torch.empty(shape, dtype=dtype, device=device) for shape in shapes],
+            [torch.empty(shape, dtype=dtype or widened_dtype(cache.keys.dtype), device=device) for shape in shapes],
             BlockSelection(torch.empty(len(blocks.blocks), kv_heads, width, dtype=torch.int32, device=device)),
         )
 
@@ -137,7 +144,7 @@ def select_blocks(queries: Tensor, cache: LayerCache, own: QuokaPrefillPass) -> 
     A block selects the ``Block.budget`` best-scored tokens before its start; of equal scores the first.
 
     Args:
-        queries: [queries of the pass, query heads, head dim], in the cache's dtype; queries and heads may be strided.
+        queries: [queries of the pass, query heads, head dim], in the pass's dtype; queries and heads may be strided.
         cache: the layer's KV cache. Keys before the last sparse block of each request must be in it.
         own: planned for layers like this.
     """

@@ -11,7 +11,7 @@ from winnow_kernels.batch import COUNTS, NO_MASS, Count
 from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.cluster_tables import Tables
 from winnow_kernels.kernel_arguments import Heads, Number, Rows, Vectors
-from winnow_kernels.policies.tactic.gpu.state import SLICE, Contexts
+from winnow_kernels.policies.tactic.gpu.state import SLICE, Attention, Contexts
 from winnow_kernels.policies.tactic.reference import WHOLE_SHARE
 from winnow_kernels.selection.gpu_slots import slots_at
 from winnow_kernels.selection.gpu_threshold import HIGHEST, weight_of
@@ -209,18 +209,23 @@ def member_slots(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def keys_at(keys: Vectors, kv_head: tl.tensor, slots: tl.tensor, is_token: tl.tensor, heads: Heads) -> tl.tensor:
-    """Return the keys of a KV head at ``slots``, [n, dim_block]; 0 where not ``is_token`` and beyond the head dim."""
+def keys_at(attention: Attention, kv_head: tl.tensor, slots: tl.tensor, is_token: tl.tensor, heads: Heads) -> tl.tensor:
+    """Return the keys of a KV head at ``slots``, [n, dim_block], in the queries' dtype.
+
+    They are 0 where not ``is_token`` and beyond the head dim.
+    """
+    keys = attention.keys
     dims = tl.arange(0, heads.dim_block)
     keys_ptr = keys.pointer + kv_head * keys.head_stride
     addresses = keys_ptr + slots.to(tl.int64)[:, None] * keys.row_stride + dims[None, :]
-    return tl.load(addresses, mask=is_token[:, None] & (dims < heads.head_dim)[None, :], other=0.0)
+    vectors = tl.load(addresses, mask=is_token[:, None] & (dims < heads.head_dim)[None, :], other=0.0)
+    return vectors.to(attention.queries.pointer.dtype.element_ty)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def group_queries(queries: Vectors, row: Row, kv_head: tl.tensor, heads: Heads, group_block: tl.constexpr) -> tl.tensor:
     """Return the queries of a KV head's group, [group_block, dim_block]; 0 in what pads them."""
     members, dims = tl.arange(0, group_block), tl.arange(0, heads.dim_block)
-    of_members = (kv_head * heads.group + members)[:, None] * heads.head_dim
+    of_members = (kv_head * heads.group + members)[:, None] * queries.head_stride
     addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + of_members + dims[None]
     return tl.load(addresses, mask=(members < heads.group)[:, None] & (dims < heads.head_dim)[None], other=0.0)

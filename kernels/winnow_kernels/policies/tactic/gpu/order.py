@@ -280,7 +280,7 @@ def lost_kernel(
             is_token = places < in_no_cluster
             positions = kept_positions(places, row)
             slots = slots_at(table_of(contexts.rows, row), positions, is_token, contexts.rows.page_size)
-            keys = keys_at(attention.keys, kv_head, slots, is_token, heads).to(tl.float32)
+            keys = keys_at(attention, kv_head, slots, is_token, heads).to(tl.float32)
             scores = tl.sum(keys * query[None, :], axis=1) * attention.scale_log2
             lost += tl.where(is_token, tl.exp2((scores.to(tl.float64) - total).to(tl.float32)), 0.0)
     of_tokens = tl.sum(lost, axis=0)
@@ -327,5 +327,5 @@ def _cut_off(
 def head_query(queries: Vectors, heads: Heads, row: Row, head: tl.tensor) -> tl.tensor:
     """Return one query head's query: float32 [dim_block], 0 beyond the head dimension."""
     dims = tl.arange(0, heads.dim_block)
-    addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + head * heads.head_dim + dims
+    addresses = queries.pointer + row.number.to(tl.int64) * queries.row_stride + head * queries.head_stride + dims
     return tl.load(addresses, mask=dims < heads.head_dim, other=0.0).to(tl.float32)

@@ -111,7 +111,7 @@ def _score_tokens(
         is_token = places < tokens
         positions = kept_positions(places, row)
         slots = slots_at(table_of(contexts.rows, row), positions, is_token, contexts.rows.page_size)
-        keys = keys_at(attention.keys, kv_head, slots, is_token, heads)
+        keys = keys_at(attention, kv_head, slots, is_token, heads)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * attention.scale_log2
         scores = tl.where(is_token[None, :], scores, NOTHING)
         above = tl.maximum(largest, tl.max(scores, axis=1))
@@ -163,7 +163,8 @@ def _score_clusters(
         centroids = tl.load(centroids_ptr + vector)
     else:
         centroids = tl.load(centroids_ptr + vector, mask=(dims < heads.head_dim)[None, :], other=0.0)
-    scores = tl.dot(centroids, tl.trans(queries), input_precision="ieee") * attention.scale_log2
+    # Of a narrow cache they are bfloat16, whatever the queries are.
+    scores = tl.dot(centroids.to(queries.dtype), tl.trans(queries), input_precision="ieee") * attention.scale_log2
     # How queries' squares are spread over the elements matters as much as how large they are.
     squares = queries.to(tl.float32) * queries.to(tl.float32) * attention.scale_of_squares
     of_span: tl.constexpr = contexts.tables.of_span

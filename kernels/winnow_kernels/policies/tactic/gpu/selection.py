@@ -88,7 +88,7 @@ def select(
     """Write the slots and counts of the kind's rows in one layer; count what is read, and what is believed.
 
     Args:
-        queries: [rows, query heads, head dim], contiguous in the last two dimensions, of the dtype of the keys.
+        queries: [rows, query heads, head dim], of the dtype of the keys; strided by row and head.
         cache: the layer's KV cache; keys contiguous in the last dimension.
         clusters: the layer's index.
         batch: the batch.

@@ -99,7 +99,7 @@ class Attention(NamedTuple):
 
     @classmethod
     def of(cls, queries: Tensor, cache: LayerCache, scale: float) -> Attention:
-        """Return those of ``queries``, contiguous in their last two dimensions, over ``cache``."""
+        """Return those of ``queries``, strided by row and head, over ``cache``."""
         return cls(Vectors.of(queries), Vectors.of(cache.keys), scale * _LOG2_E, scale**2 / cache.head_dim)
 
 

@@ -177,7 +177,7 @@ def _sample(
         chance = (_mixed(number, kv_head, row.length) * _OF_CLUSTER) >> 16
         rank = ((chance.to(tl.int32) * size >> 16) + nth) % tl.maximum(size, 1)
         slots = member_slots(contexts, table_ptr, offsets_ptr + first + rank, number, is_sample)
-        keys = keys_at(attention.keys, kv_head, slots, is_sample, heads)
+        keys = keys_at(attention, kv_head, slots, is_sample, heads)
         shares = share_of(steps, total[:, None], is_both)
         # Each stands for as many tokens as its cluster has for each sample.
         expected = _expected(tl.sum(shares, axis=0) / heads.group, size, row)

@@ -1,0 +1,41 @@
+"""What reads a KV cache in 8 bits compiles for Hopper and fits a multiprocessor."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launches
+from tests.kernels.gpu.narrow_launch import GROUP, READERS, launch_all
+from winnow_kernels.attend.gpu import Launch
+
+# What scoring codes puts aside between two pairs, and keeping where a list was too short, as with 16 bits. Checks and
+# blocks of prefill have few registers, so that more programs fit. Clustering keys of 256 numbers takes more than all.
+LOCAL_BYTES = {
+    "score_kernel": 256,
+    "keep_kernel": 256,
+    "gpu_check:_attend_kernel": 64,
+    "attend_blocks_kernel": 64,
+    "_lloyd_kernel": 192,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_fit_a_multiprocessor(head_dim: int) -> None:
+    launch = Launch.of(head_dim, 1, GROUP)
+    programs = {
+        "attend_kernel": launch.programs,
+        "terminating_attend_kernel": launch.programs_with_termination,
+    }
+    compiled = compile_launches(launch_all, head_dim, timeout=900)
+    for kernel in compiled:
+        module, _, name = kernel.kernel.partition(":")
+        spilled = LOCAL_BYTES.get(f"{module.rpartition('.')[2]}:{name}", LOCAL_BYTES.get(name, SPARE_BYTES))
+        assert kernel.local_bytes <= spilled, kernel
+        fitting = programs.get(name, 1)
+        assert fitting * (kernel.shared_bytes + 1024) <= SHARED_LIMIT + 1024, kernel
+        assert fitting * kernel.warps * 32 * kernel.registers <= 64 << 10, kernel
+        if name in programs:
+            assert "cp.async" in kernel.ptx
+            assert "mma.sync" in kernel.ptx
+    assert len(compiled) > len(READERS)
