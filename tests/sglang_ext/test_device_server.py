@@ -193,3 +193,25 @@ def test_verified_answers_are_those_of_dense_attention(shape: ModelShape, tmp_pa
         assert equal_tokens(own, dense[number], TOLERANCE) == tokens, policy
     told = [own["meta_info"]["attention"]["verify"] for (_, policy), own in zip(jobs, found, strict=True) if policy]
     assert 0 < sum(each["accepted"] for each in told) < sum(each["drafted"] for each in told)
+
+
+@pytest.mark.skipif(not VERIFIES_ON_CUDA, reason="verification is served on CUDA with the oldest release only")
+def test_grammars_end_answers_of_a_server_that_verifies(tmp_path: Path) -> None:
+    """With overlap, who has ended is in one more pass, and has no request slot there."""
+    model = write_model(tmp_path / "model", SHAPE)
+    write_weights(model)
+    verified = {"decode": {"policy": "streaming_llm", "window": 48}, "verify": {"draft_tokens": 2}}
+
+    def answer(http: httpx.Client, policy: Mapping[str, Any], digits: int) -> Any:
+        parameters = {"temperature": 0, "max_new_tokens": 24, "regex": f"[0-9]{{{digits}}}"}
+        custom = {"custom_params": {"attention": json.dumps(policy)}}
+        body = {"input_ids": prompt_of(80, digits, SHAPE.vocab_size), "sampling_params": parameters | custom}
+        return http.post("/generate", json=body).raise_for_status().json()["text"]
+
+    arguments = ("--speculative-algorithm", "WINNOW", "--grammar-backend", "llguidance")
+    with serve(model, tmp_path / "log", *arguments, **interpreted()) as http, ThreadPoolExecutor(4) as pool:
+        dense = {digits: answer(http, {}, digits) for digits in (2, 9)}
+        jobs = [(policy, digits) for digits in dense for policy in ({}, verified)]
+        found = list(pool.map(lambda job: answer(http, *job), jobs))
+    assert [len(dense[digits]) for digits in (2, 9)] == [2, 9]
+    assert found == [dense[digits] for _, digits in jobs]

@@ -39,7 +39,7 @@ from winnow_kernels.attend.gpu_merge import (
 )
 from winnow_kernels.attend.gpu_tile import attend_tile
 from winnow_kernels.batch import DecodeBatch, DeviceSelection, ReportedShares
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import NARROW, LayerCache
 from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Rows, Selected, Vectors
 
 LARGEST_GROUP: Final = 16
@@ -181,6 +181,9 @@ def attend(
     assert batch.page_size <= TILE
     assert rows == batch.rows <= len(buffers.log_sum_exp)
     launch = buffers.launch
+    if queries.element_size() > torch.bfloat16.itemsize and cache.keys.dtype in NARROW:
+        # Tiles are widened in shared memory, where they take what a cache as wide as the queries would.
+        launch = Launch.of(cache.head_dim, queries.element_size(), group)
     of_multiprocessor, ahead = launch.programs, launch.tiles_ahead
     if thresholds is not None:
         of_multiprocessor, ahead = launch.programs_with_termination, launch.tiles_ahead_with_termination

@@ -29,7 +29,6 @@ from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from sglang_winnow.sglang_versions.backend_defaults import take_from_dense
-from sglang_winnow.sglang_versions.requests import slot_of
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
@@ -127,7 +126,9 @@ class WinnowDeviceBackend(AttentionBackend):
         """Note the requests of a batch, before its forward pass and in the order of the passes."""
         self.requests.begin(requests)
         self._states = [request.winnow_state for request in requests]
-        self._slots = [slot for request in requests if (slot := slot_of(request)) is not None]
+        # Not those of the requests. A server that verifies looks at the tokens of a pass with grammars after it has
+        # planned the next one: who has ended is in that one, too, and has given its slot back.
+        self._slots = [state.slot for state in self._states]
         if batch.forward_mode.is_decode():
             self._lengths = batch.seq_lens_cpu.tolist()
             needed = self._decode.needed(self._states, self._lengths)

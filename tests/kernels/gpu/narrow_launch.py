@@ -50,8 +50,8 @@ def _cache(head_dim: int) -> LayerCache:
     return LayerCache(*torch.empty(2, 64, KV_HEADS, head_dim, dtype=torch.float8_e4m3fn))
 
 
-def _queries(head_dim: int, tokens: int = ROWS) -> Tensor:
-    return torch.empty(tokens, KV_HEADS * GROUP, head_dim, dtype=torch.bfloat16)
+def _queries(head_dim: int, tokens: int = ROWS, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(tokens, KV_HEADS * GROUP, head_dim, dtype=dtype)
 
 
 def _attending(head_dim: int) -> AttendBuffers:
@@ -66,9 +66,14 @@ def _selection() -> DeviceSelection:
     return DeviceSelection.empty(ROWS, KV_HEADS, LONGEST, CPU)
 
 
-def attention(head_dim: int) -> None:
-    """Attend to selections, with and without early termination."""
-    queries = _queries(head_dim)
+def wide_attention(head_dim: int) -> None:
+    """Attend to selections with queries in float32, with and without early termination."""
+    attention(head_dim, torch.float32)
+
+
+def attention(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Attend to selections with queries of a ``dtype``, with and without early termination."""
+    queries = _queries(head_dim, dtype=dtype)
     for thresholds in (None, torch.empty(ROWS, 3)):
         attend(
             queries,

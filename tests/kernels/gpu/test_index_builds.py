@@ -8,7 +8,7 @@ import torch
 from tests.kernels.caches import random_cache
 from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launches
 from winnow_kernels.batch import DecodeBatch
-from winnow_kernels.cache import LayerCache
+from winnow_kernels.cache import NARROW, LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.key_codes import KeyCodes, is_hadamard, rotation
 from winnow_kernels.indexes.page_bounds import PageBounds
@@ -208,7 +208,9 @@ def test_clusters_are_those_of_torch(device: torch.device, dtype: torch.dtype) -
     assert held[0].entries.tolist() == held[1].entries.tolist()
     for one, other in zip(*(index.layers for index in indexes), strict=True):
         for name in ("sizes", "firsts", "offsets", "centroids"):
-            torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-6, rtol=0)
+            # Centroids of narrow keys are in bfloat16, where sums in another order may fall to the next number.
+            rtol = 2**-7 if name == "centroids" and dtype in NARROW else 0
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-6, rtol=rtol)
 
 
 def test_a_span_too_long_for_a_program_is_refused() -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launches
-from tests.kernels.gpu.narrow_launch import GROUP, READERS, launch_all
+from tests.kernels.gpu.narrow_launch import GROUP, READERS, launch_all, wide_attention
 from winnow_kernels.attend.gpu import Launch
 
 # What scoring codes puts aside between two pairs, and keeping where a list was too short, as with 16 bits. Checks and
-# blocks of prefill have few registers, so that more programs fit. Clustering keys of 256 numbers takes more than all.
+# blocks of prefill have few registers, so that more programs fit. Clustering or rotating keys of 256 numbers takes
+# more than all.
 LOCAL_BYTES = {
     "score_kernel": 256,
     "keep_kernel": 256,
     "gpu_check:_attend_kernel": 64,
     "attend_blocks_kernel": 64,
     "_lloyd_kernel": 192,
+    "_build_kernel": 256,
 }
 
 
@@ -39,3 +41,10 @@ def test_kernels_fit_a_multiprocessor(head_dim: int) -> None:
             assert "cp.async" in kernel.ptx
             assert "mma.sync" in kernel.ptx
     assert len(compiled) > len(READERS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_with_queries_in_float32_fits_a_multiprocessor(head_dim: int) -> None:
+    for kernel in compile_launches(wide_attention, head_dim, timeout=900):
+        assert kernel.shared_bytes <= SHARED_LIMIT, kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -263,6 +264,10 @@ def on_device(
     return outputs
 
 
+def of_field(field: Field, difference: str) -> str:
+    return f"{field.name}: {difference}"
+
+
 def in_8_bits(vectors: Tensor) -> Tensor:
     return vectors.to(torch.float8_e4m3fn)
 
@@ -285,7 +290,9 @@ def compare(
         device_server.grow()
     wanted, got = (server.statistics.rows[1 : len(names) + 1].cpu() for server in (torch_server, device_server))
     for counted in Field:
-        torch.testing.assert_close(got[:, counted], wanted[:, counted], rtol=1e-5, atol=1e-5, msg=counted.name)
+        torch.testing.assert_close(
+            got[:, counted], wanted[:, counted], rtol=1e-5, atol=1e-5, msg=partial(of_field, counted)
+        )
 
 
 @pytest.mark.full
