@@ -109,6 +109,7 @@ def written(text: str, tables: Mapping[str, tuple[str, Callable[[Path], str]]], 
 TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
+    "accuracy-lowbit": ("accuracy-lowbit-needle.json", accuracy_table),
     "accuracy-32k": ("accuracy-smollm2-32k.json", accuracy_table),
     "tasks-32k": ("accuracy-smollm2-32k.json", tasks_table),
     "preset-times": ("preset-times-smollm2-32k.json", times_table),
