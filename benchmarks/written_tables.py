@@ -48,6 +48,7 @@ from benchmarks.policy_table import policies_table
 from benchmarks.serving.overhead.beside_table import service_table
 from benchmarks.serving.overhead.table import overhead_table
 from benchmarks.serving.tables import (
+    cuda_answers_table,
     growth_table,
     mixed_table,
     ranks_table,
@@ -109,6 +110,8 @@ def written(text: str, tables: Mapping[str, tuple[str, Callable[[Path], str]]], 
 TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
+    "cuda-answers-windows": ("cuda-answers-windows.json", cuda_answers_table),
+    "cuda-answers-8-bit": ("cuda-answers-8-bit.json", cuda_answers_table),
     "accuracy-lowbit": ("accuracy-lowbit-needle.json", accuracy_table),
     "accuracy-32k": ("accuracy-smollm2-32k.json", accuracy_table),
     "tasks-32k": ("accuracy-smollm2-32k.json", tasks_table),

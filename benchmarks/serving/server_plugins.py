@@ -32,6 +32,7 @@ class ServerPlugin:
 
 NOOP_ATTENTION: Final = ServerPlugin("noop_attention", "attention does nothing")
 PEAKED_ATTENTION: Final = ServerPlugin("peaked_attention", "random weights attend to few tokens")
+NATIVE_LAYERS: Final = ServerPlugin("native_layers", "norms and activations are torch's")
 GAIN_SETTING: Final = "PEAKED_ATTENTION_GAIN"
 """The variable of the environment that has the gain of ``PEAKED_ATTENTION``."""
 NOOP: Final = "no-op"

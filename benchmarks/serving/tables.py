@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.markdown_tables import in_thousands
+from benchmarks.markdown_tables import commit_of, in_thousands
 from benchmarks.records import Record, Row, case_of, devices_of, headers_of
 from benchmarks.serving.ttft_growth import growths_of, name_of
 from winnow_evaluation.writing import markdown_table, percent
@@ -239,3 +240,21 @@ def ranks_table(path: Path) -> str:
         )
     headings = ("model", "context", "policy", "GPUs", "ms a token", "equal tokens, fewest", "counts equal")
     return markdown_table((*headings, "ratios differ by"), rows) + devices_of(record)
+
+
+def cuda_answers_table(path: Path) -> str:
+    """Return how far CUDA's answers are from the CPU's, by policy, and verified ones from dense ones."""
+    record = json.loads(path.read_text())
+    rows = []
+    for row in record["answers"]:
+        own, wanted = row["attended"]
+        parted = "" if row["parted_at"] is None else f"{row['parted_at']} ({row['gap']:.4f})"
+        rows.append((row["request"], parted, f"{row['logprob_difference']:.4f}", percent(own), percent(wanted)))
+    headings = ("request", "parts at token (gap)", "log-probability off by", "attended %, CUDA", "attended %, CPU")
+    header, verified = record["header"], record["verified"]
+    gaps = [row["gap"] for row in verified if row["gap"] is not None]
+    parting = f", at gaps up to {max(gaps):.4f}" if gaps else ""
+    return markdown_table(headings, rows) + (
+        f"\n{header['device']}, float32, dense backend {header['dense_backend']}, {commit_of(header['commit'])}."
+        f" Of {len(verified)} verified answers {len(gaps)} part from the server's dense ones{parting}.\n"
+    )
