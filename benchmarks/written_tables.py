@@ -136,6 +136,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "termination": ("termination.json", divergence_table),
     "fidelity": ("fidelity.json", fidelity_tables.fidelity_table),
     "fidelity-contexts": ("fidelity.json", fidelity_tables.contexts_table),
+    "fidelity-delta-layers": ("fidelity-delta-layers.json", fidelity_tables.changes_table),
+    "fidelity-delta-layers-needle": ("fidelity-delta-layers-needle.json", fidelity_tables.changes_table),
     "fidelity-changes": ("fidelity-changes.json", fidelity_tables.changes_table),
     "fidelity-changes-7680": ("fidelity-changes-7680.json", fidelity_tables.changes_table),
     "fidelity-gemma": ("fidelity-gemma.json", fidelity_tables.contexts_table),
