@@ -18,7 +18,7 @@ import typer
 from benchmarks.cpu.conversation_figures import conversations_table
 from benchmarks.cpu.server_figures import cpu_server_table
 from benchmarks.cpu.verification_figures import verification_table
-from benchmarks.fidelity import fidelity_tables, stopping_rules
+from benchmarks.fidelity import fidelity_tables
 from benchmarks.fidelity.accuracy_tables import (
     accuracy_table,
     cells_table,
@@ -110,7 +110,6 @@ def written(text: str, tables: Mapping[str, tuple[str, Callable[[Path], str]]], 
 TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
-    "stopping-rules": ("stopping-rules.json", stopping_rules.stopping_table),
     "cuda-answers-windows": ("cuda-answers-windows.json", cuda_answers_table),
     "cuda-answers-8-bit": ("cuda-answers-8-bit.json", cuda_answers_table),
     "accuracy-lowbit": ("accuracy-lowbit-needle.json", accuracy_table),
