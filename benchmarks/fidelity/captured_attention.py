@@ -107,7 +107,7 @@ def capture(model: OfflineModel, tokens: list[int], every: int) -> tuple[Prompt,
     kept: list[tuple[Tensor, Tensor]] = []
     scales: list[float] = []
 
-    def note(_layer: int, queries: Tensor, keys: Tensor, _values: Tensor, scale: float) -> None:
+    def note(_layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
         kept.append((keys.float().contiguous(), queries[[length - 1 for length in lengths]].float()))
         scales.append(scale)
 
@@ -120,7 +120,7 @@ def moments(model: OfflineModel, tokens: list[int]) -> Moments:
     """Run a model over ``tokens``; return the second moments of its queries and of its keys' residuals."""
     kept: list[tuple[Tensor, Tensor]] = []
 
-    def note(_layer: int, queries: Tensor, keys: Tensor, _values: Tensor, _scale: float) -> None:
+    def note(_layer: int, queries: Tensor, keys: Tensor, _scale: float) -> None:
         queries, keys = queries.float(), keys.float()
         own = queries.unflatten(1, (keys.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         blocks = keys[: len(keys) // BLOCK * BLOCK].unflatten(0, (-1, BLOCK))

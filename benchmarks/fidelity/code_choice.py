@@ -62,16 +62,8 @@ class Step:
     def of(cls, prompt: Prompt, layer: int, number: int, scale: float) -> Step:
         """Return that of a prompt's query, by number."""
         length = prompt.lengths[number]
-        return cls.at(prompt.queries[layer, number], prompt.keys[layer, :length], scale)
-
-    @classmethod
-    def at(cls, queries: Tensor, keys: Tensor, scale: float) -> Step:
-        """Return that of ``queries``, float32 [query heads, head dim], of the last token of ``keys``.
-
-        These are float32 [tokens, KV heads, head dim].
-        """
-        length, keys = len(keys), keys.transpose(0, 1)
-        queries = queries.unflatten(0, (len(keys), -1))
+        keys = prompt.keys[layer, :length].transpose(0, 1)
+        queries = prompt.queries[layer, number].unflatten(0, (len(keys), -1))
         scored = scored_tokens(length, PAGE_SIZE)
         exact = queries @ keys.mT * (scale * _LOG2_E)
         return cls(exact, as_scored(queries, scale), scored, kept_sinks(_SINKS, scored))
