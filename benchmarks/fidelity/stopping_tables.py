@@ -40,7 +40,7 @@ def equal_loss_table(path: Path) -> str:
     return f"{markdown_table(headings, rows)}\n{_about(path)}\n"
 
 
-def shares_table(path: Path) -> str:
+def held_shares_table(path: Path) -> str:
     """Return what stopping by the share comes to, beside ART's defaults."""
     rows = []
     for run, policy, by_rule in _policies(path):
@@ -92,7 +92,9 @@ def _policies(path: Path) -> Iterator[tuple[Mapping[str, Any], str, Mapping[tupl
 def _about(path: Path) -> str:
     runs = json.loads(path.read_text())["runs"]
     models = "; ".join(
-        f"{run['model']}, {run['prompts']} prompts of {run['context']:,} tokens ({run['text']})" for run in runs
+        f"{run['model']}, {run['prompts']} prompt{'s' * (run['prompts'] > 1)} of {run['context']:,} tokens"
+        f" ({run['text']})"
+        for run in runs
     )
     [own] = {(run["queries_each"], run["device"], run["dtype"], commit_of(run["commit"])) for run in runs}
     return f"{models}; {own[0]} queries each, all layers, {own[1]}, {own[2]}, {own[3]}."

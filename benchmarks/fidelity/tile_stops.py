@@ -137,8 +137,9 @@ class Tiles:
         is_filled = torch.arange(positions.shape[1]) < counts[:, None]
 
         def in_tiles(masses: Tensor) -> Tensor:
-            own: Tensor = masses.gather(-1, positions[:, None].expand(-1, masses.shape[1], -1)) * is_filled[:, None]
-            return own.unflatten(-1, (-1, TILE)).transpose(1, 2)
+            own = masses.gather(-1, positions[:, None].expand(-1, masses.shape[1], -1)) * is_filled[:, None]
+            tiles: Tensor = own.unflatten(-1, (-1, TILE))
+            return tiles.transpose(1, 2)
 
         masses, predicted = in_tiles(known.masses), in_tiles(known.predicted_masses)
         values = known.values.gather(1, positions[..., None].expand(-1, -1, known.values.shape[-1]))
