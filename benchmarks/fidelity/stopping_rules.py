@@ -37,7 +37,7 @@ POLICIES: Final[Sequence[Decode]] = (LowBitTopP(min_tokens=MIN_TOKENS), LowBitTo
 """Those of the presets ``balanced`` and ``fast``."""
 SETTINGS: Final = tuple(own.model_copy(update={"patience": patience}) for patience in (4, 2) for own in THRESHOLDS)
 """Of ART's rule: those that ``winnow calibrate`` tries, the defaults among them, and the same with less patience."""
-SHARES: Final = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.88, 0.9, 0.91, 0.92, 0.93, 0.95, 0.97, 0.99)
+SHARES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.88, 0.9, 0.91, 0.92, 0.93, 0.95, 0.97, 0.99)
 WHOLE: Final = "to the end"
 SETTLED: Final = "output settled"
 HELD: Final = "share held"

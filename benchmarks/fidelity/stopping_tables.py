@@ -22,20 +22,32 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def equal_loss_table(path: Path) -> str:
-    """Return what each rule skips where it loses as much as ART's does with each of its settings."""
+    """Return what each rule skips where it loses as much as ART's does with some of its settings.
+
+    The settings are those that ``winnow calibrate`` tries, and the defaults with less patience.
+    """
     rows = []
     for run, policy, by_rule in _policies(path):
+        held, by_mass, smaller = by_rule[HELD, AS_READ], by_rule[HELD, BY_MASS], by_rule[SMALLER, ""]
+        beside = (
+            ("error", held), ("error", by_mass), ("error", smaller),
+            ("error_p95", held), ("error_p95", smaller),
+            ("share_lost", held), ("share_lost", smaller),
+        )  # fmt: skip
         for own in by_rule[SETTLED, AS_READ]:
-            if own["setting"]["patience"] != EarlyTermination().patience:
+            scale, direction, patience = (own["setting"][name] for name in ("scale", "direction", "patience"))
+            default = EarlyTermination()
+            if patience != default.patience and (scale, direction) != (default.scale, default.direction):
                 continue
-            beside = (by_rule[HELD, AS_READ], by_rule[HELD, BY_MASS], by_rule[SMALLER, ""])
-            skipped = [skipped_at(other, loss, own[loss]) for loss in ("error", "share_lost") for other in beside]
-            lost = (f"{100 * own[loss]:.2f}" for loss in ("error", "share_lost"))
-            setting = ", ".join(f"{own['setting'][name]:g}" for name in ("scale", "direction"))
-            rows.append((run["model"], policy, setting, *lost, *map(percent, (own["skipped"], *skipped))))
+            losses = (f"{100 * own[loss]:.2f}" for loss in ("error", "error_p95", "share_lost"))
+            skipped = (own["skipped"], *(skipped_at(other, loss, own[loss]) for loss, other in beside))
+            rows.append(
+                (run["model"], policy, f"{scale:g}, {direction:g}, {patience}", *losses, *map(percent, skipped))
+            )
     headings = (
-        "model", "policy", "scale, direction", "error %", "share lost %", "skipped %",
-        "share held", "by mass", "less asked for", "share held ", "by mass ", "less asked for ",
+        "model", "policy", "scale, direction, patience", "error %", "95th pct.", "share lost %", "skipped %",
+        "held, same error", "by mass, same error", "less asked, same error", "held, same 95th pct.",
+        "less asked, same 95th pct.", "held, same share lost", "less asked, same share lost",
     )  # fmt: skip
     return f"{markdown_table(headings, rows)}\n{_about(path)}\n"
 

@@ -192,6 +192,6 @@ def test_files_become_tables(tmp_path: Path, prompt: Prompt) -> None:
     [run] = json.loads(record.read_text())["runs"]
     assert [own["decode"]["policy"] for own in run["policies"]] == ["lowbit_top_p", "lowbit_top_k"]
     lines = equal_loss_table(record).splitlines()
-    assert len([line for line in lines if line.startswith("| tiny ")]) == len(THRESHOLDS) * len(POLICIES)
+    assert len([line for line in lines if line.startswith("| tiny ")]) == (len(THRESHOLDS) + 1) * len(POLICIES)
     assert lines[-1].startswith("tiny, 1 prompt of 2,968 tokens (prose); 2 queries each")
     assert sum(WHOLE in line for line in held_shares_table(record).splitlines()) == len(POLICIES)
