@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fidelity.code_choice import Step, log_sum
-from winnow_kernels.attend.early_termination import TILE, Dealt, Termination, deal, tiles_read
+from winnow_kernels.attend.early_termination import TILE, Termination, deal, tiles_read
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.decode.coded_tokens import WHOLE_SHARE
 from winnow_kernels.decode.predicted_attention import LOWEST_KEY, STEPS, PredictedAttention, highest
@@ -147,14 +147,9 @@ class Tiles:
         weighted = masses @ values.unflatten(1, (-1, TILE))
         return cls(positions, counts, is_whole, masses.sum(-1), predicted.sum(-1), rest, weighted)
 
-    @property
-    def dealt(self) -> Dealt:
-        """Which tiles each split has; of one request."""
-        return deal(self.counts[None], self.masses.shape[1])
-
     def until_settled(self, thresholds: EarlyTermination) -> Tensor:
         """Return which tiles ART's rule reads, each split by itself: bool [KV heads, tiles]."""
-        dealt = self.dealt
+        dealt = deal(self.counts[None], self.masses.shape[1])
         mass = dealt.take(self.masses[None]).cumsum(-2)
         weighted = dealt.take(self.weighted.flatten(-2)[None]).cumsum(-2).unflatten(-1, self.weighted.shape[-2:])
         running = weighted / mass[..., None].clamp_min(torch.finfo(mass.dtype).tiny)
