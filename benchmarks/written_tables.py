@@ -32,6 +32,7 @@ from benchmarks.fidelity.accuracy_tables import (
 from benchmarks.fidelity.code_choice import table_of
 from benchmarks.fidelity.profile_tables import profile_drafts_table, profile_speed_table, profile_stopping_table
 from benchmarks.fidelity.quality import quality_table
+from benchmarks.fidelity.stopping_tables import equal_loss_table, held_shares_table
 from benchmarks.folders import REPOSITORY, RESULTS
 from benchmarks.kernels.tables import (
     attention_table,
@@ -142,6 +143,8 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "fidelity-gemma": ("fidelity-gemma.json", fidelity_tables.contexts_table),
     "fidelity-fp8": ("fidelity-fp8.json", fidelity_tables.fidelity_table),
     **{f"code-choice-{model}": ("code-choice.json", table_of(model)) for model in ("smollm2", "smollm2-32k", "needle")},
+    "stopping-rules": ("stopping-rules.json", equal_loss_table),
+    "stopping-rules-shares": ("stopping-rules.json", held_shares_table),
     "quality": ("quality.json", quality_table),
     "profile-speed": ("profile-needle.json", profile_speed_table),
     "profile-stopping": ("profile-needle.json", profile_stopping_table),

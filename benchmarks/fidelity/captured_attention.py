@@ -1,4 +1,4 @@
-"""What a model's attention meets behind a prompt: the keys of all layers, and the queries of some tokens.
+"""What a model's attention meets behind a prompt: all layers' keys and values, and the queries of some tokens.
 
     python -m benchmarks.fidelity.captured_attention smollm2 --context 7648 --prompts 3 --output captured.pt
 
@@ -50,11 +50,13 @@ class Prompt:
 
     Attributes:
         keys: float32 [layers, tokens, KV heads, head dim]; rotated, as the KV cache has them.
+        values: float32, same shape.
         queries: float32 [layers, queries, query heads, head dim].
         lengths: of each query the tokens that it sees.
     """
 
     keys: Tensor
+    values: Tensor
     queries: Tensor
     lengths: list[int]
 
@@ -104,23 +106,24 @@ def capture(model: OfflineModel, tokens: list[int], every: int) -> tuple[Prompt,
         every: of the last 32 tokens, the queries of every so many are kept.
     """
     lengths = list(range(len(tokens) - NEWEST + every, len(tokens) + 1, every))
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
     scales: list[float] = []
 
-    def note(_layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
-        kept.append((keys.float().contiguous(), queries[[length - 1 for length in lengths]].float()))
+    def note(_layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+        of_queries = queries[[length - 1 for length in lengths]].float()
+        kept.append((keys.float().contiguous(), values.float().contiguous(), of_queries))
         scales.append(scale)
 
     run_densely(model, tokens, note)
-    keys, queries = (torch.stack(found) for found in zip(*kept, strict=True))
-    return Prompt(keys, queries, lengths), scales[0]
+    keys, values, queries = (torch.stack(found) for found in zip(*kept, strict=True))
+    return Prompt(keys, values, queries, lengths), scales[0]
 
 
 def moments(model: OfflineModel, tokens: list[int]) -> Moments:
     """Run a model over ``tokens``; return the second moments of its queries and of its keys' residuals."""
     kept: list[tuple[Tensor, Tensor]] = []
 
-    def note(_layer: int, queries: Tensor, keys: Tensor, _scale: float) -> None:
+    def note(_layer: int, queries: Tensor, keys: Tensor, _values: Tensor, _scale: float) -> None:
         queries, keys = queries.float(), keys.float()
         own = queries.unflatten(1, (keys.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         blocks = keys[: len(keys) // BLOCK * BLOCK].unflatten(0, (-1, BLOCK))
@@ -140,7 +143,7 @@ def main(
     other: Annotated[int, typer.Option(min=64, help="Tokens of other text.")] = 7648,
     tasks: Annotated[str | None, typer.Option(help="Tasks of winnow eval instead of prose, with commas.")] = None,
 ) -> None:
-    """Capture keys and queries."""
+    """Capture keys, values and queries."""
     network = OfflineModel(resolved(model), torch.device("cpu"))
     chosen = None if tasks is None else parse_tasks(tasks, TASKS)
     if chosen is None:

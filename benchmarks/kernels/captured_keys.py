@@ -93,7 +93,7 @@ def capture(model: OfflineModel, tokens: list[int], context: int, layers: list[i
     """
     kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def note(layer: int, queries: Tensor, keys: Tensor, _scale: float) -> None:
+    def note(layer: int, queries: Tensor, keys: Tensor, _values: Tensor, _scale: float) -> None:
         if layer in layers:
             kept[layer] = keys[:context].to(_DTYPE).cpu(), queries[context:].to(_DTYPE).cpu()
 

@@ -41,7 +41,7 @@ def prompt() -> Prompt:
     keys = (drift + torch.randn(1, TOKENS, HEADS, HEAD_DIM, generator=generator)) * channels
     lengths = list(range(TOKENS - NEWEST + 1, TOKENS + 1))
     queries = torch.randn(1, len(lengths), HEADS * GROUP, HEAD_DIM, generator=generator) * 3
-    return Prompt(keys, queries, lengths)
+    return Prompt(keys, torch.zeros_like(keys), queries, lengths)
 
 
 @pytest.fixture
