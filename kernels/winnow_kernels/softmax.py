@@ -28,7 +28,7 @@ class Softmax:
 
     Attributes:
         cap: what bounds scaled scores; None for none.
-        sink_logits: float32 [query heads]; None for no sinks.
+        sink_logits: floats [query heads], of any dtype; None for no sinks.
     """
 
     cap: float | None = None
@@ -45,7 +45,7 @@ class Softmax:
         Returns:
             float, shape of ``log_sum_exp``.
         """
-        return None if self.sink_logits is None else torch.sigmoid(log_sum_exp - self.sink_logits)
+        return None if self.sink_logits is None else torch.sigmoid(log_sum_exp - self.sink_logits.float())
 
     def with_sinks(self, outputs: Tensor, log_sum_exp: Tensor) -> Tensor:
         """Return attention's outputs with sinks, given those over all tokens without.

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
+from winnow_kernels.attend.gpu_softmax import grown_by_sinks, sinks_log2, soft_capped
 from winnow_kernels.batch import NO_MASS, DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Number, Pointer, Rows, Vectors
@@ -52,7 +53,7 @@ class CheckPartial(NamedTuple):
     Attributes:
         outputs: float32 [tokens, query heads, ``SPLITS``, head dim].
         masses: float32 [tokens, query heads, ``SPLITS``]; log-sum-exp to base 2, ``NO_MASS`` of what sees nothing.
-        totals: float32 [tokens, query heads]; the same of all splits.
+        totals: float32 [tokens, query heads]; the same of all splits, without sinks.
     """
 
     outputs: Pointer
@@ -149,7 +150,7 @@ def attend_new(
         queries: [rows × new tokens, query heads, head dim], in the cache's dtype, or any that kernels multiply if that
             is narrow, a row's tokens in order; strided by token and head. A token before a context's first one sees
             nothing, and gets zeros: a row of padding.
-        cache: the layer's KV cache.
+        cache: the layer's KV cache, and its softmax's cap and sink logits.
         batch: where the rows' contexts lie, the new tokens among them, in pages of at most 64 tokens.
         scale: what scores are multiplied by before the softmax.
         partial: for at least as many tokens.
@@ -163,7 +164,6 @@ def attend_new(
     assert rest == 0
     assert tokens <= len(partial.masses)
     assert batch.page_size <= TILE
-    assert cache.softmax.is_plain
     assert page_logs is None or window is None
     own_window = _NO_WINDOW.value if window is None else window
     heads = Heads.of(query_heads, cache)
@@ -171,6 +171,7 @@ def attend_new(
     launch = launch or CheckLaunch.of(batch.rows, of_pair, cache, queries.element_size())
     reach = batch.longest if window is None else min(batch.longest, window + new_tokens + TILE)
     splits = min(SPLITS, triton.cdiv(triton.cdiv(reach, TILE), _FEWEST_TILES.value))
+    cap = cache.softmax.cap
     _attend_kernel[(splits, cache.kv_heads * launch.blocks, batch.rows)](
         Vectors.of(queries),
         KeysAndValues.of(cache),
@@ -178,6 +179,7 @@ def attend_new(
         partial,
         heads,
         scale * _LOG2_E,
+        None if cap is None else cap * _LOG2_E,
         # Where nobody asks nothing is looked at.
         page_logs or PageLogs(partial.masses, batch.lengths, 0),
         leaves_logs=page_logs is not None,
@@ -193,6 +195,7 @@ def attend_new(
         partial,
         Rows.of(batch),
         Vectors.of(output),
+        cache.softmax.sink_logits,
         heads,
         new_tokens=new_tokens,
         window=own_window,
@@ -225,6 +228,7 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
     partial: CheckPartial,
     heads: Heads,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     page_logs: PageLogs,
     leaves_logs: tl.constexpr,
     new_tokens: tl.constexpr,
@@ -275,6 +279,8 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
         key = tl.load(cache.keys_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0).to(query.dtype)
         value = tl.load(cache.values_ptr + offset[:, None] + dim[None, :], mask=is_vector, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        if cap_log2 is not None:
+            scores = soft_capped(scores, cap_log2)
         # Of finite numbers alone: a query that sees nothing in a tile must not turn into NaN.
         is_seen = seen[None, :] <= position[:, None]
         if window != _NO_WINDOW:
@@ -356,6 +362,7 @@ def _merge_kernel(
     partial: CheckPartial,
     rows: Rows,
     output: Vectors,
+    sink_logits_ptr: tl.tensor | None,
     heads: Heads,
     new_tokens: tl.constexpr,
     window: tl.constexpr,
@@ -382,5 +389,7 @@ def _merge_kernel(
     total = tl.sum(weights, axis=0)
     merged = tl.sum(outputs * weights[:, None], axis=0) / total
     tl.store(partial.totals + token * (heads.kv_heads * heads.group) + head, highest + tl.log2(total))
+    if sink_logits_ptr is not None:
+        merged = merged / grown_by_sinks(sinks_log2(sink_logits_ptr, head, True), highest + tl.log2(total))
     target = output.pointer + token * output.row_stride + head * output.head_stride + dim
     tl.store(target, merged.to(output.pointer.dtype.element_ty), mask=is_dim)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from winnow_kernels.attend.early_termination import PROBE, TILE
 from winnow_kernels.attend.gpu_merge import INFINITY, PARTIAL_SLOTS, Partial, splits_of, tiles_of_split
+from winnow_kernels.attend.gpu_softmax import sinks_log2
 from winnow_kernels.attend.gpu_tile import attend_tile
 from winnow_kernels.batch import WHOLE_TO_THE_END
 from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Rows, Selected, Vectors
@@ -22,7 +23,6 @@ _PROBE = tl.constexpr(PROBE)
 _TO_THE_END = tl.constexpr(WHOLE_TO_THE_END)
 _PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _FOREVER = tl.constexpr(float(1 << 24))
 
 
@@ -86,8 +86,7 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
         masses = tl.zeros([padded_group, _TILE], tl.float32)
         weighted = tl.zeros([padded_group, heads.dim_block], tl.float32)
         if sink_logits_ptr is not None:
-            of_group = kv_head * heads.group + member
-            sink_log2 = tl.load(sink_logits_ptr + of_group, mask=member < heads.group, other=-INFINITY) * _LOG2_E
+            sinks = sinks_log2(sink_logits_ptr, kv_head * heads.group + member, member < heads.group)
         mass = tl.zeros([padded_group], tl.float32)
         norm = tl.zeros([padded_group], tl.float32)
         calm_tiles = 0.0
@@ -114,7 +113,7 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
                     mass = tl.sum(masses, axis=1)
                     if sink_logits_ptr is not None:
                         # The probe is of the output with the whole sink.
-                        mass += tl.exp2(sink_log2 - highest)
+                        mass += tl.exp2(sinks - highest)
                     after = weighted / mass[:, None]
                     norm, is_calm = _compare(before, after, norm, dim, scale_bound, direction_bound, heads.head_dim)
                     all_calm = tl.min((is_calm | (member >= heads.group)).to(tl.int32), axis=0) > 0

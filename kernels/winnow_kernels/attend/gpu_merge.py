@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.attend.early_termination import MAX_SPLITS, TILE, TILES_PER_SPLIT
+from winnow_kernels.attend.gpu_softmax import grown_by_sinks, sinks_log2
 from winnow_kernels.batch import COUNTS, ELSEWHERE, WHOLE_TO_THE_END, Count, ReportedShares
 from winnow_kernels.kernel_arguments import Heads, Pointer, Rows, Selected, Vectors
 
@@ -145,8 +146,7 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     of_row = (pair % heads.kv_heads) * heads.group + of_group
     if sink_logits_ptr is not None:
         # The log-sum-exp stays that of the tokens.
-        above = tl.load(sink_logits_ptr + of_row) / LN_2 - (highest + tl.log2(total))
-        merged = merged / (1.0 + tl.exp2(above))
+        merged = merged / grown_by_sinks(sinks_log2(sink_logits_ptr, of_row, True), highest + tl.log2(total))
     target = output.pointer + row.to(tl.int64) * output.row_stride + of_row * output.head_stride
     tl.store(target + dim, merged.to(output.pointer.dtype.element_ty), mask=dim < heads.head_dim)
     mass = highest + tl.log2(total)

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.attend.gpu_merge import INFINITY
-
-_MAX_EXPONENT = tl.constexpr(126.0)
-_TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
+from winnow_kernels.attend.gpu_softmax import soft_capped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,9 +41,7 @@ def attend_tile(
     key, value = key.to(query.dtype), value.to(query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
     if cap_log2 is not None:
-        # tanh(x) = 1 − 2 ÷ (1 + exp(2x)), which is 1 long before the exponential overflows.
-        grown = tl.exp2(tl.minimum(scores * (_TWO_LOG2_E / cap_log2), _MAX_EXPONENT))
-        scores = cap_log2 * (1.0 - 2.0 / (1.0 + grown))
+        scores = soft_capped(scores, cap_log2)
     scores = tl.where(is_token[None, :], scores, -INFINITY)
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     fade = tl.exp2(highest - new_highest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
 import torch
@@ -32,7 +33,9 @@ def on_device(context: Context, device: torch.device, spare_pages: int = 3, page
 
 
 def cache_on(device: torch.device, cache: LayerCache) -> LayerCache:
-    return LayerCache(cache.keys.to(device), cache.values.to(device))
+    sink_logits = cache.softmax.sink_logits
+    softmax = replace(cache.softmax, sink_logits=None if sink_logits is None else sink_logits.to(device))
+    return LayerCache(cache.keys.to(device), cache.values.to(device), softmax=softmax)
 
 
 def of_other_kinds(parameters: type[P], rows: int, device: torch.device) -> P:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
+from tests.kernels.gpu.selectors import cache_on
 from winnow_kernels.attend.dense import prefill
 from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.softmax import PLAIN, Softmax
 
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 HALF_PRECISION = torch.float16 if INTERPRETED else torch.bfloat16
@@ -36,11 +39,12 @@ def outputs(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     window: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """What the kernel yields and what is correct, [rows, new tokens, query heads, head dim]."""
     pool = (sum(-(-length // page_size) for length in lengths) + 1) * page_size
     context = scattered_context(lengths, pool, page_size, seed)
-    cache = random_cache(pool, kv_heads, head_dim, seed, dtype)
+    cache = replace(random_cache(pool, kv_heads, head_dim, seed, dtype), softmax=softmax)
     heads = kv_heads * group
     # As in a model, queries are part of a wider tensor.
     wide = random_queries(len(lengths) * new_tokens, heads + 2, head_dim, seed).to(dtype)
@@ -54,7 +58,7 @@ def outputs(
         seeing = min(length, new_tokens)
         own = wide[row * new_tokens : (row + 1) * new_tokens, :heads][new_tokens - seeing :]
         correct[row, new_tokens - seeing :] = prefill(own, context.slots[row, :length], cache, 0.1, window)
-    on_device = LayerCache(cache.keys.to(device), cache.values.to(device))
+    on_device = cache_on(device, cache)
     output = torch.full((len(lengths) * new_tokens, heads, head_dim), torch.nan, dtype=dtype, device=device)
     partial = CheckPartial.empty(len(output), heads, on_device)
     attend_new(wide.to(device)[:, :heads], on_device, batch, 0.1, partial, output, window=window)
@@ -97,6 +101,22 @@ def test_long_contexts_have_longer_splits(device: torch.device) -> None:
 def test_a_window_is_that_of_the_reference(window: int, new_tokens: int, device: torch.device) -> None:
     actual, correct = outputs([700, 64 + new_tokens, 20, 1], new_tokens, device, window=window)
     torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SOFTMAXES[1:])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("group", "head_dim"), [(3, 96), (8, 64)])
+def test_caps_and_sinks(group: int, head_dim: int, window: int | None, kind: str, device: torch.device) -> None:
+    # Of the dtype in which SGLang keeps them.
+    softmax = random_softmax(kind, 2 * group)
+    if softmax.sink_logits is not None:
+        softmax = replace(softmax, sink_logits=softmax.sink_logits.to(HALF_PRECISION))
+    shape = {"group": group, "head_dim": head_dim, "window": window}
+    actual, correct = outputs([310, 69, 2, 190], 5, device, **shape, softmax=softmax)
+    torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
+    assert actual[2, :3].eq(0).all()
+    _, plain = outputs([310, 69, 2, 190], 5, device, **shape)
+    assert not torch.allclose(actual, plain, atol=1e-2)
 
 
 def test_nothing_before_a_window_is_read(device: torch.device) -> None:

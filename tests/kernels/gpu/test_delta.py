@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.gpu.selectors import (
     HALF,
     PAGE_SIZE,
@@ -29,6 +29,7 @@ from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.delta import gpu as delta
 from winnow_kernels.policies.delta.parameters import Role
 from winnow_kernels.policies.delta.reference import DeltaStep
+from winnow_kernels.softmax import capped
 
 SLOTS = 4096
 CPU = torch.device("cpu")
@@ -89,11 +90,16 @@ class _Device:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "dtype"),
-    [(2, 4, 64, torch.float32), (1, 5, 128, HALF), (2, 1, 96, torch.float32)],
+    ("kv_heads", "group", "head_dim", "dtype", "softmax"),
+    [
+        (2, 4, 64, torch.float32, "plain"),
+        (1, 5, 128, HALF, "plain"),
+        (2, 1, 96, torch.float32, "plain"),
+        *((2, 4, 64, torch.float32, softmax) for softmax in SOFTMAXES[1:]),
+    ],
 )
 def test_rows_are_the_references_and_other_families_stay_untouched(
-    kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, softmax: str, device: torch.device
 ) -> None:
     layers, heads, scale = 4, kv_heads * group, head_dim**-0.5
     context = scattered_context([700, 1, 65, 160, 208, 17], SLOTS)
@@ -105,7 +111,10 @@ def test_rows_are_the_references_and_other_families_stay_untouched(
         Row(5, 1, (0, 2)),
         Row(1, 1, (2,)),
     ]
-    caches = [random_cache(SLOTS, kv_heads, head_dim, seed=layer, dtype=dtype) for layer in range(layers)]
+    caches = [
+        replace(random_cache(SLOTS, kv_heads, head_dim, layer, dtype), softmax=random_softmax(softmax, heads, layer))
+        for layer in range(layers)
+    ]
     references = [None if own is None else _reference(context, row, own, scale) for row, own in enumerate(parameters)]
     step = _Device(context, parameters, layers, cache_on(device, caches[0]), heads, width=160)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
@@ -145,8 +154,10 @@ def test_rows_are_the_references_and_other_families_stay_untouched(
             torch.testing.assert_close(step.buffers.tokens.greatest[row, :length].cpu(), scores[0], atol=0, rtol=1e-4)
             keys = cache.keys[context.slots[row, :length]].float()
             products = torch.einsum("hgd,thd->hgt", grouped(queries[[row]], kv_heads)[0], keys) * scale
+            # What a sink takes is not in it.
+            of_tokens = capped(products, cache.softmax.cap).logsumexp(-1)
             torch.testing.assert_close(
-                step.attend_buffers.log_sum_exp[row].cpu(), products.logsumexp(-1).flatten(), atol=1e-4, rtol=1e-5
+                step.attend_buffers.log_sum_exp[row].cpu(), of_tokens.flatten(), atol=1e-4, rtol=1e-5
             )
 
 

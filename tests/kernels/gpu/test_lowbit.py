@@ -21,6 +21,7 @@ from winnow_kernels.cache import LayerCache
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda import arguments as cuda_arguments
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda import kernels as cuda_kernels
 from winnow_kernels.policies.lowbit_top_p.gpu.state import WAS_OPEN, Anchors
+from winnow_kernels.softmax import Softmax
 
 # More than what one program scores, lists and puts in order; on a GPU more than any of a loop's rounds, too.
 LONG, FACTOR, EXAMPLES = (1100, 1, 10) if INTERPRETED else (70_000, 20, 60)
@@ -81,6 +82,19 @@ def test_budgets_of_every_shape_are_the_references(
     got = selected(case)
     check(case, got)
     assert (got.selection.counts[0] == 200 * FACTOR).all()
+
+
+@pytest.mark.parametrize(("sharpness", "soft_cap"), [(1.0, 1.0), (3.0, 2.0), (30.0, 50.0)])
+@pytest.mark.parametrize("by_key", [False, True])
+def test_scores_with_a_soft_cap(by_key: bool, sharpness: float, soft_cap: float, device: torch.device) -> None:
+    shares = [top_p(0.3), None, top_p(0.5, ordered=True), top_p(0.6, max_tokens=130 * FACTOR, sinks=0)]
+    budgets = [top_k(100 * FACTOR), None, top_k(130 * FACTOR, ordered=True), top_k(None, 0.3, sinks=0)]
+    lengths = [500 * FACTOR, 300, 433 * FACTOR, 390 * FACTOR]
+    case = Case.of(device, lengths, budgets if by_key else shares, 2, 3, sharpness=sharpness)
+    bounded = replace(case, cache=replace(case.cache, softmax=Softmax(soft_cap)))
+    got, plain = selected(bounded), selected(case)
+    check(bounded, got)
+    assert not torch.equal(got.selection.slots, plain.selection.slots)
 
 
 @IN_CUDA

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
+from tests.kernels.gpu.selectors import cache_on
 from tests.kernels.parameters import quoka_prefill_parameters
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.quoka.prefill.attention import Launch, attend_blocks
@@ -26,6 +27,7 @@ from winnow_kernels.policies.quoka.prefill.cut import blocks_of, dense_blocks_of
 from winnow_kernels.policies.quoka.prefill.selection import BlockSelection
 from winnow_kernels.policies.quoka.reference import quoka_prefill, select_for_blocks
 from winnow_kernels.prefill.blocks import WHOLE, Block, PrefillBlocks
+from winnow_kernels.softmax import capped
 
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 HALF_PRECISIONS = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -87,6 +89,7 @@ class Pass:
 def expected(layer: Pass, scale: float) -> Tensor:
     """In float64; NaN for queries in no block."""
     output = torch.full_like(layer.queries, torch.nan, dtype=torch.float64)
+    log_sum_exps = torch.zeros_like(output[..., 0])
     kv_heads = layer.cache.kv_heads
     for number, block in enumerate(layer.blocks):
         rows = slice(block.first_query, block.first_query + block.queries)
@@ -97,9 +100,10 @@ def expected(layer: Pass, scale: float) -> Tensor:
             seen = torch.cat((torch.ones(block.queries, len(slots) - len(own), dtype=torch.bool), causal), 1)
             keys, values = (pool[slots, head].double() for pool in (layer.cache.keys, layer.cache.values))
             queries = layer.queries[rows].unflatten(1, (kv_heads, -1))[:, head].double()
-            scores = (queries @ keys.T * scale).masked_fill(~seen[:, None], -torch.inf)
+            scores = capped(queries @ keys.T * scale, layer.cache.softmax.cap).masked_fill(~seen[:, None], -torch.inf)
             output[rows].unflatten(1, (kv_heads, -1))[:, head] = scores.softmax(-1) @ values
-    return output
+            log_sum_exps[rows].unflatten(1, (kv_heads, -1))[:, head] = scores.logsumexp(-1)
+    return layer.cache.softmax.with_sinks(output, log_sum_exps)
 
 
 def actual(layer: Pass, scale: float, device: torch.device) -> Tensor:
@@ -113,7 +117,7 @@ def actual(layer: Pass, scale: float, device: torch.device) -> Tensor:
     slots = torch.full((len(layer.blocks), layer.cache.kv_heads, width), 1 << 20, dtype=torch.int32)
     for number, chosen in enumerate(layer.selected):
         slots[number, :, : chosen.shape[1]] = layer.slots(number)
-    cache = LayerCache(layer.cache.keys.to(device), layer.cache.values.to(device))
+    cache = cache_on(device, layer.cache)
     # As in a model, queries are part of a wider tensor.
     count, heads, head_dim = layer.queries.shape
     queries = torch.randn(count, heads + 2, head_dim).to(layer.queries.dtype)[:, :heads].to(device)
@@ -155,6 +159,21 @@ def test_equals_plain_attention(
 def test_blocks_of_several_tiles(dtype: torch.dtype, device: torch.device) -> None:
     blocks = [Block(row=0, start=512, begin=600, end=1000, first_query=0, budget=100, representatives=4)]
     assert_equal(Pass.random(blocks, 1, 3, 64, dtype=dtype), 0.125, device)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES[1:])
+@pytest.mark.parametrize(("group", "head_dim"), [(7, 96), (2, 256)])
+def test_caps_and_sinks(group: int, head_dim: int, softmax: str, device: torch.device) -> None:
+    blocks = [
+        Block(row=0, start=128, begin=128, end=190, first_query=0, budget=70, representatives=4),
+        Block(row=1, start=0, begin=30, end=128, first_query=62, budget=WHOLE, representatives=4),
+        Block(row=2, start=64, begin=70, end=71, first_query=160, budget=1, representatives=4),
+    ]
+    plain = Pass.random(blocks, 2, group, head_dim)
+    own = random_softmax(softmax, 2 * group)
+    layer = replace(plain, cache=replace(plain.cache, softmax=own), queries=3 * plain.queries)
+    assert_equal(layer, 0.125, device)
+    assert not torch.allclose(expected(layer, 0.125), expected(replace(layer, cache=plain.cache), 0.125), atol=1e-2)
 
 
 def test_a_start_inside_a_page(device: torch.device) -> None:

@@ -37,6 +37,7 @@ from winnow_kernels.policies.tactic.gpu.state import (
 from winnow_kernels.policies.tactic.parameters import Tactic
 from winnow_kernels.policies.tactic.reference import TacticStep
 from winnow_kernels.selection.tokens import Selection
+from winnow_kernels.softmax import Softmax
 
 SLOTS, DIM, SPAN, PAGE = 4096, 16, 64, 16
 SCALE = DIM**-0.5
@@ -212,6 +213,21 @@ def test_groups(group: int, kv_heads: int, dtype: torch.dtype, sharpness: float,
     parameters: list[Tactic | None] = [tactic_parameters(0.5), tactic_parameters(0.9), None]
     a_case = case(parameters, [600, 250, 20], [512, 192, 0], device, "clustered", kv_heads, dtype, seed=1)
     check(a_case, run(a_case, queries_of(a_case, group, sharpness, seed=1), in_order=False), in_order=False)
+
+
+@pytest.mark.parametrize(("sharpness", "soft_cap"), [(1.0, 2.0), (1.0, 4.0), (3.0, 50.0)])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_scores_with_a_soft_cap(in_order: bool, sharpness: float, soft_cap: float, device: torch.device) -> None:
+    max_tokens = 150 if in_order else None
+    parameters: list[Tactic | None] = [tactic_parameters(0.15), tactic_parameters(0.6, max_tokens), None]
+    a_case = case(parameters, [1100, 420, 20], [1024, 384, 0], device, "clustered", 2, seed=1)
+    bounded = replace(a_case, cache=replace(a_case.cache, softmax=Softmax(soft_cap)))
+    queries = queries_of(a_case, 2, sharpness, seed=1)
+    selected = run(bounded, queries, in_order)
+    check(bounded, selected, in_order)
+    assert (selected.selection.counts[0] > 0).all()
+    plain = run(a_case, queries, in_order)
+    assert not torch.equal(plain.selection.counts, selected.selection.counts) or soft_cap == 50
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.caches import random_cache, random_queries, scattered_context
+from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
 from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
+from tests.kernels.gpu.selectors import cache_on
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu_check import CheckPartial, PageLogs, attend_new
 from winnow_kernels.batch import DecodeBatch, DeviceSelection
@@ -43,6 +44,7 @@ class Case:
     head_dim: int = 64
     page_size: int = 16
     seed: int = 0
+    softmax: str = "plain"
 
     @property
     def context(self) -> Context:
@@ -54,7 +56,8 @@ class Case:
 
     @property
     def cache(self) -> LayerCache:
-        return random_cache(self.pool, self.kv_heads, self.head_dim, self.seed)
+        cache = random_cache(self.pool, self.kv_heads, self.head_dim, self.seed)
+        return replace(cache, softmax=random_softmax(self.softmax, self.kv_heads * self.group))
 
     @property
     def queries(self) -> Tensor:
@@ -75,7 +78,7 @@ def chosen(case: Case, device: torch.device) -> tuple[KeptPages, Tensor, DecodeB
     """What a check leaves, the rows' request slots, and the batch."""
     rows, heads = len(case.lengths), case.kv_heads * case.group
     batch = batch_of(case, device)
-    cache = LayerCache(case.cache.keys.to(device), case.cache.values.to(device))
+    cache = cache_on(device, case.cache)
     budgets = [None if own is None else PageBudget.of(own, case.page_size) for own in case.parameters]
     numbers = [(0, 0, 0) if own is None else (own.recent, own.most, own.sinks * case.page_size) for own in budgets]
     of_rows = BudgetRows(*torch.tensor(numbers, dtype=torch.int32, device=device).T.contiguous())
@@ -171,6 +174,12 @@ def test_equals_the_reference(
     own = VerifiedPages(budget=160, recency=32)
     parameters = [own, None, VerifiedPages(budget=80, recency=64, sinks=0), VerifiedPages(budget=400)]
     check(Case([410, 300, 330, 90], parameters, new_tokens, kv_heads, group, head_dim, page_size), device)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES[1:])
+def test_masses_of_caps_and_sinks(softmax: str, device: torch.device) -> None:
+    parameters = [VerifiedPages(budget=160, recency=32), None, VerifiedPages(budget=80, recency=64, sinks=0)]
+    check(Case([410, 300, 330], parameters, 5, softmax=softmax), device)
 
 
 @given(

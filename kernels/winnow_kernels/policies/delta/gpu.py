@@ -27,6 +27,7 @@ from torch import Tensor
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu import LARGEST_GROUP, AttendBuffers, Launch
 from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, PARTIAL_SLOTS, Partial, splits_of, tiles_of_split
+from winnow_kernels.attend.gpu_softmax import grown_by_sinks, sinks_log2, soft_capped
 from winnow_kernels.batch import ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Counts, Heads, KeysAndValues, Rows, Selected, Vectors
@@ -79,7 +80,7 @@ class TokenBuffers(NamedTuple):
     """Scratch of a Δ-layer for scores of tokens.
 
     Attributes:
-        scores: float32 [rows, query heads, tokens]; scaled scores, to base 2.
+        scores: float32 [rows, query heads, tokens]; scaled scores, capped if they are, to base 2.
         greatest: float32 [rows, tokens]; the greatest weight that a query head gives a token, of rows that refresh
             (others hold any number).
         width: tokens of a row.
@@ -165,7 +166,8 @@ def attend_and_score(
         layer: the layer's number.
         queries: [rows, query heads, head dim], in the cache's dtype, or any that kernels multiply if that is narrow;
             rows and heads may be strided.
-        cache: the layer's KV cache; slots and heads strided alike in keys and values.
+        cache: the layer's KV cache; slots and heads strided alike in keys and values; and its softmax's cap and sink
+            logits, of which the latter change outputs alone.
         batch: the batch.
         rows: parameters of its rows.
         scale: what scores are multiplied by before the softmax.
@@ -173,13 +175,13 @@ def attend_and_score(
         buffers: gets the scores.
         output: [rows, query heads, head dim]; rows and heads may be strided.
     """
-    assert cache.softmax.is_plain
     query_heads = queries.shape[1]
     pairs = batch.rows * cache.kv_heads
     launch = attend_buffers.launch
     programs = min(pairs * PARTIAL_SLOTS, programs_of_multiprocessor(launch) * attend_buffers.multiprocessors)
     of_rows = (rows.at(layer), Rows.of(batch))
     heads = Heads.of(query_heads, cache)
+    cap = cache.softmax.cap
     _attend_kernel[(programs,)](
         Vectors.of(queries),
         KeysAndValues.of(cache),
@@ -188,6 +190,7 @@ def attend_and_score(
         buffers.tokens,
         heads,
         scale * _LOG2_E,
+        None if cap is None else cap * _LOG2_E,
         pairs,
         pair_block=triton.next_power_of_2(pairs),
         tiles_ahead=tiles_loaded_ahead(launch),
@@ -198,6 +201,7 @@ def attend_and_score(
         attend_buffers.partial,
         Vectors.of(output),
         attend_buffers.log_sum_exp,
+        cache.softmax.sink_logits,
         Counts.of(batch),
         heads,
         2 * cache.vector_bytes,
@@ -292,6 +296,7 @@ def _attend_kernel(
     scratch: TokenBuffers,
     heads: Heads,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     pairs: tl.tensor,
     pair_block: tl.constexpr,
     tiles_ahead: tl.constexpr,
@@ -338,6 +343,8 @@ def _attend_kernel(
             key = tl.load(cache.keys_ptr + vector, mask=is_element, other=0.0).to(query.dtype)
             value = tl.load(cache.values_ptr + vector, mask=is_element, other=0.0).to(query.dtype)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+            if cap_log2 is not None:
+                scores = soft_capped(scores, cap_log2)
             scores = tl.where(is_token[None, :], scores, -INFINITY)
             tl.store(
                 own_scores_ptr + member[:, None] * scratch.width + token[None, :],
@@ -366,6 +373,7 @@ def _merge_kernel(
     partial: Partial,
     output: Vectors,
     log_sum_exp_ptr: tl.tensor,
+    sink_logits_ptr: tl.tensor | None,
     counts: Counts,
     heads: Heads,
     token_bytes: tl.tensor,
@@ -390,11 +398,10 @@ def _merge_kernel(
     weights = tl.exp2(masses - highest)
     mass = tl.sum(weights, axis=0)
     merged = tl.sum(outputs * weights[:, None], axis=0) / mass
-    own_output_ptr = (
-        output.pointer
-        + row * output.row_stride
-        + ((pair % heads.kv_heads) * heads.group + tl.program_id(1)) * output.head_stride
-    )
+    of_row = (pair % heads.kv_heads) * heads.group + tl.program_id(1)
+    if sink_logits_ptr is not None:
+        merged = merged / grown_by_sinks(sinks_log2(sink_logits_ptr, of_row, True), highest + tl.log2(mass))
+    own_output_ptr = output.pointer + row * output.row_stride + of_row * output.head_stride
     tl.store(own_output_ptr + channel, merged.to(output.pointer.dtype.element_ty), mask=is_channel)
     tl.store(log_sum_exp_ptr + head, (highest + tl.log2(mass)) * LN_2)
     if tl.program_id(1) == 0:

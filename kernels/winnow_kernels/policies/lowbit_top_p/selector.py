@@ -57,7 +57,9 @@ class CodedSelector(PageIndexSelector, ABC):
         shape = (kv_heads, self._group, cache.head_dim, step.batch.longest)
         device = step.slots.device
         sizes = Sizes(cache.head_dim, self._group, kv_heads, step.batch.page_size)
-        in_triton = self.by_key or not (serves(sizes, self._codes.bits) and fits(device, sizes))
+        # CUDA C++ knows of no caps.
+        is_served = cache.softmax.cap is None and serves(sizes, self._codes.bits)
+        in_triton = self.by_key or not (is_served and fits(device, sizes))
         # In CUDA C++ a block waits only for earlier ones of its launch, which run already or have run.
         self.programs_meet = in_triton
         kinds = {"with_keys": self.by_key, "in_triton": in_triton}

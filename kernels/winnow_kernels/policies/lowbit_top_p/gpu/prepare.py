@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from winnow_kernels.attend.gpu_softmax import soft_capped
 from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.gpu_key_codes import Codes
 from winnow_kernels.indexes.key_codes import QUERY_LEVELS
@@ -41,6 +42,7 @@ def prepare_kernel(
     scratch: Scratch,
     anchors: Anchors,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     window: tl.constexpr,
     dim_block: tl.constexpr,
     lets_next_begin: tl.constexpr,
@@ -81,6 +83,8 @@ def prepare_kernel(
                 key_ptr = keys.pointer + slot[None, :] * keys.row_stride + kv_head * keys.head_stride + dim[:, None]
                 key = tl.load(key_ptr, mask=is_kept[None, :] & is_dim[:, None], other=0.0).to(query.dtype)
                 scores = tl.dot(query, key, input_precision="ieee") * scale_log2
+                if cap_log2 is not None:
+                    scores = soft_capped(scores, cap_log2)
                 scores = tl.where(is_kept[None, :], scores, -float("inf"))
                 higher = tl.maximum(highest, tl.max(scores, 1))
                 mass = mass * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from winnow_kernels.attend.gpu_softmax import soft_capped
 from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.gpu_key_codes import Codes
 from winnow_kernels.indexes.key_codes import BLOCK
@@ -37,6 +38,7 @@ def score_kernel(
     codes: Codes,
     shape: Shape,
     scratch: Scratch,
+    cap_steps: tl.tensor | None,
     pairs: tl.tensor,
     window: tl.constexpr,
     pair_block: tl.constexpr,
@@ -46,6 +48,8 @@ def score_kernel(
     again: tl.constexpr,
 ) -> None:
     """Mark the scored tokens, add up the masses of spans, and find the highest step of each query head.
+
+    ``cap_steps``, in steps, bounds the scores of keys; None for no cap.
 
     ``again``, with other bases, for the query heads whose marks do not reach. What stands behind the last scored token
     is marked too, up to the end of its tile.
@@ -88,6 +92,9 @@ def score_kernel(
         # One loop over all spans: where one ends, the next tile's codes are on their way already.
         for begin in tl.range((own - first) * _SPAN, behind, tile, num_stages=stages):
             scores = scores_of_tile(rows, row, kv_head, begin, scored, sinks, codes, shape, query, tile, in_words)
+            if cap_steps is not None:
+                # What is not scored stays so low that it has no mass.
+                scores = tl.where(scores > 0.5 * _NOTHING, soft_capped(scores, cap_steps), scores)
             shifted = scores + _MAGIC
             highest = tl.maximum(highest, shifted)
             masses += tl.exp2(shifted * (1.0 / _STEPS) + to_logarithms[None, :])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from winnow_kernels.batch import DeviceSelection
 from winnow_kernels.decode.coded_tokens import WINDOW
+from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.key_codes import bytes_of_key
 from winnow_kernels.kernel_arguments import Counts, Rows, Selected, Vectors
 from winnow_kernels.policies.lowbit_top_p.gpu.choice import count_kernel, cut_kernel, keep_kernel, write_kernel
@@ -92,7 +93,8 @@ def select(
         in_order: whether the order of a selection may matter.
         by_key: whether rows have fixed budgets (``lowbit_top_k``), or shares.
         launch: how scoring runs.
-        cuda: kernels that list and take, instead of those in Triton; for as many rows as ``scratch``, not ``by_key``.
+        cuda: kernels that list and take, instead of those in Triton; for as many rows as ``scratch``, not ``by_key``,
+            nor where scores have a cap.
     """
     query_heads = layer.queries.shape[1]
     launch = launch or Launch.of(
@@ -121,6 +123,8 @@ def launches(
     shape = Shape.of(kv_heads, queries.shape[1] // kv_heads)
     rows, codes, selected = Rows.of(batch), index.arguments(layer.number), Selected.of(selection)
     pairs = batch.rows * kv_heads
+    cap = None if cache.softmax.cap is None else cache.softmax.cap * _LOG2_E
+    assert cuda is None or cap is None
     by_pair = {"window": WINDOW, "pair_block": triton.next_power_of_2(pairs)}
     device = queries.device
     of_batch = (rows, policies, shape, scratch)
@@ -145,6 +149,7 @@ def launches(
             codes,
             shape,
             scratch,
+            None if cap is None else cap * STEPS,
             pairs,
             **by_pair,
             tile=launch.tile,
@@ -170,6 +175,7 @@ def launches(
             scratch,
             anchors,
             layer.scale * _LOG2_E,
+            cap,
             window=WINDOW,
             dim_block=max(16, triton.next_power_of_2(cache.head_dim)),
             lets_next_begin=cuda is not None and queries.is_cuda,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from winnow_kernels.attend.gpu_merge import INFINITY
+from winnow_kernels.attend.gpu_softmax import grown_by_sinks, sinks_log2, soft_capped
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Number, Pointer, Vectors
 from winnow_kernels.policies.quoka.prefill.tables import (
@@ -98,7 +99,7 @@ def attend_blocks(
         queries: [queries of the pass, query heads, head dim], in the cache's dtype, or any other of these if that is
             narrow; query heads of a KV head, at most 16, lie next to each other. Queries and heads may be strided.
         cache: the layer's KV cache: bfloat16, float16, float32 or narrow, slots and heads strided alike in keys and
-            values.
+            values; and its softmax's cap and sink logits.
         blocks: of all requests of the pass.
         selection: slots [blocks, KV heads, width], contiguous; the first ``budget`` of each are attended to.
         scale: what scores are multiplied by before the softmax; more than 0.
@@ -112,9 +113,9 @@ def attend_blocks(
     group = query_heads // cache.kv_heads
     slots = selection.slots
     assert group <= LARGEST_GROUP
-    assert cache.softmax.is_plain
     assert slots.is_contiguous()
     launch = launch or Launch.of(cache.head_dim, queries.element_size())
+    cap = cache.softmax.cap
     most_queries = max(block.queries for block in blocks.blocks)
     attend_blocks_kernel[(triton.cdiv(most_queries * group, launch.rows), cache.kv_heads, len(blocks.blocks))](
         Vectors.of(queries),
@@ -124,6 +125,8 @@ def attend_blocks(
         Vectors.of(output),
         Heads.of(query_heads, cache),
         scale * _LOG2_E,
+        None if cap is None else cap * _LOG2_E,
+        cache.softmax.sink_logits,
         slots.shape[2],
         tile_rows=launch.rows,
         tile_tokens=launch.tokens,
@@ -157,6 +160,8 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
     output: Vectors,
     heads: Heads,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
+    sink_logits_ptr: tl.tensor | None,
     selection_width: tl.tensor,
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
@@ -223,6 +228,9 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
 
+            if cap_log2 is not None:
+                # In units in which they are still to be scaled.
+                scores = soft_capped(scores, cap_log2 / scale_log2)
             is_own = number + 1 >= selected_tiles
             behind = (number + 1 - tl.where(is_own, selected_tiles, 0)) * tile_tokens
             if tl.where(is_own, seen_by_all, selected) - behind < tile_tokens:
@@ -242,6 +250,8 @@ def attend_blocks_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed 
         head = kv_head * heads.group + packed % heads.group
         is_row = (row < count)[:, None] & (dim < heads.head_dim)[None, :]
         of_rows = (tl.load(block_ptr + FIRST_QUERY) + row).to(tl.int64) * output.row_stride + head * output.head_stride
+        if sink_logits_ptr is not None:
+            mass = mass * grown_by_sinks(sinks_log2(sink_logits_ptr, head, row < count), highest + tl.log2(mass))
         result = (weighted / mass[:, None]).to(output.pointer.dtype.element_ty)
         tl.store(output.pointer + of_rows[:, None] + dim[None, :], result, mask=is_row)
 

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import triton
 import triton.language as tl
 
+from winnow_kernels.attend.gpu_softmax import soft_capped
 from winnow_kernels.batch import COUNTS, NO_MASS, Count
 from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.cluster_tables import Tables
@@ -220,6 +221,15 @@ def keys_at(attention: Attention, kv_head: tl.tensor, slots: tl.tensor, is_token
     addresses = keys_ptr + slots.to(tl.int64)[:, None] * keys.row_stride + dims[None, :]
     vectors = tl.load(addresses, mask=is_token[:, None] & (dims < heads.head_dim)[None, :], other=0.0)
     return vectors.to(attention.queries.pointer.dtype.element_ty)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled(attention: Attention, products: tl.tensor) -> tl.tensor:
+    """Return the scores, to base 2, of products of queries and keys, or centroids; capped if they are."""
+    scores = products * attention.scale_log2
+    if attention.cap_log2 is not None:
+        scores = soft_capped(scores, attention.cap_log2)
+    return scores
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -31,6 +31,7 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     keys_at,
     needs_order,
     row_at,
+    scaled,
     table_of,
     united,
 )
@@ -281,7 +282,7 @@ def lost_kernel(
             positions = kept_positions(places, row)
             slots = slots_at(table_of(contexts.rows, row), positions, is_token, contexts.rows.page_size)
             keys = keys_at(attention, kv_head, slots, is_token, heads).to(tl.float32)
-            scores = tl.sum(keys * query[None, :], axis=1) * attention.scale_log2
+            scores = scaled(attention, tl.sum(keys * query[None, :], axis=1))
             lost += tl.where(is_token, tl.exp2((scores.to(tl.float64) - total).to(tl.float32)), 0.0)
     of_tokens = tl.sum(lost, axis=0)
     of_clusters = tl.zeros([_CUT], tl.float32)

@@ -21,6 +21,7 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     kept_positions,
     keys_at,
     row_at,
+    scaled,
     table_of,
     tile_of,
 )
@@ -112,7 +113,7 @@ def _score_tokens(
         positions = kept_positions(places, row)
         slots = slots_at(table_of(contexts.rows, row), positions, is_token, contexts.rows.page_size)
         keys = keys_at(attention, kv_head, slots, is_token, heads)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * attention.scale_log2
+        scores = scaled(attention, tl.dot(queries, tl.trans(keys), input_precision="ieee"))
         scores = tl.where(is_token[None, :], scores, NOTHING)
         above = tl.maximum(largest, tl.max(scores, axis=1))
         weights = tl.where(is_token[None, :], tl.exp2(scores - above[:, None]), 0.0)
@@ -164,7 +165,7 @@ def _score_clusters(
     else:
         centroids = tl.load(centroids_ptr + vector, mask=(dims < heads.head_dim)[None, :], other=0.0)
     # Of a narrow cache they are bfloat16, whatever the queries are.
-    scores = tl.dot(centroids.to(queries.dtype), tl.trans(queries), input_precision="ieee") * attention.scale_log2
+    scores = scaled(attention, tl.dot(centroids.to(queries.dtype), tl.trans(queries), input_precision="ieee"))
     # How queries' squares are spread over the elements matters as much as how large they are.
     squares = queries.to(tl.float32) * queries.to(tl.float32) * attention.scale_of_squares
     of_span: tl.constexpr = contexts.tables.of_span
@@ -177,7 +178,16 @@ def _score_clusters(
         directions = tl.load(directions_ptr, mask=(dims < heads.head_dim)[None, :], other=0.0).to(tl.float32)
         along = tl.dot(directions, tl.trans(squares), input_precision="ieee")
     is_filled = (is_cluster & (sizes > 0))[:, None]
-    steps = _in_steps(scores + _gains(scores, spreads[:, None] * along, is_filled))
+    variances = spreads[:, None] * along
+    if attention.cap_log2 is None:
+        predicted = scores + _gains(scores, variances, is_filled)
+    else:
+        # How steep the cap is where a cluster's mean is: 1 − tanh².
+        reached = scores / attention.cap_log2
+        steepness = 1.0 - reached * reached
+        gains = _gains(scores, variances * steepness * steepness, is_filled)
+        predicted = tl.minimum(scores + gains, attention.cap_log2)
+    steps = _in_steps(predicted)
     is_any = is_head[None, :] & is_cluster[:, None]
     steps_ptr = scored.steps + of_heads[None, :] * scored.clusters + number[:, None]
     tl.store(steps_ptr, steps.to(tl.int16), mask=is_any)

@@ -89,18 +89,27 @@ class Attention(NamedTuple):
     """A layer's queries and keys.
 
     Scores, to base 2, are their products times ``scale_log2``; they vary over keys by the keys' spread times the
-    queries' squares, as the spread's directions weigh them, times ``scale_of_squares``.
+    queries' squares, as the spread's directions weigh them, times ``scale_of_squares``. ``cap_log2`` then bounds them;
+    None for no cap.
     """
 
     queries: Vectors
     keys: Vectors
     scale_log2: Number
     scale_of_squares: Number
+    cap_log2: Number | None
 
     @classmethod
     def of(cls, queries: Tensor, cache: LayerCache, scale: float) -> Attention:
         """Return those of ``queries``, strided by row and head, over ``cache``."""
-        return cls(Vectors.of(queries), Vectors.of(cache.keys), scale * _LOG2_E, scale**2 / cache.head_dim)
+        cap = cache.softmax.cap
+        return cls(
+            Vectors.of(queries),
+            Vectors.of(cache.keys),
+            scale * _LOG2_E,
+            scale**2 / cache.head_dim,
+            None if cap is None else cap * _LOG2_E,
+        )
 
 
 class Scored(NamedTuple):

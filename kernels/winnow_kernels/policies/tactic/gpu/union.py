@@ -26,6 +26,7 @@ from winnow_kernels.policies.tactic.gpu.contexts import (
     member_slots,
     offsets_of,
     row_at,
+    scaled,
     span_table,
 )
 from winnow_kernels.policies.tactic.gpu.state import SLICE, Attention, Contexts, Cuts, Listed, Outside, Scored
@@ -182,7 +183,7 @@ def _sample(
         # Each stands for as many tokens as its cluster has for each sample.
         expected = _expected(tl.sum(shares, axis=0) / heads.group, size, row)
         worth = size.to(tl.float32) / tl.maximum(expected, 1e-30)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * attention.scale_log2
+        scores = scaled(attention, tl.dot(queries, tl.trans(keys), input_precision="ieee"))
         weights = tl.exp2(scores - total[:, None].to(tl.float32)) * worth[None, :]
         weigh += tl.sum(tl.where(is_sample[None, :], weights, 0.0), axis=1)
         predicted += tl.sum(shares * worth[None, :], axis=1)
