@@ -18,11 +18,11 @@ from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.released_prompts import is_due, release
 from sglang_winnow.request_state import RequestState, RequestTable
+from sglang_winnow.softmaxes import layer_cache
 from sglang_winnow.verification_plan import VerificationPlan
-from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cache import Context
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
-from winnow_kernels.softmax import Softmax
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -46,7 +46,10 @@ class WinnowAttentionBackend(AttentionBackend):
         self._scale = layers[0].scaling
         self._last_layer = layers[-1].layer_id
         self._full_layers = [layer.layer_id for layer in layers if window_of(layer) is None]
-        caches = [replace(self._cache(layer), windowed=layer.layer_id not in self._full_layers) for layer in layers]
+        caches = [
+            replace(layer_cache(self.token_to_kv_pool, layer), windowed=layer.layer_id not in self._full_layers)
+            for layer in layers
+        ]
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics, len(layers) - len(self._full_layers))
@@ -149,7 +152,7 @@ class WinnowAttentionBackend(AttentionBackend):
     ) -> Tensor:
         if save_kv_cache:
             write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-        cache = self._cache(layer, sinks)
+        cache = layer_cache(self.token_to_kv_pool, layer, sinks)
         queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
         output = plan.attend(layer.layer_id, queries, cache, layer.scaling, window_of(layer))
         output = scaled_output(output, layer, cache)
@@ -195,8 +198,3 @@ class WinnowAttentionBackend(AttentionBackend):
             self.statistics,
             layers=self._full_layers,
         )
-
-    def _cache(self, layer: RadixAttention, sinks: Tensor | None = None) -> LayerCache:
-        cap = layer.logit_cap if layer.logit_cap > 0 else None
-        softmax = Softmax(cap, None if sinks is None else sinks.float())
-        return LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id), softmax=softmax)

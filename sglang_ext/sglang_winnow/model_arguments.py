@@ -35,19 +35,17 @@ def _adjust(adjust: Callable[[ServerArgs], None], arguments: ServerArgs) -> None
     # What they import waits for SGLang to have chosen its platform.
     from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: PLC0415
 
-    from sglang_winnow.refusals import LINEAR_ATTENTION, SINKS_ON_CUDA, WITH_SINKS, refusal  # noqa: PLC0415
+    from sglang_winnow.refusals import LINEAR_ATTENTION, refusal  # noqa: PLC0415
+    from sglang_winnow.softmaxes import has_sinks  # noqa: PLC0415
 
     config = model_config_of(arguments)
     if mambaish_config(config) is not None:
         # SGLang would say of its radix cache for such models what that needs.
         raise SystemExit(refusal(LINEAR_ATTENTION))
-    if WITH_SINKS.isdisjoint(config.hf_config.architectures):
+    if not has_sinks(config):
         adjust(arguments)
         return
-    if torch.cuda.is_available():
-        # Before weights are loaded.
-        raise SystemExit(refusal(SINKS_ON_CUDA))
-    if resolved(arguments).moe_runner_backend == "auto":
+    if not torch.cuda.is_available() and resolved(arguments).moe_runner_backend == "auto":
         # SGLang would lay the experts' weights out for kernels that a CPU does not have.
         decide(arguments, moe_runner_backend=_MOE_IN_TORCH)
     with _asking_for_sinks():

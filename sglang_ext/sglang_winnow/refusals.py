@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -12,12 +12,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_winnow.audit_share import ENVIRONMENT, server_share
 from sglang_winnow.backend_name import NAME
-from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, WITH_WINDOWS, dense_backend
+from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, WITH_CAPS_AND_SINKS, WITH_WINDOWS, dense_backend
 from sglang_winnow.forward_pass import window_of
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import sliding_layers
 from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
-from sglang_winnow.sglang_versions.releases import OLDEST, WINDOWS_ON_CUDA
+from sglang_winnow.sglang_versions.releases import CAPS_AND_SINKS_ON_CUDA, OLDEST, WINDOWS_ON_CUDA
+from sglang_winnow.softmaxes import has_sinks, sink_logits_of
 from winnow_kernels.attend.gpu import LARGEST_GROUP
 from winnow_kernels.cache import NARROW
 from winnow_kernels.policies.declarations import DECLARATIONS
@@ -34,9 +35,6 @@ LINEAR_ATTENTION: Final = (
     "models with linear attention (Qwen3-Next): beside keys and values they keep states, of which its rules for the"
     " radix cache know nothing"
 )
-SINKS_ON_CUDA: Final = "sink logits (gpt-oss) on CUDA"
-WITH_SINKS: Final = frozenset({"GptOssForCausalLM"})
-"""Models whose query heads each have a sink logit, which SGLang hands to the backend."""
 # SGLang's name for attention that is bidirectional among the tokens of an image, which these models do not have. Other
 # models are bidirectional in the whole prompt under the same name.
 CAUSAL_IN_FACT = frozenset({"Gemma3ForCausalLM"})
@@ -92,7 +90,7 @@ def _reasons_in_model(runner: ModelRunner) -> Iterator[str]:
         yield "encoder-decoder models"
     if not config.is_generation:
         yield "models that do not generate"
-    if _has_sinks(runner) and WITH_SINKS.isdisjoint(config.hf_config.architectures):
+    if _has_sinks(runner) and not has_sinks(config):
         yield f"sink logits of other models than gpt-oss ({', '.join(config.hf_config.architectures)})"
     if with_images := WITH_IMAGES.intersection(config.hf_config.architectures):
         yield f"attention that is not causal among the tokens of an image ({', '.join(with_images)})"
@@ -132,15 +130,12 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
             yield f"contexts of more than {longest} tokens with {name} (leave it out of {POLICIES_SETTING})"
     if server_share() > 0:
         yield f"{ENVIRONMENT} above 0 on CUDA"
-    if _has_sinks(runner):
-        yield SINKS_ON_CUDA
     layers = attention_layers(runner)
+    yield from _reasons_of_softmaxes(runner, layers)
     windows = {layer.layer_id: window for layer in layers if (window := window_of(layer)) is not None}
     if windows:
         yield from _reasons_of_windows(runner, windows, len(layers))
     for layer in layers:
-        if layer.logit_cap > 0:
-            yield "capped attention scores (logit_cap) on CUDA"
         if layer.tp_q_head_num > LARGEST_GROUP * layer.tp_k_head_num:
             yield f"more than {LARGEST_GROUP} query heads for a KV head on CUDA"
 
@@ -155,9 +150,26 @@ def _reasons_of_windows(runner: ModelRunner, windows: Mapping[int, int], layers:
     # Some dense backends know one window.
     if set(windows.values()) != {runner.sliding_window_size}:
         yield "layers whose sliding windows are not as long as the model's, on CUDA"
-    if (dense := dense_backend(runner)) not in WITH_WINDOWS:
-        served = " or ".join(WITH_WINDOWS)
-        yield f"sliding windows beside the dense backend {dense} (set {DENSE_ENVIRONMENT} to {served})"
+    yield from _reasons_of_dense_backend(runner, "sliding windows", WITH_WINDOWS)
+
+
+def _reasons_of_softmaxes(runner: ModelRunner, layers: Sequence[RadixAttention]) -> Iterator[str]:
+    caps, numbers = {layer.logit_cap for layer in layers}, {layer.layer_id for layer in layers}
+    found = {"soft caps (logit_cap)": any(cap > 0 for cap in caps), "sink logits": _has_sinks(runner)}
+    for name in (name for name, is_found in found.items() if is_found):
+        if not CAPS_AND_SINKS_ON_CUDA:
+            yield f"{name} on CUDA with this SGLang (use {OLDEST})"
+        yield from _reasons_of_dense_backend(runner, name, WITH_CAPS_AND_SINKS)
+    # What kernels are compiled for, and which there are, is decided for all layers at once.
+    if len(caps) > 1:
+        yield "layers whose soft caps (logit_cap) differ, on CUDA"
+    if _has_sinks(runner) and sink_logits_of(runner.model).keys() != numbers:
+        yield "models that do not have a layer's sink logits beside its attention, on CUDA"
+
+
+def _reasons_of_dense_backend(runner: ModelRunner, name: str, served: Sequence[str]) -> Iterator[str]:
+    if (dense := dense_backend(runner)) not in served:
+        yield f"{name} beside the dense backend {dense} (set {DENSE_ENVIRONMENT} to {' or '.join(served)})"
 
 
 def _reasons_of_indexes(runner: ModelRunner) -> Iterator[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sglang.srt.configs import hybrid_arch
 
-from sglang_winnow import model_arguments, refusals
+from sglang_winnow import model_arguments
 from sglang_winnow.sglang_versions.hook_targets import target
 from tests.models import Family, ModelShape, write_model
 
@@ -69,25 +69,21 @@ def test_models_with_linear_attention_are_refused_before_sglang_says_what_their_
     )
 
 
-@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "LlamaForCausalLM"])
-def test_sink_logits_are_refused_on_cuda_before_weights_are_loaded(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("on_cuda", "runner"), [(True, "auto"), (False, "triton")])
+def test_sglang_lays_out_the_experts_of_models_with_sinks_on_cuda(
+    on_cuda: bool, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
-    arguments = SimpleNamespace(model_path="./FOLDER")
-    adjusted: list[object] = []
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["GptOssForCausalLM"]))
+    arguments = SimpleNamespace(model_path="./FOLDER", moe_runner_backend="auto")
+    adjusted: list[Any] = []
     monkeypatch.setattr(model_arguments, "is_chosen", lambda _: True)
     monkeypatch.setattr(model_arguments, "model_config_of", lambda _: model)
+    monkeypatch.setattr(model_arguments, "resolved", lambda own: own)
+    monkeypatch.setattr(model_arguments, "decide", lambda own, **decided: own.__dict__.update(decided))
     monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    if architecture == "LlamaForCausalLM":
-        ADJUST(adjusted.append, arguments)
-        assert adjusted == [arguments]
-        return
-    with pytest.raises(SystemExit) as refused:
-        ADJUST(adjusted.append, arguments)
-    assert refused.value.code == refusals.refusal("sink logits (gpt-oss) on CUDA")
-    assert not adjusted
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
+    ADJUST(adjusted.append, arguments)
+    assert [own.moe_runner_backend for own in adjusted] == [runner]
 
 
 def test_other_backends_are_as_sglang_leaves_them(said: dict[str, Any]) -> None:

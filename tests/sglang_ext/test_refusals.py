@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import nn
 
 from sglang_winnow import refusals
-from sglang_winnow.dense_backend import DENSE_ENVIRONMENT
+from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, dense_backend
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.sglang_versions.releases import OLDEST
 from winnow_kernels.policies.registry import POLICIES_SETTING
@@ -42,8 +42,8 @@ def layer(number: int, **changes: Any) -> RadixAttention:
     )
 
 
-def with_sinks(name: str = "sinks") -> nn.Module:
-    attention: nn.Module = layer(1)
+def with_sinks(name: str = "sinks", number: int = 0) -> nn.Module:
+    attention = nn.ModuleDict({"attn": layer(number)})
     attention.register_parameter(name, nn.Parameter(torch.zeros(4)))
     return attention
 
@@ -88,7 +88,7 @@ def assert_refused(refused: Any, reason: str) -> None:
         runner(layer(0, sliding_window_size=128), layer(1)),
         runner(layer(0, **BIDIRECTIONAL, sliding_window_size=128), layer(1, **BIDIRECTIONAL), config=GEMMA),
         runner(layer(0), layer(1, logit_cap=50.0)),
-        runner(with_sinks(), config=GPT_OSS),
+        runner(with_sinks(), with_sinks(number=1), config=GPT_OSS),
         runner(cache=pool(dtype=torch.bfloat16)),
         runner(cache=pool(dtype=torch.float16)),
         runner(cache=pool(dtype=torch.float8_e4m3fn)),
@@ -108,8 +108,6 @@ def test_what_is_served_is_not_refused(served: Any) -> None:
             runner(config={"context_len": 2**18 + 1}, page_size=64),
             f"contexts of more than {2**18} tokens with tactic (leave it out of WINNOW_POLICIES)",
         ),
-        (runner(layer(0), layer(1, logit_cap=50.0)), "capped attention scores (logit_cap) on CUDA"),
-        (runner(with_sinks(), config=GPT_OSS), "sink logits (gpt-oss) on CUDA"),
         (runner(layer(0, num_heads=34)), "more than 16 query heads for a KV head on CUDA"),
     ],
 )
@@ -170,6 +168,65 @@ def test_windows_beside_a_backend_that_sees_beyond_them(dense: str, monkeypatch:
 def test_windows_with_a_release_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "WINDOWS_ON_CUDA", False)
     assert_refused(WINDOWED, f"sliding windows on CUDA with this SGLang (use {OLDEST})")
+
+
+CAPPED = runner(layer(0, logit_cap=50.0), layer(1, logit_cap=50.0))
+WITH_SINKS = runner(with_sinks(), with_sinks(number=1), config=GPT_OSS)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICIES_SETTING, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(refusals, "CAPS_AND_SINKS_ON_CUDA", True)
+    monkeypatch.setenv(DENSE_ENVIRONMENT, "triton")
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (runner(layer(0), layer(1, logit_cap=50.0)), "layers whose soft caps (logit_cap) differ, on CUDA"),
+        (
+            runner(with_sinks(), layer(1), config=GPT_OSS),
+            "models that do not have a layer's sink logits beside its attention, on CUDA",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("on_cuda")
+def test_caps_and_sinks_on_cuda(refused: Any, reason: str) -> None:
+    refuse_what_is_not_served(CAPPED)
+    refuse_what_is_not_served(WITH_SINKS)
+    assert_refused(refused, reason)
+
+
+@pytest.mark.parametrize(("refused", "name"), [(CAPPED, "soft caps (logit_cap)"), (WITH_SINKS, "sink logits")])
+@pytest.mark.usefixtures("on_cuda")
+def test_caps_and_sinks_beside_a_backend_that_knows_none(
+    refused: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DENSE_ENVIRONMENT, "flashinfer")
+    refuse_what_is_not_served(runner())
+    assert_refused(refused, f"{name} beside the dense backend flashinfer (set WINNOW_DENSE_BACKEND to fa3 or triton)")
+
+
+@pytest.mark.parametrize(("refused", "name"), [(CAPPED, "soft caps (logit_cap)"), (WITH_SINKS, "sink logits")])
+@pytest.mark.usefixtures("on_cuda")
+def test_caps_and_sinks_with_a_release_that_has_not_run(
+    refused: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "CAPS_AND_SINKS_ON_CUDA", False)
+    assert_refused(refused, f"{name} on CUDA with this SGLang (use {OLDEST})")
+
+
+@pytest.mark.parametrize(("major", "chosen"), [(9, "fa3"), (8, "triton"), (10, "triton")])
+def test_the_dense_backend_of_a_model_with_sinks_is_sglangs_choice(
+    major: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(DENSE_ENVIRONMENT, raising=False)
+    assert dense_backend(WITH_SINKS) == "triton"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    assert dense_backend(WITH_SINKS) == chosen
 
 
 @pytest.mark.parametrize(
@@ -241,7 +298,7 @@ def test_a_temperature_of_long_contexts() -> None:
 
 @pytest.mark.parametrize("name", ["sinks", "attention_sink_bias"])
 def test_sinks_of_other_models(name: str) -> None:
-    refused = runner(layer(0), with_sinks(name))
+    refused = runner(layer(1), with_sinks(name))
     assert_refused(refused, "sink logits of other models than gpt-oss (LlamaForCausalLM)")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from sglang_winnow.sglang_versions.backend_defaults import take_from_dense
-from winnow_kernels.cache import LayerCache
+from sglang_winnow.softmaxes import layer_cache, sink_logits_of
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from winnow_kernels.cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,11 @@ class WinnowDeviceBackend(AttentionBackend):
         full = [layer for layer in layers if self._layers.place(layer.layer_id) is not None]
         self._query_heads = full[0].tp_q_head_num
         self._dtype: torch.dtype = runner.dtype
-        self._caches = [LayerCache(*self.token_to_kv_pool.get_kv_buffer(layer.layer_id)) for layer in full]
+        sinks = sink_logits_of(runner.model)
+        by_number = {
+            layer.layer_id: layer_cache(self.token_to_kv_pool, layer, sinks.get(layer.layer_id)) for layer in layers
+        }
+        self._caches = [by_number[layer.layer_id] for layer in full]
         self.indexes = Indexes(self._caches, runner.page_size, self.device, index_settings())
         table = self.req_to_token_pool.req_to_token
         ranks = attention_ranks()
@@ -83,7 +89,7 @@ class WinnowDeviceBackend(AttentionBackend):
         verifies = verifies_drafts(resolved(runner.server_args))
         kinds = enabled_kinds(verifies=verifies)
         self._decode = build_decode(runner, self._caches, full[0], self.indexes, self.statistics, kinds, ranks)
-        self.check = self._checks(layers) if verifies else None
+        self.check = self._checks(by_number, full[0].scaling) if verifies else None
         sets = graph_sets(served_policies(verifies=verifies))
         profiled = [place for layer in profiled_layers(runner) if (place := self._layers.place(layer)) is not None]
         self.variants = variants_of(kinds, sets, len(full), profiled)
@@ -277,16 +283,14 @@ class WinnowDeviceBackend(AttentionBackend):
             forward_batch.seq_lens,
         )
 
-    def _checks(self, layers: Sequence[RadixAttention]) -> CheckBackend:
-        pool = self.token_to_kv_pool
-        windowed = {number: LayerCache(*pool.get_kv_buffer(number)) for number in self._layers.windows}
+    def _checks(self, caches: Mapping[int, LayerCache], scale: float) -> CheckBackend:
         return CheckBackend(
             self._layers,
             self._caches,
-            windowed,
-            layers[0].scaling,
+            {number: caches[number] for number in self._layers.windows},
+            scale,
             self._query_heads,
-            pool,
+            self.token_to_kv_pool,
             self.req_to_token_pool.req_to_token,
             self._decode,
             self.indexes.generations,

@@ -19,6 +19,9 @@ VERIFIES_ON_CUDA: Final = RUNNING == OLDEST
 WINDOWS_ON_CUDA: Final = RUNNING == OLDEST
 """Whether layers with a sliding window can be left to a dense backend: those of other releases were not read."""
 
+CAPS_AND_SINKS_ON_CUDA: Final = RUNNING == OLDEST
+"""Whether dense backends bound scores and take sink logits: those of other releases were not read."""
+
 # The worker of a speculative algorithm says which KV cache its draft model has; until then SGLang expected one of all.
 DRAFT_POOL_OF_WORKER: Final = Version("0.5.18")
 # What a grammar allows is a field of its own (``GrammarMask``), no longer a mask beside a function.

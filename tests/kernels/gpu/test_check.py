@@ -111,11 +111,11 @@ def test_caps_and_sinks(group: int, head_dim: int, window: int | None, kind: str
     softmax = random_softmax(kind, 2 * group)
     if softmax.sink_logits is not None:
         softmax = replace(softmax, sink_logits=softmax.sink_logits.to(HALF_PRECISION))
-    shape = {"group": group, "head_dim": head_dim, "window": window}
-    actual, correct = outputs([310, 69, 2, 190], 5, device, **shape, softmax=softmax)
+    lengths = [310, 69, 2, 190]
+    actual, correct = outputs(lengths, 5, device, group=group, head_dim=head_dim, window=window, softmax=softmax)
     torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
     assert actual[2, :3].eq(0).all()
-    _, plain = outputs([310, 69, 2, 190], 5, device, **shape)
+    _, plain = outputs(lengths, 5, device, group=group, head_dim=head_dim, window=window)
     assert not torch.allclose(actual, plain, atol=1e-2)
 
 

@@ -57,7 +57,9 @@ def check_backend(server: Server, decode: DeviceDecode, layers: ModelLayers = AL
         layers,
         server.caches,
         {
-            number: LayerCache(cache.keys.to(server.device), cache.values.to(server.device))
+            number: LayerCache(
+                cache.keys.to(server.device), cache.values.to(server.device), softmax=server.softmax_of(number)
+            )
             for number, cache in zip(sorted(layers.windows), windowed, strict=True)
         },
         SHAPE.scale,

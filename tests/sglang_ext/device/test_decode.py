@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from sglang_winnow.device.decode import DeviceDecode, Variant
 from sglang_winnow.device.variants import variant_for, variants_of
 from sglang_winnow.request_policy import kept_by
 from sglang_winnow.request_state import RequestState
-from tests.kernels.caches import random_cache
+from tests.kernels.caches import random_cache, random_softmax
 from tests.policy_rows import small_policies
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
@@ -30,6 +30,7 @@ from winnow_kernels.indexes.clusters import ClusterIndex
 from winnow_kernels.indexes.pool_indexes import Indexes
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_kernels.policies.declarations import KINDS, LAYOUT, selectors_of
+from winnow_kernels.softmax import Softmax
 
 # Products of 8-bit numbers on tensor cores need 32 bytes of a key's means, which are half as many as its channels.
 LAYERS, KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 2, 2, 64, 16
@@ -123,13 +124,15 @@ class Server:
         shape: Shape = SHAPE,
         layers: Layers = Layers(),
         policies: Mapping[str, Mapping[str, Any]] = POLICIES,
+        softmax: str = "plain",
     ) -> None:
-        """``stored`` makes of keys and values what the cache has of them."""
+        """``stored`` makes of keys and values what the cache has of them; ``softmax`` is a kind of ``SOFTMAXES``."""
         self.device = device
         self.share = share
         self.shape = shape
         self.layers = layers
         self.policies = policies
+        self.softmax = softmax
         self.lengths = list(lengths)
         pages = LONGEST // PAGE_SIZE
         slots = (len(names) * pages + 1) * PAGE_SIZE
@@ -137,6 +140,7 @@ class Server:
             LayerCache(
                 *(stored(half[:, self.share.kv_heads]).contiguous().to(device) for half in (cache.keys, cache.values)),
                 windowed=number in layers.windows,
+                softmax=self.softmax_of(number),
             )
             for number in layers.numbers
             for cache in [random_cache(slots, shape.kv_heads, shape.head_dim, seed=number)]
@@ -152,6 +156,12 @@ class Server:
             self.caches, self.indexes.generations, SPAN, capacity=slots // SPAN
         )
         self.states = [self._state(name, length) for name, length in zip(names, lengths, strict=True)]
+
+    def softmax_of(self, layer: int) -> Softmax:
+        softmax = random_softmax(self.softmax, self.shape.query_heads, seed=layer)
+        sinks = softmax.sink_logits
+        own = None if sinks is None else sinks[self.share.query_heads].contiguous().to(self.device)
+        return replace(softmax, sink_logits=own)
 
     def _state(self, name: str, length: int) -> RequestState:
         state = RequestState(AttentionPolicy.model_validate(self.policies[name]), length - 1)

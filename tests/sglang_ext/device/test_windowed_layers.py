@@ -171,11 +171,12 @@ def both(
     lengths: Sequence[int],
     device: torch.device,
     stored: Callable[[Tensor], Tensor] = Tensor.clone,
+    softmax: str = "plain",
 ) -> tuple[Server, Server]:
     """The torch path's server, which knows all layers, and the device's, which knows those with full attention."""
     return (
-        Server(names, lengths, device, stored=stored, layers=IN_MODEL, policies=MODEL_POLICIES),
-        Server(names, lengths, device, stored=stored, layers=BY_PLACE, policies=MODEL_POLICIES),
+        Server(names, lengths, device, stored=stored, layers=IN_MODEL, policies=MODEL_POLICIES, softmax=softmax),
+        Server(names, lengths, device, stored=stored, layers=BY_PLACE, policies=MODEL_POLICIES, softmax=softmax),
     )
 
 
@@ -187,9 +188,13 @@ def assert_equal_statistics(torch_server: Server, server: Server, but: Sequence[
 
 
 def compare_decode(
-    names: Sequence[str], steps: int, device: torch.device, stored: Callable[[Tensor], Tensor] = Tensor.clone
+    names: Sequence[str],
+    steps: int,
+    device: torch.device,
+    stored: Callable[[Tensor], Tensor] = Tensor.clone,
+    softmax: str = "plain",
 ) -> None:
-    torch_server, server = both(names, [110 + 13 * i % 100 for i in range(len(names))], device, stored)
+    torch_server, server = both(names, [110 + 13 * i % 100 for i in range(len(names))], device, stored, softmax)
     dense = Dense(torch_server)
     backend = backend_of(server, dense, kinds_of({state.policy.decode.policy for state in server.states}))
     for step in range(steps):
@@ -215,8 +220,13 @@ def test_decode_is_that_of_the_torch_path(stored: Callable[[Tensor], Tensor], de
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_decode_of_all_policies_is_that_of_the_torch_path(device: torch.device) -> None:
-    compare_decode(list(POLICIES), 2, device)
+@pytest.mark.parametrize("softmax", ["plain", "cap and sinks"])
+def test_decode_of_all_policies_is_that_of_the_torch_path(softmax: str, device: torch.device) -> None:
+    compare_decode(list(POLICIES), 2, device, softmax=softmax)
+
+
+def test_decode_with_caps_and_sinks_is_that_of_the_torch_path(device: torch.device) -> None:
+    compare_decode(["quest", "delta", "lowbit_top_p"], 1, device, softmax="cap and sinks")
 
 
 def test_a_dense_batch_is_left_to_the_dense_backend(device: torch.device) -> None:
@@ -248,6 +258,7 @@ def extend_batch(server: Server, starts: Sequence[int]) -> Any:
     )
 
 
+@pytest.mark.parametrize("softmax", ["plain", "cap and sinks"])
 @pytest.mark.parametrize(
     ("names", "chunks", "plans_of_parts"),
     [
@@ -257,10 +268,10 @@ def extend_batch(server: Server, starts: Sequence[int]) -> Any:
     ],
 )
 def test_prefill_is_that_of_the_torch_path(
-    names: Sequence[str], chunks: Sequence[tuple[int, int]], plans_of_parts: int, device: torch.device
+    names: Sequence[str], chunks: Sequence[tuple[int, int]], plans_of_parts: int, softmax: str, device: torch.device
 ) -> None:
     """Sparse blocks beside dense requests, all sparse, and all dense; layers with a window are dense for everybody."""
-    torch_server, server = both(names, [end + 1 for _, end in chunks], device)
+    torch_server, server = both(names, [end + 1 for _, end in chunks], device, softmax=softmax)
     for state in (*torch_server.states, *server.states):
         state.kept = None
     batch = extend_batch(server, [start for start, _ in chunks])
@@ -297,12 +308,14 @@ def test_prefill_is_that_of_the_torch_path(
                 assert torch.equal(own.kept.kept[place].sort().values, other.kept.kept[number].sort().values)
 
 
-@pytest.mark.parametrize("scales", [None, (2.0, 0.5)])
-def test_a_check_is_that_of_the_torch_path(scales: tuple[float, float] | None, device: torch.device) -> None:
+@pytest.mark.parametrize(("scales", "softmax"), [(None, "plain"), ((2.0, 0.5), "plain"), (None, "cap and sinks")])
+def test_a_check_is_that_of_the_torch_path(
+    scales: tuple[float, float] | None, softmax: str, device: torch.device
+) -> None:
     """``scales`` are those of a cache in 8 bits."""
     of_keys, of_values = scales or (1.0, 1.0)
     names, new_tokens, padding = ["quest, verified", "streaming_llm, verified"], 5, 1
-    torch_server, server = both(names, [143, 30], device, Tensor.clone if scales is None else in_8_bits)
+    torch_server, server = both(names, [143, 30], device, Tensor.clone if scales is None else in_8_bits, softmax)
     check = check_backend(server, device_decode(server, lambda own: selectors_of((), own)), MODEL)
     batch = batch_of(server, new_tokens, padding)
     check.init_forward_metadata(batch)

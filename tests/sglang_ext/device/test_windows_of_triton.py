@@ -1,8 +1,12 @@
-"""SGLang's Triton backend sees in a layer with a sliding window what the model says, once Winnow has mended it."""
+"""SGLang's Triton backend sees in a layer with a sliding window what the model says, once Winnow has mended it.
+
+It bounds scores, and takes sink logits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +20,15 @@ from torch import Tensor
 
 from sglang_winnow.dense_backend import TRITON, mend_windows
 from sglang_winnow.sglang_versions.releases import WINDOWS_ON_CUDA
-from tests.kernels.caches import random_cache
+from tests.kernels.caches import SOFTMAXES, random_cache, random_softmax
+from tests.kernels.gpu.selectors import cache_on
 from winnow_kernels.attend.dense import prefill
-from winnow_kernels.cache import LayerCache
 
 pytestmark = [
     pytest.mark.skipif(not WINDOWS_ON_CUDA, reason="windows are served on CUDA with the oldest release only"),
     # Of rows and splits that nobody reads, in kernels that NumPy interprets.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
 ]
 
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 1, 32, 0.2
@@ -36,8 +41,7 @@ class Backend:
     """The backend, with a KV cache that two requests share."""
 
     def __init__(self, device: torch.device) -> None:
-        cache = random_cache(2 * LONGEST, KV_HEADS, HEAD_DIM, seed=0)
-        self.cache = LayerCache(cache.keys.to(device), cache.values.to(device))
+        self.cache = cache_on(device, random_cache(2 * LONGEST, KV_HEADS, HEAD_DIM, seed=0))
         order = torch.randperm(2 * LONGEST, generator=torch.Generator().manual_seed(0))
         self.table = order.view(2, LONGEST).int().to(device)
         self.dense: Any = triton_backend.TritonAttnBackend(self._runner(device))
@@ -99,7 +103,9 @@ class Backend:
         self.dense.init_forward_metadata(batch)
         attend = self.dense.forward_decode if mode.is_decode() else self.dense.forward_extend
         keys, values = self.cache.keys[new], self.cache.values[new]
-        output = attend(queries.flatten(1), keys, values, layer(), batch, save_kv_cache=False)
+        softmax = self.cache.softmax
+        own = layer(softmax.cap or 0.0)
+        output = attend(queries.flatten(1), keys, values, own, batch, save_kv_cache=False, sinks=softmax.sink_logits)
         correct = [
             prefill(own, row[:end].long(), self.cache, SCALE, WINDOW)
             for own, row, end in zip(queries.split(news), self.table, ends, strict=True)
@@ -107,14 +113,15 @@ class Backend:
         return output, torch.cat(correct).flatten(1)
 
 
-def layer() -> RadixAttention:
-    """A layer of Gemma 3."""
+def layer(cap: float) -> RadixAttention:
+    """A layer of Gemma 3, whose scores may have a cap; 0 for none."""
     return RadixAttention(
         HEADS,
         HEAD_DIM,
         SCALE,
         KV_HEADS,
         layer_id=0,
+        logit_cap=cap,
         sliding_window_size=WINDOW,
         attn_type=AttentionType.DECODER_BIDIRECTIONAL,
     )
@@ -146,6 +153,20 @@ def test_windows_are_those_of_the_model(
     mend_windows(backend.dense, TRITON)
     output, correct = backend.attend(starts, ends, mode)
     torch.testing.assert_close(output, correct, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES[1:])
+@pytest.mark.parametrize(("starts", "ends", "mode"), PASSES[1:3])
+def test_caps_and_sinks_are_those_of_the_model(
+    starts: Sequence[int], ends: Sequence[int], mode: ForwardMode, softmax: str, backend: Backend
+) -> None:
+    mend_windows(backend.dense, TRITON)
+    _, plain = backend.attend(starts, ends, mode)
+    own = replace(backend.cache, softmax=random_softmax(softmax, HEADS))
+    backend.cache = cache_on(backend.cache.keys.device, own)
+    output, correct = backend.attend(starts, ends, mode)
+    torch.testing.assert_close(output, correct, atol=TOLERANCE, rtol=TOLERANCE)
+    assert not torch.allclose(output, plain, atol=5 * TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("number", [0, 2])

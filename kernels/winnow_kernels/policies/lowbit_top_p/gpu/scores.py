@@ -92,10 +92,7 @@ def score_kernel(
         # One loop over all spans: where one ends, the next tile's codes are on their way already.
         for begin in tl.range((own - first) * _SPAN, behind, tile, num_stages=stages):
             scores = scores_of_tile(rows, row, kv_head, begin, scored, sinks, codes, shape, query, tile, in_words)
-            if cap_steps is not None:
-                # What is not scored stays so low that it has no mass.
-                scores = tl.where(scores > 0.5 * _NOTHING, soft_capped(scores, cap_steps), scores)
-            shifted = scores + _MAGIC
+            shifted = _bounded(scores, cap_steps) + _MAGIC
             highest = tl.maximum(highest, shifted)
             masses += tl.exp2(shifted * (1.0 / _STEPS) + to_logarithms[None, :])
             marks = bytes_of(shifted.to(tl.int32, bitcast=True) - zeros[None, :], in_words)
@@ -111,6 +108,15 @@ def score_kernel(
             tops = tl.max(highest, 0).to(tl.int32, bitcast=True) - _MAGIC_BITS
             tl.atomic_max(scratch.tops + of_heads, tops, mask=is_marked, sem="relaxed")
         own = last
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bounded(scores: tl.tensor, cap_steps: tl.tensor | None) -> tl.tensor:
+    """Return scores with their cap, if they have one; what is not scored stays so low that it has no mass."""
+    if cap_steps is None:
+        return scores
+    else:  # noqa: RET505  # Triton compiles only the branch taken, and needs to see that there is no other.
+        return tl.where(scores > 0.5 * _NOTHING, soft_capped(scores, cap_steps), scores)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
