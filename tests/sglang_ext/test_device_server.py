@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from sglang_winnow import crossover
+from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, TRITON
 from sglang_winnow.sglang_versions.releases import VERIFIES_ON_CUDA
 from tests.models import ModelShape, write_model, write_weights
 from tests.policy_rows import small_policies
@@ -50,17 +51,38 @@ WINDOWED_POLICIES: Mapping[str, Mapping[str, Any]] = {
     "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 3}},
     "delta": {"decode": {"policy": "delta", "budget": 128, "recency": 32, "full_layers": 1, "delta_layers": [2]}},
 }
-MODELS = [(SHAPE, POLICIES), (WINDOWED, WINDOWED_POLICIES)]
-IDS = ["all full", "windowed"]
+# Of four layers the second and the last see the whole context. A cap that scores of random weights reach.
+CAPPED = ModelShape(
+    family="gemma2", layers=4, query_heads=4, kv_heads=2, context_length=4096, sliding_window=64, logit_cap=2.0
+)
+WITH_SINKS = ModelShape(family="gpt_oss", layers=4, query_heads=4, kv_heads=2, context_length=4096, sliding_window=64)
+ALTERNATING_POLICIES: Mapping[str, Mapping[str, Any]] = {
+    **POLICIES,
+    "quest": {"decode": {"policy": "quest", "budget": 128, "full_layers": 2}},
+    # Capped scores are so alike that heads together need most tokens for a larger share.
+    "tactic": {"decode": {"policy": "tactic", "p": 0.2, "full_layers": 0}},
+}
+MODELS = [
+    (SHAPE, POLICIES),
+    (WINDOWED, WINDOWED_POLICIES),
+    (CAPPED, ALTERNATING_POLICIES),
+    (WITH_SINKS, ALTERNATING_POLICIES),
+]
+IDS = ["all full", "windowed", "capped", "with sinks"]
 REPLAYED = ("dense", "snapkv", "delta", "quoka prefill")
 REPLAYING = Path(__file__).parent / "replayed_prefill"
 INTERPRETING = Path(__file__).parent / "interpreted_kernels"
 
 
-def interpreted(*plugins: Path) -> dict[str, str]:
-    """Return the environment of a server that interprets kernels, as tests of kernels do, with more ``plugins``."""
+def interpreted(shape: ModelShape, *plugins: Path) -> dict[str, str]:
+    """Return the environment of a server that interprets kernels, as tests of kernels do, with more ``plugins``.
+
+    It serves a model of ``shape``. SGLang's dense backend for a CPU knows neither caps nor sinks.
+    """
     own = [path] if (path := os.environ.get("PYTHONPATH")) else []
-    return {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*map(str, (INTERPRETING, *plugins)), *own])}
+    path = os.pathsep.join([*map(str, (INTERPRETING, *plugins)), *own])
+    dense = {DENSE_ENVIRONMENT: TRITON} if shape in (CAPPED, WITH_SINKS) else {}
+    return {"TRITON_INTERPRET": "1", "PYTHONPATH": path} | dense
 
 
 @contextmanager
@@ -124,7 +146,7 @@ def test_answers_and_costs_are_those_of_the_torch_path(
     write_weights(model)
     with serve(model, tmp_path / "torch.log") as http:
         expected = answers(http, policies)
-    with serve(model, tmp_path / "device.log", **interpreted()) as http:
+    with serve(model, tmp_path / "device.log", **interpreted(shape)) as http:
         got = answers(http, policies)
     for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
         assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == TOKENS
@@ -144,9 +166,9 @@ def test_prefill_in_padded_passes_is_prefill(
     model = write_model(tmp_path / "model", shape)
     write_weights(model)
     log = tmp_path / "replayed.log"
-    with serve(model, tmp_path / "eager.log", **interpreted()) as http:
+    with serve(model, tmp_path / "eager.log", **interpreted(shape)) as http:
         expected = answers_of_padded_passes(http, policies)
-    with serve(model, log, **interpreted(REPLAYING)) as http:
+    with serve(model, log, **interpreted(shape, REPLAYING)) as http:
         got = answers_of_padded_passes(http, policies)
     # Each prompt alone is two chunks; those together may share passes.
     assert log.read_text().count("A prefill pass is padded as graphs are") > 2 * len(REPLAYED)
@@ -158,7 +180,7 @@ def test_prefill_in_padded_passes_is_prefill(
 
 
 @pytest.mark.skipif(not VERIFIES_ON_CUDA, reason="verification is served on CUDA with the oldest release only")
-@pytest.mark.parametrize("shape", [SHAPE, WINDOWED], ids=IDS)
+@pytest.mark.parametrize("shape", [shape for shape, _ in MODELS], ids=IDS)
 def test_verified_answers_are_those_of_dense_attention(shape: ModelShape, tmp_path: Path) -> None:
     """Of drafts that stand and of drafts that fall, across ends of pages, alone and beside who is not verified."""
     model = write_model(tmp_path / "model", shape)
@@ -185,7 +207,7 @@ def test_verified_answers_are_those_of_dense_attention(shape: ModelShape, tmp_pa
         )
 
     verifying = ("--speculative-algorithm", "WINNOW")
-    with serve(model, tmp_path / "log", *verifying, **interpreted()) as http, ThreadPoolExecutor(4) as pool:
+    with serve(model, tmp_path / "log", *verifying, **interpreted(shape)) as http, ThreadPoolExecutor(4) as pool:
         dense = [answer(http, number, None) for number in range(2)]
         jobs = [(number, policy) for policy in [*asked, None] for number in range(2)]
         found = list(pool.map(lambda job: answer(http, *job), jobs))
@@ -209,7 +231,7 @@ def test_grammars_end_answers_of_a_server_that_verifies(tmp_path: Path) -> None:
         return http.post("/generate", json=body).raise_for_status().json()["text"]
 
     arguments = ("--speculative-algorithm", "WINNOW", "--grammar-backend", "llguidance")
-    with serve(model, tmp_path / "log", *arguments, **interpreted()) as http, ThreadPoolExecutor(4) as pool:
+    with serve(model, tmp_path / "log", *arguments, **interpreted(SHAPE)) as http, ThreadPoolExecutor(4) as pool:
         dense = {digits: answer(http, {}, digits) for digits in (2, 9)}
         jobs = [(policy, digits) for digits in dense for policy in ({}, verified)]
         found = list(pool.map(lambda job: answer(http, *job), jobs))

@@ -1,11 +1,19 @@
-"""What reads a KV cache in 8 bits compiles for Hopper and fits a multiprocessor."""
+"""What reads a KV cache in 8 bits, or that of a layer with a soft cap and sinks, compiles for Hopper and fits it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
 from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launches
-from tests.kernels.gpu.narrow_launch import GROUP, READERS, launch_all, wide_attention
+from tests.kernels.gpu.reading_launch import (
+    GROUP,
+    READERS,
+    launch_in_8_bits,
+    launch_wide_attention,
+    launch_with_cap_and_sinks,
+)
 from winnow_kernels.attend.gpu import Launch
 
 # What scoring codes puts aside between two pairs, and keeping where a list was too short, as with 16 bits. Checks and
@@ -22,9 +30,10 @@ LOCAL_BYTES = {
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("launch_all", "element_size"), [(launch_in_8_bits, 1), (launch_with_cap_and_sinks, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_kernels_fit_a_multiprocessor(head_dim: int) -> None:
-    launch = Launch.of(head_dim, 1, GROUP)
+def test_kernels_fit_a_multiprocessor(head_dim: int, launch_all: Callable[[int], None], element_size: int) -> None:
+    launch = Launch.of(head_dim, element_size, GROUP)
     programs = {
         "attend_kernel": launch.programs,
         "terminating_attend_kernel": launch.programs_with_termination,
@@ -46,5 +55,5 @@ def test_kernels_fit_a_multiprocessor(head_dim: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_attention_with_queries_in_float32_fits_a_multiprocessor(head_dim: int) -> None:
-    for kernel in compile_launches(wide_attention, head_dim, timeout=900):
+    for kernel in compile_launches(launch_wide_attention, head_dim, timeout=900):
         assert kernel.shared_bytes <= SHARED_LIMIT, kernel
