@@ -60,7 +60,8 @@ class CheckBackend(AttentionBackend):
         self._caches = caches
         self._windowed = windowed
         self._scale = scale
-        self._pool = pool
+        # Models ask for it, such as gpt-oss, which writes keys and values by itself.
+        self.token_to_kv_pool = pool
         self._table = table
         self._decode = decode
         self._generations = generations
@@ -111,7 +112,7 @@ class CheckBackend(AttentionBackend):
     ) -> Tensor:
         """Attend with the new tokens of each request, one after another. Returns [tokens, query heads × head dim]."""
         if save_kv_cache:
-            write_keys_and_values(self._pool, layer, forward_batch, k, v)
+            write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
         place = self._layers.place(layer.layer_id)
         cache = self._windowed[layer.layer_id] if place is None else self._caches[place]
         queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
