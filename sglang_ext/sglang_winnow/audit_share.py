@@ -1,4 +1,4 @@
-"""Which share of a request's decode steps is audited: by its own word, or else by the server's."""
+"""Whether a server audits, and which share of a request's decode steps: by its own word, or else by the server's."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def server_share() -> float:
     if not 0 <= share <= 1:
         raise ValueError(f"{ENVIRONMENT}: must be a share of decode steps from 0 to 1; it is {text}")
     return share
+
+
+def audits_on(device: str) -> bool:
+    """Return whether a server on a ``device`` audits.
+
+    On a GPU audited steps have graphs of their own, which are captured where the environment sets a share, though it
+    be 0: then requests ask.
+    """
+    return device == "cpu" or ENVIRONMENT in os.environ
 
 
 def audited_share(policy: AttentionPolicy) -> float:

@@ -10,7 +10,6 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_winnow.audit_share import ENVIRONMENT, server_share
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, WITH_CAPS_AND_SINKS, WITH_WINDOWS, dense_backend
 from sglang_winnow.forward_pass import window_of
@@ -128,8 +127,6 @@ def _reasons_on_cuda(runner: ModelRunner) -> Iterator[str]:
         longest = DECLARATIONS[name].longest_on_gpu
         if longest is not None and runner.model_config.context_len > longest:
             yield f"contexts of more than {longest} tokens with {name} (leave it out of {POLICIES_SETTING})"
-    if server_share() > 0:
-        yield f"{ENVIRONMENT} above 0 on CUDA"
     layers = attention_layers(runner)
     yield from _reasons_of_softmaxes(runner, layers)
     windows = {layer.layer_id: window for layer in layers if (window := window_of(layer)) is not None}

@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_winnow.audit_share import ENVIRONMENT, audits_on
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.crossover import measured_here
 from sglang_winnow.delta_profiles import delta_profile
@@ -101,8 +102,9 @@ class ServedModel:
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
         check_served(policy, self.decode_policies, verifies=self.verifies, calibrated=self.profile is not None)
         policy = self._as_run(policy)
-        if policy.audit and self.device != "cpu":
-            raise PolicyError(f"{PARAMETER}.audit", f"must be 0 on {self.device}: a CPU alone audits")
+        if policy.audit and not audits_on(self.device):
+            problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
+            raise PolicyError(f"{PARAMETER}.audit", problem)
         return policy
 
     @cached_property

@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_winnow import admission, plugin
+from sglang_winnow import admission, audit_share, plugin
 from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
 from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.server_information import ServedModel
@@ -223,12 +223,22 @@ def test_a_prompt_is_not_released_where_that_is_not_served(difference: dict[str,
         check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(MODEL, **difference)))
 
 
-def test_a_request_is_not_audited_on_cuda() -> None:
-    policy = '{"decode": {"policy": "quest"}, "audit": 0.5}'
-    body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}
-    check_request(GenerateReqInput(**body), LIMITS)
-    with pytest.raises(ValueError, match=r"^attention.audit: must be 0 on cuda: a CPU alone audits$"):
-        check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(MODEL, device="cuda")))
+def test_a_request_is_audited_on_cuda_where_the_environment_sets_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if that is 0: it is then that there are graphs of audited steps."""
+    monkeypatch.delenv(audit_share.ENVIRONMENT, raising=False)
+    on_cuda = replace(LIMITS, model=replace(MODEL, device="cuda"))
+
+    def check(audit: float, limits: Limits) -> None:
+        custom = {"attention": f'{{"decode": {{"policy": "quest"}}, "audit": {audit}}}'}
+        check_request(GenerateReqInput(text="a", sampling_params={"custom_params": custom}), limits)
+
+    check(0.5, LIMITS)
+    check(0.0, on_cuda)
+    problem = "^attention.audit: must be 0: the server, on cuda, was started without WINNOW_AUDIT$"
+    with pytest.raises(ValueError, match=problem):
+        check(0.5, on_cuda)
+    monkeypatch.setenv(audit_share.ENVIRONMENT, "0")
+    check(0.5, on_cuda)
 
 
 def test_verification_is_refused_where_the_server_does_not_verify() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from sglang_winnow import graph_sets, key_bits
+from sglang_winnow import audit_share, graph_sets, key_bits
 from sglang_winnow.device import backend as backend_module
 from sglang_winnow.device import memory
 from sglang_winnow.device.backend import WinnowDeviceBackend
 from sglang_winnow.device.construction import enabled_kinds
 from sglang_winnow.device.decode import Variant
-from sglang_winnow.device.memory import check_bytes, fixed_bytes
+from sglang_winnow.device.memory import audit_bytes, check_bytes, fixed_bytes
 from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
 from sglang_winnow.graph_sets import GraphSet
@@ -108,7 +109,7 @@ def variants_drawn(data: st.DataObject, kinds: set[str]) -> dict[str, Variant]:
         GraphSet, st.frozensets(st.sampled_from(sorted(kinds))) if kinds else st.just(frozenset()), st.booleans()
     )
     profile = data.draw(st.sampled_from([(), (1, 4)]))
-    return variants_of(kinds, data.draw(st.lists(sets, max_size=6)), LAYERS, profile)
+    return variants_of(kinds, data.draw(st.lists(sets, max_size=6)), LAYERS, profile, audits=data.draw(st.booleans()))
 
 
 @given(
@@ -124,8 +125,11 @@ def test_a_batch_gets_the_smallest_variant_that_launches_what_it_needs(
     variants = variants_drawn(data, kinds)
     needed &= kinds
     wanted = Variant(frozenset(needed), ordered, frozenset(layers if "delta" in needed else ()))
+    if not wanted.is_dense and any(variant.audited for variant in variants.values()):
+        wanted = replace(wanted, audited=data.draw(st.booleans()))
     chosen = variants[variant_for(wanted, variants)]
     assert chosen.covers(wanted)
+    assert chosen.audited == wanted.audited
     assert not any(other != chosen and chosen.covers(other) and other.covers(wanted) for other in variants.values())
     assert all(len(chosen.kinds) <= len(other.kinds) for other in variants.values() if other.covers(wanted))
 
@@ -139,6 +143,10 @@ def test_a_variant_is_there_once_and_each_kind_has_its_own(data: st.DataObject, 
     for kind in kinds:
         assert variants[kind].kinds == {kind}
         assert not variants[kind].ordered
+        assert not variants[kind].audited
+    twins = {replace(variant, audited=False) for variant in variants.values() if variant.audited}
+    others = {variant for variant in variants.values() if not (variant.audited or variant.is_dense)}
+    assert twins in (set(), others)
     layers = frozenset(range(LAYERS) if "delta" in kinds else ())
     assert list(variants.values())[-1].covers(Variant(frozenset(kinds), True, layers))
 
@@ -158,6 +166,11 @@ def test_by_default_a_server_captures_few_graphs(
     own_layers = {variants[label].own_layers for label in ("delta", "all", "all+early_termination")}
     assert own_layers == {frozenset(delta_layers or range(LAYERS))}
     assert variants["quoka"].own_layers == frozenset()
+    audited = variants_of(
+        kinds, graph_sets.graph_sets(served_policies(verifies=False)), LAYERS, delta_layers, audits=True
+    )
+    assert len(audited) == 2 * count - 1
+    assert audited.keys() - variants.keys() == {f"{label}+audit" for label in variants if label != DENSE}
 
 
 SHAPE = PoolShape(layers=32, kv_heads=8, head_dim=128, element_size=2)
@@ -193,14 +206,22 @@ def attention_layer(number: int, window: int = -1) -> RadixAttention:
 
 @pytest.mark.parametrize("algorithm", [None, "WINNOW"])
 @pytest.mark.parametrize("windowed", [0, 96])
+@pytest.mark.parametrize("audits", [False, True])
 def test_a_server_leaves_room_for_indexes_and_says_for_which(
-    algorithm: str | None, windowed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    algorithm: str | None,
+    windowed: int,
+    audits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Of the layers with full attention, 32: beside them there may be others in the KV cache."""
     share = 32 / (32 + windowed)
     monkeypatch.setenv(POLICIES_SETTING, "lowbit_top_p,lowbit_top_k,quest")
     monkeypatch.setenv(key_bits.ENVIRONMENT, "3")
     monkeypatch.setattr(memory, "attention_ranks_of", lambda _: 1)
+    monkeypatch.delenv(audit_share.ENVIRONMENT, raising=False)
+    if audits:
+        monkeypatch.setenv(audit_share.ENVIRONMENT, "0")
     model = SimpleNamespace(
         num_hidden_layers=32 + windowed,
         get_num_kv_heads=lambda _: 8,
@@ -210,7 +231,7 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
     )
     configurator = SimpleNamespace(
         server_args=SimpleNamespace(
-            attention_backend="winnow", max_running_requests=4, speculative_algorithm=algorithm
+            attention_backend="winnow", device="cuda", max_running_requests=4, speculative_algorithm=algorithm
         ),
         model_config=model,
         model=nn.ModuleList(
@@ -226,6 +247,8 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
     buffers = fixed_bytes(enabled_kinds(verifies=True), SHAPE, query_heads=32, rows=4, longest=4096, page_size=16)
     if algorithm:
         buffers += check_bytes(SHAPE, query_heads=32)
+    if audits:
+        buffers += audit_bytes(SHAPE, query_heads=32, rows=4)
     assert left == pytest.approx((available - buffers) / (1 + share * (0.1094 + 0.0625)), rel=1e-3)
     total, *indexes, others = caplog.messages
     assert total.startswith("Winnow serves dense, quest, lowbit_top_p, lowbit_top_k. Of 16.00 GB its buffers take ")

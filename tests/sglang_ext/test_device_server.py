@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_winnow import crossover
+from sglang_winnow import audit_share, crossover
 from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, TRITON
 from sglang_winnow.sglang_versions.releases import VERIFIES_ON_CUDA
 from tests.models import ModelShape, write_model, write_weights
@@ -96,11 +96,11 @@ def serve(model: Path, log: Path, *more: str, **environment: str) -> Iterator[ht
         yield http
 
 
-def ask(http: httpx.Client, policy: Mapping[str, Any], length: int, tokens: int = TOKENS) -> Any:
+def ask(http: httpx.Client, policy: Mapping[str, Any], length: int, tokens: int = TOKENS, **more: Any) -> Any:
     parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     custom = {"custom_params": {"attention": json.dumps(policy)}}
     body = {"input_ids": prompt_of(length, length, SHAPE.vocab_size), "sampling_params": parameters | custom}
-    return http.post("/generate", json=body | LOGPROBS).raise_for_status().json()
+    return http.post("/generate", json=body | LOGPROBS | more).raise_for_status().json()
 
 
 def answers_of_padded_passes(http: httpx.Client, policies: Mapping[str, Mapping[str, Any]]) -> list[Any]:
@@ -156,6 +156,52 @@ def test_answers_and_costs_are_those_of_the_torch_path(
             # the device QUOKA's prefill needs no index.
             del cost["index_built_tokens"], wanted_cost["index_built_tokens"]
         assert_equal_costs(cost, wanted_cost)
+
+
+@pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)
+def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
+    shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
+) -> None:
+    """By the share of the request, or else of the server; alone, and then together."""
+    model = write_model(tmp_path / "model", shape)
+    write_weights(model)
+    tokens, server_share = 4, 0.5
+    named = ("quest", "delta", "streaming_llm", "tactic, terminated")
+    asked = [{**policies[name], **audit} for name in named for audit in ({}, {"audit": 1.0}, {"audit": 0.0})]
+
+    def all_answers(http: httpx.Client) -> list[Any]:
+        def answer(number: int, *, alone: bool) -> Any:
+            # Which steps are audited follows from the request's name.
+            return ask(http, asked[number], 700 + number // 3, tokens, rid=f"request {number} {alone}")
+
+        numbers = range(len(asked))
+        alone = [answer(number, alone=True) for number in numbers]
+        with ThreadPoolExecutor(4) as pool:
+            return alone + list(pool.map(lambda number: answer(number, alone=False), numbers))
+
+    environment = {audit_share.ENVIRONMENT: str(server_share)}
+    with serve(model, tmp_path / "torch.log", **environment) as http:
+        expected = all_answers(http)
+    with serve(model, tmp_path / "device.log", **environment, **interpreted()) as http:
+        got = all_answers(http)
+    for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
+        assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == tokens
+        cost, wanted_cost = (answer["meta_info"]["attention"] for answer in (own, wanted))
+        audit = cost["audit"]
+        if asked[number % len(asked)].get("audit") == 0:
+            assert audit is None
+            assert wanted_cost["audit"] is None
+            continue
+        assert audit["steps"] == wanted_cost["audit"]["steps"]
+        assert_equal_costs(audit, wanted_cost["audit"])
+    of_whole_steps = [answer["meta_info"]["attention"]["audit"]["steps"] for answer in got[1::3]]
+    assert set(of_whole_steps) == {tokens - 1}
+    for first in range(0, len(asked), 3):
+        plain = got[first + 2]
+        for audited in got[first : first + 2]:
+            assert audited["output_ids"] == plain["output_ids"]
+            assert audited["meta_info"]["output_token_logprobs"] == plain["meta_info"]["output_token_logprobs"]
+            assert audited["meta_info"]["attention"]["decode"] == plain["meta_info"]["attention"]["decode"]
 
 
 @pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from sglang_winnow.audit_share import audits_on
 from sglang_winnow.dense_backend import dense_backend, mend_windows
 from sglang_winnow.device.check import CheckBackend
 from sglang_winnow.device.construction import build_decode, enabled_kinds, profiled_layers
@@ -92,7 +93,8 @@ class WinnowDeviceBackend(AttentionBackend):
         self.check = self._checks(by_number, full[0].scaling) if verifies else None
         sets = graph_sets(served_policies(verifies=verifies))
         profiled = [place for layer in profiled_layers(runner) if (place := self._layers.place(layer)) is not None]
-        self.variants = variants_of(kinds, sets, len(full), profiled)
+        audits = audits_on(self.device.type)
+        self.variants = variants_of(kinds, sets, len(full), profiled, audits=audits)
         logger.info(
             "Winnow has decode graphs of %d kinds of batches: %s.", len(self.variants), ", ".join(self.variants)
         )

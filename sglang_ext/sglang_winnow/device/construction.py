@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_winnow.audit_share import audits_on
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.server_information import served_model
@@ -14,6 +15,7 @@ from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
+from winnow_kernels.decode.gpu_audit import StepAudit
 from winnow_kernels.decode.gpu_selector import Server
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.decode.ranks import Ranks
@@ -68,4 +70,6 @@ def build_decode(
     )
     attend_buffers = AttendBuffers.empty(requests, query_heads, caches[0])
     server = Server(caches, scale, query_heads, indexes, attend_buffers, requests, buffers.largest, ranks)
-    return DeviceDecode(caches, scale, table, buffers, attend_buffers, selectors_of(kinds, server), statistics)
+    has_audits = audits_on(torch.device(runner.device).type)
+    audit = StepAudit(requests, query_heads, caches[0], attend_buffers) if has_audits else None
+    return DeviceDecode(caches, scale, table, buffers, attend_buffers, selectors_of(kinds, server), statistics, audit)

@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from sglang_winnow.auditing import audited_rows
 from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.lanes import Lanes, lanes_of
@@ -22,6 +23,8 @@ from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.gpu import AttendBuffers, attend
 from winnow_kernels.batch import NOTHING_ANEW, WHOLE
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.audit import AuditedRow
+from winnow_kernels.decode.gpu_audit import StepAudit
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
 from winnow_kernels.decode.gpu_selector import NoRoomError, Selector
@@ -41,11 +44,13 @@ class Variant:
         kinds: of policies whose selectors run; none at all where SGLang's own dense backend serves the batch.
         ordered: whether the order of selections matters: a row may stop early, or has a cap that cuts.
         own_layers: places of layers at which rows may attend by themselves, as DELTA's at Δ-layers.
+        audited: whether the step of some row may be audited.
     """
 
     kinds: frozenset[str]
     ordered: bool = False
     own_layers: frozenset[int] = frozenset()
+    audited: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -53,7 +58,8 @@ class Variant:
 
     def covers(self, needed: Variant) -> bool:
         """Return whether all that is ``needed`` is launched."""
-        return needed.kinds <= self.kinds and needed.ordered <= self.ordered and needed.own_layers <= self.own_layers
+        has_all = needed.kinds <= self.kinds and needed.own_layers <= self.own_layers
+        return has_all and needed.ordered <= self.ordered and needed.audited <= self.audited
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +105,7 @@ class DeviceDecode:
         attend_buffers: AttendBuffers,
         selectors: Mapping[str, Selector],
         statistics: Statistics,
+        audit: StepAudit | None = None,
     ) -> None:
         """
         Args:
@@ -109,6 +116,7 @@ class DeviceDecode:
             attend_buffers: of attention.
             selectors: of the kinds of policies that are served.
             statistics: what requests cost.
+            audit: of steps; None on a server that does not audit.
         """
         self._caches = caches
         self._scale = scale
@@ -119,6 +127,7 @@ class DeviceDecode:
         self.observers = [selector for selector in selectors.values() if selector.observes_checks]
         self.lanes = Lanes(len(selectors), table.device)
         self._statistics = statistics
+        self._audit = audit
         self._parameters = ParameterTable(LAYOUT, len(table), table.device)
         self._owners: dict[int, weakref.ref[RequestState]] = {}
         self._resting: set[int] = set()
@@ -141,7 +150,8 @@ class DeviceDecode:
             ordered |= stops or declared.order_matters(state.decode, length)
             kinds.add(declared.kind)
             layers.update(declared.own_layers(state.decode))
-        return Variant(frozenset(kinds - {DENSE_KIND}), ordered, frozenset(layers))
+        audited = bool(self._audited_rows(states, lengths))
+        return Variant(frozenset(kinds - {DENSE_KIND}), ordered, frozenset(layers), audited)
 
     def is_prepared(self, states: Sequence[RequestState], length_bounds: Sequence[int]) -> bool:
         """Return whether no request would ``enter`` anew at a context of up to so many tokens."""
@@ -178,6 +188,10 @@ class DeviceDecode:
             self._own(state, slot)
             if state is not None and not variant.is_dense and self._acts(state, length):
                 self._enter(state, slot, length)
+        if (audit := self._own_audit) is not None:
+            # Only now it is known who has no room, and runs dense.
+            rows = self._audited_rows(states, lengths)
+            audit.audit([row for row in rows if slots[row.row] not in self._without_room], step)
         if variant.is_dense:
             step.batch.lengths.copy_(lengths_on_device)
         else:
@@ -197,6 +211,8 @@ class DeviceDecode:
         # First what writes the counts of one layer, and copies them to the others.
         for selector in own.in_order:
             selector.begin(step, ordered=variant.ordered)
+        if (audit := self._own_audit) is not None:
+            audit.begin(step)
 
     def gather_parameters(self, step: Step) -> None:
         """Write the parameters of a step's rows."""
@@ -213,6 +229,7 @@ class DeviceDecode:
 
         self.lanes.run([partial(select, selectors) for selectors in own.side_by_side])
         thresholds = step.parameters.thresholds if variant.ordered else None
+        audit = self._own_audit
         attend(
             queries,
             cache,
@@ -220,13 +237,15 @@ class DeviceDecode:
             step.selection(layer),
             self._scale,
             thresholds,
-            self._attend_buffers,
+            self._attend_buffers if audit is None else audit.attend_buffers,
             output,
             step.reported if own.report_shares else None,
         )
         if layer in variant.own_layers:
             for selector in own.in_order:
                 selector.attend_at(layer, queries, cache, step, output)
+        if audit is not None:
+            audit.compare(layer, queries, output, cache, step, self._scale, ordered=variant.ordered)
 
     def finish(self) -> None:
         """Add what was read to the statistics, after the last layer."""
@@ -234,6 +253,8 @@ class DeviceDecode:
         count_step(step, self._parameters, self._statistics, self._caches[0] if self.variant.is_dense else None)
         for selector in self._own_selectors.in_order:
             selector.finish(step, self._statistics)
+        if (audit := self._own_audit) is not None:
+            audit.count(step, self._statistics)
 
     def compile(self, variants: Collection[Variant], rows: int, query_heads: int, dtype: torch.dtype) -> None:
         """Compile what steps of ``rows`` rows launch, of which no one is under way; ``dtype`` is that of queries."""
@@ -256,6 +277,14 @@ class DeviceDecode:
         if kinds not in self._of_kinds:
             self._of_kinds[kinds] = _Selectors.of(kinds, self._selectors)
         return self._of_kinds[kinds]
+
+    @property
+    def _own_audit(self) -> StepAudit | None:
+        """The audit, where the variant has one."""
+        return self._audit if self.variant.audited else None
+
+    def _audited_rows(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> list[AuditedRow]:
+        return [] if self._audit is None else audited_rows(states, lengths, self._step.batch.page_size)
 
     def _acts(self, state: RequestState, length: int) -> bool:
         return not state.rests and length > dense_until(state, self._step.batch.page_size)

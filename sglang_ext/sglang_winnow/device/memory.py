@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_winnow.audit_share import audits_on
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.device.construction import enabled_kinds
 from sglang_winnow.device.layers import ModelLayers
@@ -22,6 +23,7 @@ from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.attend.gpu_check import CheckPartial
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS
+from winnow_kernels.decode.gpu_audit import StepAudit
 from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT
@@ -58,6 +60,12 @@ def fixed_bytes(
     return steps.bytes + attention.bytes + own + prefill.scores.nbytes
 
 
+def audit_bytes(shape: PoolShape, query_heads: int, rows: int) -> int:
+    """Return what the buffers of audited steps take; ``rows`` are those of the largest batch."""
+    layer = LayerCache(*torch.empty(2, 1, shape.kv_heads, shape.head_dim, device="meta"))
+    return StepAudit(rows, query_heads, layer, AttendBuffers.empty(rows, query_heads, layer)).bytes
+
+
 def check_bytes(shape: PoolShape, query_heads: int) -> int:
     """Return what the buffers of passes that check drafts take."""
     nowhere = torch.device("meta")
@@ -90,6 +98,8 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     fixed = fixed_bytes(kinds, shape, query_heads, rows, model.context_len, configurator.page_size)
     if verifies:
         fixed += check_bytes(shape, query_heads)
+    if audits_on(resolved(configurator.server_args).device):
+        fixed += audit_bytes(shape, query_heads, rows)
     policies = served_policies(verifies=verifies)
     reserved = reserved_indexes(policies, shape, configurator.page_size, index_settings(), len(layers.windows))
     share = sum(index.share for index in reserved)

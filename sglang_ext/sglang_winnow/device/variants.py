@@ -19,14 +19,21 @@ if TYPE_CHECKING:
 
 DENSE: Final = "dense"
 ANY_LAYERS: Final = "any_layers"
+AUDIT: Final = "audit"
 
 
 def variants_of(
-    kinds: Collection[str], sets: Collection[GraphSet], layers: int, delta_layers: Collection[int]
+    kinds: Collection[str],
+    sets: Collection[GraphSet],
+    layers: int,
+    delta_layers: Collection[int],
+    *,
+    audits: bool = False,
 ) -> dict[str, Variant]:
     """Return the variants of a server by their labels, each after those that launch less.
 
     Beside those of ``sets`` there are one without a policy, one of each kind alone, and one that serves every batch.
+    Where steps are audited each but the first has a twin that audits: it launches the same, and what audits beside it.
 
     Args:
         kinds: of the policies that the server serves, besides dense.
@@ -34,6 +41,7 @@ def variants_of(
         layers: how many the model has.
         delta_layers: of the model's profile, in which all variants but the last let rows attend by themselves; without
             a profile requests name some, which may be any.
+        audits: whether steps are audited.
     """
     everywhere = frozenset(range(layers))
     profiled = frozenset(delta_layers) or everywhere
@@ -50,6 +58,8 @@ def variants_of(
         everything,
         replace(everything, own_layers=everywhere if everything.own_layers else frozenset()),
     }
+    if audits:
+        found |= {replace(each, audited=True) for each in found if not each.is_dense}
     return {_label(each, kinds, profiled): each for each in sorted(found, key=_size)}
 
 
@@ -58,15 +68,17 @@ def variant_for(needed: Variant, variants: Mapping[str, Variant]) -> str:
     return next(label for label, variant in variants.items() if variant.covers(needed))
 
 
-def _size(variant: Variant) -> tuple[int, bool, int, list[str]]:
-    return len(variant.kinds), variant.ordered, len(variant.own_layers), in_order(variant.kinds)
+def _size(variant: Variant) -> tuple[int, bool, int, bool, list[str]]:
+    # A twin that audits comes behind its own: no batch without audits gets it.
+    return len(variant.kinds), variant.ordered, len(variant.own_layers), variant.audited, in_order(variant.kinds)
 
 
 def _label(variant: Variant, kinds: Collection[str], profiled: Collection[int]) -> str:
     named = [ALL] if len(kinds) > 1 and len(variant.kinds) == len(kinds) else in_order(variant.kinds) or [DENSE]
     early_termination = [EARLY_TERMINATION] if variant.ordered else []
     any_layers = [ANY_LAYERS] if len(variant.own_layers) > len(profiled) else []
-    return "+".join([*named, *early_termination, *any_layers])
+    audit = [AUDIT] if variant.audited else []
+    return "+".join([*named, *early_termination, *any_layers, *audit])
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tests.kernels.caches import random_cache, random_softmax
 from tests.policy_rows import small_policies
 from winnow_kernels.attend.gpu import AttendBuffers
 from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.decode.gpu_audit import StepAudit
 from winnow_kernels.decode.gpu_selector import Selector
 from winnow_kernels.decode.gpu_selector import Server as SelectorServer
 from winnow_kernels.decode.gpu_step import StepBuffers
@@ -218,13 +219,14 @@ def device_decode(
         buffers.largest,
         server.share.ranks,
     )
+    audit = StepAudit(REQUEST_SLOTS, query_heads, server.caches[0], attend_buffers)
     selectors = selectors_for(own)
     return DeviceDecode(
-        server.caches, server.shape.scale, server.table, buffers, attend_buffers, selectors, server.statistics
+        server.caches, server.shape.scale, server.table, buffers, attend_buffers, selectors, server.statistics, audit
     )
 
 
-VARIANTS = variants_of(KINDS, (), LAYERS, delta_layers=(1,))
+VARIANTS = variants_of(KINDS, (), LAYERS, delta_layers=(1,), audits=True)
 
 
 def queries_of(server: Server, step: int, layer: int) -> Tensor:
