@@ -166,7 +166,7 @@ def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
     model = write_model(tmp_path / "model", shape)
     write_weights(model)
     tokens, server_share = 4, 0.5
-    named = ("quest", "delta", "streaming_llm", "tactic, terminated")
+    named = ("quest", "delta", "streaming_llm", "lowbit_top_p")
     asked = [{**policies[name], **audit} for name in named for audit in ({}, {"audit": 1.0}, {"audit": 0.0})]
 
     def all_answers(http: httpx.Client) -> list[Any]:
@@ -192,8 +192,8 @@ def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
             assert audit is None
             assert wanted_cost["audit"] is None
             continue
-        assert audit["steps"] == wanted_cost["audit"]["steps"]
         assert_equal_costs(audit, wanted_cost["audit"])
+        assert audit["output_error"] > 0.01
     of_whole_steps = [answer["meta_info"]["attention"]["audit"]["steps"] for answer in got[1::3]]
     assert set(of_whole_steps) == {tokens - 1}
     for first in range(0, len(asked), 3):

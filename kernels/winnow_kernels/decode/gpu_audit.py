@@ -82,6 +82,9 @@ class StepAudit:
 
     def audit(self, rows: Sequence[AuditedRow], step: Step) -> None:
         """Say which rows of a step are audited, outside of its CUDA graph."""
+        if not rows:
+            self._promises.fill_(_NOT_AUDITED)
+            return
         promises = torch.full((step.rows,), _NOT_AUDITED)
         for audited in rows:
             promises[audited.row] = _NO_PROMISE if audited.p is None else audited.p
@@ -90,7 +93,7 @@ class StepAudit:
     def begin(self, step: Step) -> None:
         """Do what is done once a step."""
         is_audited = self._promises[: step.rows, None] != _NOT_AUDITED
-        self._counts[: step.rows] = torch.where(is_audited, WHOLE, ELSEWHERE)
+        self._counts[: step.rows].fill_(ELSEWHERE).masked_fill_(is_audited, WHOLE)
         self._sums[: step.rows].zero_()
 
     def compare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sglang_winnow.device.decode import DeviceDecode, Variant
 from sglang_winnow.device.variants import variant_for
+from sglang_winnow.request_state import RequestState
 from tests.sglang_ext.device.test_decode import (
     GROUP,
     HEAD_DIM,
@@ -31,6 +32,7 @@ from tests.sglang_ext.device.test_decode import (
     of_field,
     on_device,
     policies_act_at_every_length,
+    queries_of,
 )
 from tests.sglang_ext.device.test_ranks import shares
 from winnow_kernels.attend.gpu import attend_kernel
@@ -126,6 +128,61 @@ def test_the_steps_that_are_audited_are_those_of_the_torch_path(device: torch.de
     wanted, own = (server.statistics.rows[1:4].cpu() for server in servers)
     assert_audits_equal(own, wanted)
     assert own[:, Field.AUDITED_STEPS].tolist() == [2, 1, 0]
+
+
+def replayable(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What replays a CUDA graph of ``launch``, or launches again where kernels are interpreted."""
+    if device.type != "cuda":
+        return launch
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
+def test_one_graph_serves_all_steps_whichever_rows_they_audit(device: torch.device) -> None:
+    names = ["quest", "streaming_llm", "quest", "dense"]
+    wanted, own = (Server(names, LENGTHS, device, policies=audited(POLICIES, 0.5)) for _ in range(2))
+    for server in (wanted, own):
+        for state, phase in zip(server.states, (0.0, 0.0, 0.5, 0.0), strict=True):
+            state.audit_phase = phase
+    decode, slots = device_decode(own), own.request_slots
+    variant = Variant(frozenset({"quest", STREAMING_LLM.kind}), audited=True)
+    queries = [queries_of(own, 0, layer) for layer in range(LAYERS)]
+    outputs = [torch.empty_like(of_layer) for of_layer in queries]
+
+    def prepare(states: Sequence[RequestState], lengths: Sequence[int]) -> None:
+        of_states = slots[: len(states)].tolist()
+        decode.prepare(variant, states, of_states, lengths, slots, torch.tensor(own.lengths, device=device))
+
+    def launch() -> None:
+        decode.begin()
+        for layer in range(LAYERS):
+            decode.attend(layer, queries[layer], outputs[layer])
+        decode.finish()
+
+    # As a graph is captured: of rows that nobody knows.
+    prepare((), ())
+    replay = replayable(launch, device)
+    own.statistics.rows.zero_()
+    for step in range(3):
+        expected = by_torch(wanted, step)
+        for layer, of_layer in enumerate(queries):
+            of_layer.copy_(queries_of(own, step, layer))
+        prepare(own.states, own.lengths)
+        replay()
+        for output, wanted_output in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output, wanted_output, rtol=1e-4, atol=1e-4)
+        for server in (wanted, own):
+            server.grow()
+    told, expected_told = (server.statistics.rows[1:5].cpu() for server in (own, wanted))
+    assert_audits_equal(told, expected_told)
+    assert told[:, Field.AUDITED_STEPS].tolist() == [1, 1, 2, 0]
 
 
 @pytest.mark.parametrize("stored", [in_8_bits])
