@@ -25,6 +25,7 @@ from sglang_winnow.profile_settings import default_kl, load_requests, profile, s
 from sglang_winnow.quality_profile import Curve, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
+from sglang_winnow.sglang_versions.releases import EXPLAINS_ON_CUDA, OLDEST
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.indexes.settings import DEFAULT
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy
@@ -138,8 +139,8 @@ class ServedModel:
         """Where explanations are not served, if this server is such a place."""
         if not self.has_policies:
             return f"without --attention-backend {NAME}"
-        if self.device != "cpu":
-            return f"on {self.device}: a CPU alone explains"
+        if self.device != "cpu" and not EXPLAINS_ON_CUDA:
+            return f"on {self.device} with this SGLang (use {OLDEST})"
         return f"with --tp-size {self.ranks}: no rank sees all heads" if self.ranks > 1 else None
 
     def _check_delta_layers(self, policy: AttentionPolicy) -> None:

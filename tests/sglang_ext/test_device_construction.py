@@ -313,7 +313,7 @@ def test_a_step_with_the_graph_of_a_larger_set_is_counted(
     everything = GraphSet(frozenset({"quest", "snapkv", "tactic"}), ordered=False)
     backend.variants = variants_of(everything.kinds, [everything], LAYERS, ())
     backend._decode = SimpleNamespace(needed=lambda *_: Variant(frozenset(needed)))
-    decoding: Any = SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens_cpu=torch.tensor([100]))
+    decoding: Any = SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens_cpu=torch.tensor([]))
     backend.note([], decoding, 0)
     assert backend.label == label
     assert totals.totals()["superset_decode_steps_total"] == counted

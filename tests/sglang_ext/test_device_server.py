@@ -205,6 +205,41 @@ def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
 
 
 @pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)
+def test_explanations_are_those_of_the_torch_path(
+    shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
+) -> None:
+    """Of steps of several requests in a batch, one of which is dense."""
+    model = write_model(tmp_path / "model", shape)
+    write_weights(model)
+    full = [layer for layer in range(shape.layers) if shape is not WINDOWED or layer % 3 == 2]
+    asked = {"steps": [2], "layers": full, "heads": list(range(shape.kv_heads))}
+
+    def answer(http: httpx.Client, name: str, length: int) -> Any:
+        custom = {"attention": json.dumps(policies[name]), "attention_explain": json.dumps(asked)}
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "custom_params": custom}
+        body = {"input_ids": prompt_of(length, length, shape.vocab_size), "sampling_params": sampling}
+        return http.post("/generate", json=body).raise_for_status().json()["meta_info"]["attention"]["explain"]
+
+    def all_answers(http: httpx.Client) -> list[Any]:
+        names = ("dense", "quest", "delta", "streaming_llm")
+        with ThreadPoolExecutor(len(names)) as pool:
+            return list(pool.map(lambda name: answer(http, name, 700 + len(name)), names))
+
+    with serve(model, tmp_path / "torch.log") as http:
+        expected = all_answers(http)
+    with serve(model, tmp_path / "device.log", **interpreted()) as http:
+        got = all_answers(http)
+    for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
+        assert len(own["entries"]) == len(full) * shape.kv_heads
+        assert own["missing_steps"] == []
+        for entry, wanted_entry in zip(own["entries"], wanted["entries"], strict=True):
+            assert entry.pop("weights") == pytest.approx(wanted_entry.pop("weights"), abs=1e-5)
+            assert entry.pop("share") == pytest.approx(wanted_entry.pop("share"), abs=1e-4)
+            assert entry == wanted_entry
+            assert entry["dense"] == (number == 0)
+
+
+@pytest.mark.parametrize(("shape", "policies"), MODELS, ids=IDS)
 def test_prefill_in_padded_passes_is_prefill(
     shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
 ) -> None:

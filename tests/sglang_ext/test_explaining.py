@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_winnow import reporting, request_policy
+from sglang_winnow import reporting, request_policy, server_information
 from sglang_winnow.admission import Limits, attach_policy, check_custom_params, check_request
 from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.device import variants
 from sglang_winnow.explain_requests import explanation_of, note_explained_prompt
 from sglang_winnow.explaining import explained
 from sglang_winnow.server_information import ServedModel
@@ -277,7 +278,6 @@ def test_what_is_no_question_is_refused(text: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "policy", "message"),
     [
-        ({"device": "cuda"}, {}, "attention_explain: is not served on cuda: a CPU alone explains"),
         ({"ranks": 2}, {}, "attention_explain: is not served with --tp-size 2: no rank sees all heads"),
         ({"has_policies": False}, {}, "attention_explain: is not served without --attention-backend winnow"),
         ({"layers": 0}, {}, "attention_explain.layers: must be at most -1; there is no layer 0"),
@@ -293,6 +293,26 @@ def test_what_is_not_explained_is_refused(changes: dict[str, Any], policy: dict[
     assert str(refusal.value).startswith(message)
 
 
+def test_on_cuda_the_oldest_release_alone_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda = replace(MODEL, device="cuda")
+    monkeypatch.setattr(server_information, "EXPLAINS_ON_CUDA", True)
+    assert explanation_of({PARAMETER: TEXT}, on_cuda, AttentionPolicy()) == parse_explain(TEXT)
+    monkeypatch.setattr(server_information, "EXPLAINS_ON_CUDA", False)
+    problem = r"^attention_explain: is not served on cuda with this SGLang \(use 0\.5\.16\)$"
+    with pytest.raises(PolicyError, match=problem):
+        explanation_of({PARAMETER: TEXT}, on_cuda, AttentionPolicy())
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_no_graph_serves_a_step_that_is_explained(explains: bool) -> None:
+    runner, other = (
+        SimpleNamespace(attn_backend=backend) for backend in (SimpleNamespace(explains=explains), object())
+    )
+    for could in (False, True):
+        assert variants._can_run(lambda *_, could=could: could, runner, Any) == (could and not explains)
+        assert variants._can_run(lambda *_, could=could: could, other, Any) == could
+
+
 def test_an_ordinary_request_asks_for_nothing() -> None:
     for custom in (None, {}, {"attention": "{}"}):
         assert explanation_of(custom, replace(MODEL, device="cuda"), AttentionPolicy()) is None
@@ -300,7 +320,7 @@ def test_an_ordinary_request_asks_for_nothing() -> None:
         note_explained_prompt(request, [1], custom)
         assert not hasattr(request, "winnow_prompt")
     assert MODEL.describe()["explains"]
-    assert not replace(MODEL, device="cuda").describe()["explains"]
+    assert not replace(MODEL, ranks=2).describe()["explains"]
 
 
 def test_too_long_an_explanation_is_refused_when_the_tokens_are_known() -> None:

@@ -19,6 +19,7 @@ from sglang_winnow.device.dense import DensePlans
 from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.device.prefill import DevicePrefill, compile_defaults
 from sglang_winnow.device.variants import DENSE, variant_for, variants_of
+from sglang_winnow.explaining import explained_rows, note_dense_steps
 from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, write_keys_and_values
 from sglang_winnow.graph_sets import graph_sets
 from sglang_winnow.key_bits import index_settings
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from winnow_kernels.cache import LayerCache
+    from winnow_kernels.decode.explanation import ExplainedRow
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class WinnowDeviceBackend(AttentionBackend):
         self._states: list[RequestState] = []
         self._slots: list[int] = []
         self._lengths: list[int] = []
+        self._explained: list[ExplainedRow] = []
         self._prefill: DevicePrefill | None = None
         self._workspace = QuokaPrefillWorkspace.empty(
             self._caches[0].kv_heads, runner.model_config.context_len, self.device
@@ -137,12 +140,19 @@ class WinnowDeviceBackend(AttentionBackend):
         # Not those of the requests. A server that verifies looks at the tokens of a pass with grammars after it has
         # planned the next one: who has ended is in that one, too, and has given its slot back.
         self._slots = [state.slot for state in self._states]
+        self._explained = []
         if batch.forward_mode.is_decode():
             self._lengths = batch.seq_lens_cpu.tolist()
+            self._explained = explained_rows(self._states, self._lengths)
             needed = self._decode.needed(self._states, self._lengths)
             self.label = variant_for(needed, self.variants)
             if self.variants[self.label] != needed:
                 METRICS.add(SUPERSET_STEPS, graph=self.label)
+
+    @property
+    def explains(self) -> bool:
+        """Whether the pass that runs next is explained, which no graph can be."""
+        return bool(self._explained)
 
     def can_decode_ahead(self, states: Sequence[RequestState], length_bounds: Sequence[int]) -> bool:
         """Return whether a decode pass could be launched that has contexts of up to so many tokens."""
@@ -165,6 +175,7 @@ class WinnowDeviceBackend(AttentionBackend):
             if self._has_dense_layers:
                 self._dense_plans.plan(forward_batch)
             self._decode.begin()
+            self._note_dense_steps()
             return
         dense_batch: ForwardBatch | None = forward_batch
         if len(self._states) == forward_batch.batch_size:
@@ -211,16 +222,19 @@ class WinnowDeviceBackend(AttentionBackend):
     ) -> Tensor:
         """Attend with one query a request. Returns [requests, query heads × head dim]."""
         place = self._layers.place(layer.layer_id)
-        if self._is_dense or place is None:
+        cache = None if place is None else self._caches[place]
+        if self._is_dense or place is None or cache is None:
             output = self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
         else:
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
-            cache = self._caches[place]
             queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
             output = torch.empty_like(queries)
             self._decode.attend(place, queries, output)
             output = scaled_output(output, layer, cache).flatten(1)
+        if self._explained and place is not None and cache is not None:
+            queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
+            self._explain(place, layer.layer_id, queries)
         if layer.layer_id == self._layers.last:
             self._decode.finish()
         return output
@@ -284,6 +298,17 @@ class WinnowDeviceBackend(AttentionBackend):
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
         )
+
+    def _explain(self, place: int, number: int, queries: Tensor) -> None:
+        for explained in self._explained:
+            if number in explained.layers:
+                self._decode.explain(place, number, queries, explained, self._slots[explained.row])
+
+    def _note_dense_steps(self) -> None:
+        for explained in self._explained:
+            state, length = self._states[explained.row], self._lengths[explained.row]
+            if self._decode.runs_dense(state, self._slots[explained.row], length):
+                note_dense_steps([state], [length])
 
     def _checks(self, caches: Mapping[int, LayerCache], scale: float) -> CheckBackend:
         return CheckBackend(

@@ -18,13 +18,15 @@ from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.lanes import Lanes, lanes_of
 from sglang_winnow.device.parameters import parameters_of
-from sglang_winnow.request_policy import dense_until, drafts, effective_budget
+from sglang_winnow.request_policy import dense_until, drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.gpu import AttendBuffers, attend
 from winnow_kernels.batch import NOTHING_ANEW, WHOLE
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.audit import AuditedRow
+from winnow_kernels.decode.explanation import ExplainedRow
 from winnow_kernels.decode.gpu_audit import StepAudit
+from winnow_kernels.decode.gpu_explanation import attended_slots, explain_layer
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
 from winnow_kernels.decode.gpu_selector import NoRoomError, Selector
@@ -246,6 +248,31 @@ class DeviceDecode:
                 selector.attend_at(layer, queries, cache, step, output)
         if audit is not None:
             audit.compare(layer, queries, output, cache, step, self._scale, ordered=variant.ordered)
+
+    def explain(self, layer: int, number: int, queries: Tensor, explained: ExplainedRow, slot: int) -> None:
+        """Explain a row in the layer at a place that has just attended, which waits for the device.
+
+        Args:
+            layer: its place.
+            number: that the model knows it by.
+            queries: [rows, query heads, head dim].
+            explained: the row.
+            slot: its request slot.
+        """
+        step, cache, row = self._step, self._caches[layer], explained.row
+        slots = self._table[slot, : int(step.batch.lengths[row])].long()
+        attended: dict[int, Tensor] | None = None
+        if not self.variant.is_dense:
+            partial, ordered = self._attend_buffers.partial, self.variant.ordered
+            attended = {
+                head: attended_slots(row, head, slots, step, layer, partial, ordered=ordered)
+                for head in explained.heads
+            }
+        explained.found[number] = explain_layer(explained, slots, attended, queries, cache, self._scale)
+
+    def runs_dense(self, state: RequestState, slot: int, length: int) -> bool:
+        """Return whether a request reads everything in the step that is prepared."""
+        return slot in self._without_room or reads_everything(state, length, self._step.batch.page_size)
 
     def finish(self) -> None:
         """Add what was read to the statistics, after the last layer."""
