@@ -56,7 +56,8 @@ def explain(
 ) -> None:
     """Show which tokens of a prompt policies attend to, and what dense attention would give each.
 
-    Asks a service whose runtime runs on a CPU. `winnow sample niah_single_1 | winnow explain -` explains a sample.
+    Asks a service whose runtime runs on a CPU, or on CUDA with SGLang 0.5.16.
+    `winnow sample niah_single_1 | winnow explain -` explains a sample.
     """
     question = _prompt(prompt) | {
         "policies": [_policy(given) for given in policy or _DEFAULT_POLICIES],

@@ -33,7 +33,8 @@ async def explain_attention(
 ) -> Response:
     """Answer a prompt under each policy, and tell which of its tokens were attended to, and their dense weights.
 
-    The answer has a weight for each token, step, layer and head: their product is bounded. On a CPU runtime alone.
+    The answer has a weight for each token, step, layer and head: their product is bounded. Not every
+    runtime on CUDA explains: one with SGLang 0.5.16 does.
     """
     question = await read_resource(request, ExplainQuestion)
     model = await forwarder.runtime.served.get(request.headers.get("authorization"))

@@ -74,7 +74,7 @@ class Explain {
       () => this.#ask(),
     );
     root.append(
-      h("p", { class: "muted" }, "Answers the prompt under each policy, greedily, and shows what single decode steps read of it, beside the weights of dense attention. On a CPU runtime alone."),
+      h("p", { class: "muted" }, "Answers the prompt under each policy, greedily, and shows what single decode steps read of it, beside the weights of dense attention."),
       this.#scope,
       h("div", { class: "card explain-question" }, this.#form.element),
       this.#view.element,
