@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.softmaxes import layer_cache
 from sglang_winnow.verification_plan import VerificationPlan
 from winnow_kernels.cache import Context
+from winnow_kernels.decode.compaction import compact, room_for
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
 
@@ -170,9 +172,14 @@ class WinnowAttentionBackend(AttentionBackend):
         first = batch.batch_size - self._decoding if self._decoding else 0
         for slot in batch.req_pool_indices[first:].tolist():
             if (state := self.requests[slot]) is not None and is_due(state, self._full_layers):
-                row = self.req_to_token_pool.req_to_token[slot]
-                written = release(state, row, self.indexes.caches, self.indexes.page_size)
-                self.indexes.generations.written(written)
+                assert state.kept is not None
+                room = room_for(state.kept.kept)
+                row, page_size = self.req_to_token_pool.req_to_token[slot], self.indexes.page_size
+                release(state, row, room, page_size, partial(self._move, state.kept.kept, room))
+
+    def _move(self, kept: Mapping[int, Tensor], room: int, prompt: Tensor, begin: int) -> Mapping[int, Tensor]:
+        self.indexes.generations.written(prompt[begin : begin + room])
+        return compact(kept, self.indexes.caches, prompt, begin)
 
     def _decode(self, batch: ForwardBatch, context: Context, rows: range) -> DecodePlan:
         slots = batch.req_pool_indices[rows.start : rows.stop]

@@ -21,52 +21,49 @@ from sglang_winnow.metrics import METRICS, RELEASED_TOKENS, UNCACHED_TOKENS
 from sglang_winnow.request_state import Released, RequestState
 from sglang_winnow.sglang_versions.prefix_cache import shared_length
 from sglang_winnow.sglang_versions.requests import allocated_length, committed_length, end_row, slot_of
-from winnow_kernels.decode.compaction import compact, room_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
-    from winnow_kernels.cache import LayerCache
 
-
-def is_due(state: RequestState, layers: Sequence[int]) -> bool:
+def is_due(state: RequestState, layers: Sequence[object]) -> bool:
     """Return whether a request that decodes has decided in all ``layers`` what it keeps for good, and keeps it all."""
     return state.releases and state.released is None and state.kept is not None and len(state.kept.kept) == len(layers)
 
 
-def release(state: RequestState, row: Tensor, caches: Sequence[LayerCache], page_size: int) -> Tensor:
+def release(
+    state: RequestState, row: Tensor, room: int, page_size: int, move: Callable[[Tensor, int], Mapping[int, Tensor]]
+) -> None:
     """Move what a request keeps of its prompt, and take the rest of the prompt out of its row.
+
+    On a GPU all of it is in the stream of the forward passes. SGLang has the stream in which slots are freed, and given
+    to others, wait for what a pass does with its table before its CUDA graph is replayed, or for all of the pass.
 
     Args:
         state: of a request that ``is_due``.
         row: int32 [positions]; its row of SGLang's table, changed in place.
-        caches: of each layer.
+        room: how many slots it needs for what it keeps.
         page_size: tokens in a page.
-
-    Returns:
-        int64; the slots that were written.
+        move: moves that to ``room`` slots of the prompt, int64 [tokens], from a position on; returns where it lies then
+            (``PromptSelection.moved``).
     """
     assert state.kept is not None
     begin = state.shared
-    room = room_for(state.kept.kept)
     gone = begin + -(-room // page_size) * page_size
     end = state.prompt_length // page_size * page_size
-    prompt = row[: state.prompt_length].long()
     if gone >= end:
         state.released = Released(0)
-        return prompt[:0]
-    written = prompt[begin : begin + room]
-    compact(state.kept.kept, caches, prompt, written)
-    state.kept.moved_to = begin
+        return
+    prompt = row[: state.prompt_length].long()
+    state.kept.moved = move(prompt, begin)
     state.released = Released(end - gone, prompt[gone:end])
     row[gone:end] = 0
     METRICS.add(RELEASED_TOKENS, end - gone)
-    return written
 
 
 def free_after_step(scheduler: Scheduler, batch: ScheduleBatch, *_: object, **__: object) -> None:
@@ -90,7 +87,7 @@ def free_row(req: Req, tree_cache: BasePrefixCache, *_: object, **__: object) ->
     allocator.free(row[row >= allocator.page_size].long())
     METRICS.add(UNCACHED_TOKENS, max(0, end - req.winnow_state.prompt_length))
     end_row(req, begin)
-    req.winnow_state.kept.moved_to = None
+    req.winnow_state.kept.moved = None
 
 
 def _free(released: Released | None, allocator: BaseTokenToKVPoolAllocator) -> bool:

@@ -104,7 +104,7 @@ class RequestState:
         self.anew_from = None
         self.released = None
         if self.kept is not None:
-            self.kept.moved_to = None
+            self.kept.moved = None
 
     def written_anew(self, begin: int) -> None:
         """Note that keys were written anew from position ``begin`` on; drafts' may have been indexed."""

@@ -159,8 +159,6 @@ class ServedModel:
                 f"{PARAMETER}.decode.release",
                 f"must be false: layer {min(self.sliding_layers)} has a sliding window, which is part of the prompt",
             )
-        if self.device != "cpu":
-            raise PolicyError(f"{PARAMETER}.decode.release", f"must be false on {self.device}: a CPU alone serves it")
 
     def _check_chunk(self, policy: AttentionPolicy) -> None:
         # A chunk that holds no whole block would never be scheduled.

@@ -1,4 +1,4 @@
-"""What is kept of a prompt, moved into few slots: there each KV head finds its own tokens, in the order of reading."""
+"""What is kept of a prompt, moved into few slots: there each KV head finds its own tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.caches import random_cache, scattered_context
-from winnow_kernels.decode.compaction import compact, room_for
+from winnow_kernels.decode.compaction import arranged, compact, room_for
 
 SLOTS, HEADS, DIM = 1024, 3, 16
 
@@ -34,7 +34,7 @@ def test_each_kv_head_finds_its_own_tokens(length: int, counts: list[int], first
     prompt = context.slots[0]
     room = prompt[first : first + room_for(kept)]
     assert len(room) == max(counts)
-    compact(kept, caches, prompt, room)
+    places = compact(kept, caches, prompt, first)
     untouched = torch.ones(SLOTS, dtype=torch.bool)
     untouched[room] = False
     for layer, cache in enumerate(caches):
@@ -44,5 +44,22 @@ def test_each_kv_head_finds_its_own_tokens(length: int, counts: list[int], first
                 assert torch.equal(ours, originals)
                 continue
             for head in range(HEADS):
-                own = kept[layer][head]
-                assert torch.equal(ours[room[: len(own)], head], originals[prompt[own], head])
+                own, now = kept[layer][head], places[layer][head]
+                assert sorted(now.tolist()) == list(range(first, first + len(own)))
+                assert torch.equal(ours[prompt[now], head], originals[prompt[own], head])
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(1, 200), count=st.integers(1, 200), first=st.integers(0, 199), seed=st.integers(0, 2**16))
+def test_no_token_is_moved_to_where_one_lies_that_is_moved_later(
+    length: int, count: int, first: int, seed: int
+) -> None:
+    count = min(count, length)
+    first = min(first, length - count)
+    own = torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:count]
+    spare = torch.full((3,), -1)
+    moved, places = arranged(torch.cat((own, spare)), first, length)
+    assert torch.equal(moved[places[:count] - first], own)
+    assert (moved[count:] == -1).all()
+    for index in range(count):
+        assert first + index not in moved[index + 1 : count]

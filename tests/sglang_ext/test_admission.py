@@ -205,22 +205,15 @@ def test_a_policy_that_the_server_does_not_serve_is_refused() -> None:
         check_request(GenerateReqInput(**body), some)
 
 
-@pytest.mark.parametrize(
-    ("difference", "problem"),
-    [
-        ({"device": "cuda"}, "must be false on cuda: a CPU alone serves it"),
-        (
-            {"sliding_layers": frozenset({1, 2})},
-            "must be false: layer 1 has a sliding window, which is part of the prompt",
-        ),
-    ],
-)
-def test_a_prompt_is_not_released_where_that_is_not_served(difference: dict[str, Any], problem: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_prompt_is_not_released_where_layers_have_a_window(device: str) -> None:
     policy = '{"decode": {"policy": "snapkv", "release": true}}'
     body: dict[str, Any] = {"text": "a", "sampling_params": {"custom_params": {"attention": policy}}}
-    check_request(GenerateReqInput(**body), LIMITS)
+    model = replace(MODEL, device=device)
+    check_request(GenerateReqInput(**body), replace(LIMITS, model=model))
+    problem = "must be false: layer 1 has a sliding window, which is part of the prompt"
     with pytest.raises(ValueError, match=f"^attention.decode.release: {problem}$"):
-        check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(MODEL, **difference)))
+        check_request(GenerateReqInput(**body), replace(LIMITS, model=replace(model, sliding_layers=frozenset({1, 2}))))
 
 
 def test_a_request_is_audited_on_cuda_where_the_environment_sets_a_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ class Declaration(ABC, Generic[P]):
         longest_on_gpu: tokens of a context, at most, that its kernels can serve; None for as many as all kernels.
         pays_on_gpu: whether a server on a GPU was seen to be faster with it than densely. A GPU server serves what was
             not only if it is named.
+        releases: whether requests may give back a part of their prompts. No step of theirs can read the whole context
+            then: on a GPU selections must have room for all that they read, however long the context is.
     """
 
     kind: ClassVar[str]
@@ -57,6 +59,7 @@ class Declaration(ABC, Generic[P]):
     buffer_bytes: ClassVar[int] = 0
     longest_on_gpu: ClassVar[int | None] = None
     pays_on_gpu: ClassVar[bool] = True
+    releases: ClassVar[bool] = False
 
     @abstractmethod
     def budget(self, parameters: P, prompt_length: int, length: int, page_size: int) -> int | None:

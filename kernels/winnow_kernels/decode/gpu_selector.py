@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -131,6 +132,28 @@ class Selector:
 
     def observed(self, layer: int, new_tokens: int, step: Step) -> None:
         """See a layer of a check after all its rows have been."""
+
+
+class MovingSelector(Selector):
+    """A kind of policy that keeps a part of the prompt, and can move it: on the host, after ``enter``."""
+
+    @abstractmethod
+    def room(self, request: Request) -> int:
+        """Return how many slots a request needs for what it keeps of its prompt: on all ranks as many."""
+
+    @abstractmethod
+    def move(self, request: Request, slot: int, prompt: Tensor, begin: int) -> Mapping[int, Tensor]:
+        """Move what a request keeps of its prompt, and read it from where it lies then.
+
+        Args:
+            request: of which nothing was moved since its prefill.
+            slot: its request slot.
+            prompt: int64 [tokens]; the slot of each token of the prompt.
+            begin: the position from which on it gets slots of the prompt: ``room`` of them.
+
+        Returns:
+            Where it lies then (``PromptSelection.moved``).
+        """
 
 
 class PageIndexSelector(Selector):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -19,12 +20,12 @@ class PromptSelection(ABC):
     Attributes:
         kept: for each layer that has chosen, int64 [KV heads, most]; positions in the order in which they are read.
             From ``counts`` on they mean nothing.
-        moved_to: the position from which on all that is kept lies now, in that order, since it was moved there
-            (``compaction``); None while it lies at its own positions.
+        moved: like ``kept``, the positions at which what is kept lies since it was moved (``compaction``); None while
+            it lies at its own.
     """
 
     kept: dict[int, Tensor]
-    moved_to: int | None = None
+    moved: Mapping[int, Tensor] | None = None
 
     def counts(self, layer: int) -> Tensor:
         """Return how many positions each KV head keeps in a layer that has chosen: int64 [KV heads], at least 1."""
@@ -33,10 +34,7 @@ class PromptSelection(ABC):
 
     def places(self, layer: int) -> Tensor:
         """Return the positions at which what is kept lies: as ``kept``."""
-        kept = self.kept[layer]
-        if self.moved_to is None:
-            return kept
-        return (self.moved_to + torch.arange(kept.shape[1], device=kept.device)).expand_as(kept)
+        return (self.kept if self.moved is None else self.moved)[layer]
 
     @abstractmethod
     def record(self, layer: int, queries: Tensor, first_position: int) -> None:

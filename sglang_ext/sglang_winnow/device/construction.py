@@ -21,7 +21,7 @@ from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.decode.ranks import Ranks
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
-from winnow_kernels.policies.declarations import LAYOUT, kinds_of, selectors_of
+from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT, kinds_of, selectors_of
 from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 if TYPE_CHECKING:
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 def enabled_kinds(*, verifies: bool) -> frozenset[str]:
     """Return the kinds of the decode policies that the server serves (``served_policies``), besides dense."""
     return kinds_of(served_policies(verifies=verifies))
+
+
+def width_of(kinds: Collection[str], longest: int) -> int:
+    """Return how many tokens a KV head can select on a server of ``kinds`` with contexts of ``longest`` tokens.
+
+    Where it would select more, it attends to the whole context: not if that may have been released.
+    """
+    return longest if any(DECLARATIONS[kind].releases for kind in kinds) else selection_width(longest)
 
 
 def profiled_layers(runner: ModelRunner) -> Collection[int]:
@@ -65,7 +73,7 @@ def build_decode(
         len(caches),
         query_heads,
         caches[0].kv_heads,
-        selection_width(longest),
+        width_of(kinds, longest),
         torch.device(runner.device),
     )
     attend_buffers = AttendBuffers.empty(requests, query_heads, caches[0])

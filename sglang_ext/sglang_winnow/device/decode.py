@@ -18,6 +18,7 @@ from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.lanes import Lanes, lanes_of
 from sglang_winnow.device.parameters import parameters_of
+from sglang_winnow.released_prompts import is_due, release
 from sglang_winnow.request_policy import dense_until, drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
 from winnow_kernels.attend.gpu import AttendBuffers, attend
@@ -29,7 +30,7 @@ from winnow_kernels.decode.gpu_audit import StepAudit
 from winnow_kernels.decode.gpu_explanation import attended_slots, explain_layer
 from winnow_kernels.decode.gpu_page_table import copy_page_table
 from winnow_kernels.decode.gpu_rows import Parameter, ParameterTable
-from winnow_kernels.decode.gpu_selector import NoRoomError, Selector
+from winnow_kernels.decode.gpu_selector import MovingSelector, NoRoomError, Selector
 from winnow_kernels.decode.gpu_step import Step, StepBuffers
 from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.host_tensors import to_device
@@ -387,6 +388,10 @@ class DeviceDecode:
             self._without_room.add(slot)
             self._write(state, slot)
             return
+        # One that came to run dense for want of room is in a slot that stays dense.
+        if isinstance(selector, MovingSelector) and slot not in self._without_room and is_due(state, self._caches):
+            page_size, move = self._step.batch.page_size, partial(selector.move, state, slot)
+            release(state, self._table[slot], selector.room(state), page_size, move)
         index = torch.full((1,), slot, device=own.device)
         self._statistics.add(index, Field.INDEX_BUILT_TOKENS, float(entry.built_tokens))
         self._statistics.add(index, Field.DECODE_READ_BYTES, entry.read_bytes)

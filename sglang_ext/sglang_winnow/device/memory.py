@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow.audit_share import audits_on
 from sglang_winnow.backend_name import NAME
-from sglang_winnow.device.construction import enabled_kinds
+from sglang_winnow.device.construction import enabled_kinds, width_of
 from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.hooks import Hook
@@ -29,7 +29,6 @@ from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT
 from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
 from winnow_kernels.policies.registry import DECODE_POLICIES, POLICIES_SETTING
-from winnow_kernels.policies.tactic.gpu.selection import selection_width
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -51,7 +50,7 @@ def fixed_bytes(
         page_size: slots in a page.
     """
     nowhere = torch.device("meta")
-    width = selection_width(longest)
+    width = width_of(kinds, longest)
     steps = StepBuffers(LAYOUT, rows, longest, page_size, shape.layers, query_heads, shape.kv_heads, width, nowhere)
     layer = LayerCache(*torch.empty(2, 1, shape.kv_heads, shape.head_dim, device=nowhere))
     attention = AttendBuffers.empty(rows, query_heads, layer)

@@ -14,6 +14,7 @@ from tests.kernels.gpu.selectors import delta_rows, of_other_kinds
 from winnow_kernels.attend.gpu import AttendBuffers, Launch
 from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.decode.gpu_compaction import Compaction
 from winnow_kernels.policies.delta import gpu as delta
 from winnow_kernels.policies.quest import gpu as quest
 from winnow_kernels.policies.snapkv import gpu as snapkv
@@ -61,6 +62,10 @@ def _launch() -> None:
         bounds = torch.empty(16, KV_HEADS, 2 * head_dim, dtype=torch.bfloat16)
         own, buffers = of_other_kinds(quest.QuestRows, ROWS, CPU), PageBuffers.empty(ROWS, KV_HEADS, pages, CPU)
         quest.select(0, _queries(head_dim, group), bounds, _batch(pages), own, SELECTION, buffers)
+    # Keys of 16 bits and of 8.
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        moved = Compaction([LayerCache(*torch.empty(2, 64, KV_HEADS, 128, dtype=dtype))])
+        moved.move({0: torch.arange(32).expand(KV_HEADS, -1)}, torch.arange(64), 0)
     _launch_delta()
     top = of_other_kinds(TopRows, ROWS, CPU)
     for head_dim, group in SCORED:
@@ -98,9 +103,14 @@ def test_kernels_fit_a_multiprocessor_as_often_as_they_are_launched() -> None:
         assert programs * compiled.warps * 32 * compiled.registers <= REGISTERS, compiled
         if "quest.gpu:_score" in kernel or "delta.gpu:_attend" in kernel:
             assert "mma" in compiled.ptx, compiled
+        if "gpu_compaction" in kernel:
+            # All of a block is loaded, in vectors, before any of it is stored.
+            loaded, stored = compiled.ptx.rindex("ld.global.v4"), compiled.ptx.index("st.global.v4")
+            assert loaded < compiled.ptx.index("bar.sync", loaded) < stored, compiled
     assert next(attended, None) is None
     assert set(PROGRAMS) < set(launched)
     assert launched["policies.streaming_llm.gpu:_select_kernel"] == launched["policies.delta.gpu:_count_kernel"] == 1
+    assert launched["decode.gpu_compaction:_move_kernel"] == 2
     assert launched["policies.quest.gpu:_select_kernel"] == 3
     assert launched["policies.delta.gpu:_merge_kernel"] == len(ATTENDED)
     assert launched["policies.delta.gpu:_select_kernel"] == 2

@@ -28,6 +28,7 @@ class VotedDeclaration(Declaration[V]):
     crossover = Crossover(cpu=4096, cuda=0)
     columns = Columns(("prompt_length",))
     buffer_bytes = CAPACITY * torch.int32.itemsize
+    releases = True
 
     @abstractmethod
     def state(self, parameters: V, observation: ObservationBuffer, layers: Sequence[int]) -> SnapKVState:

@@ -59,6 +59,11 @@ class StoredPositions:
         self.offsets[slot] = (first + before).view_as(kept).to(self.offsets.device)
         self.kept[slot] = kept.int().to(self.kept.device)
 
+    def length(self, request: Request) -> int:
+        """Return how many positions are kept of a request: 0 of one that is not known."""
+        _, length = self._pieces.get(request, (0, 0))
+        return length
+
     def _claim(self, length: int) -> int:
         for place, (first, free) in enumerate(self._free):
             if free >= length:
