@@ -27,12 +27,14 @@ class Stream:
         arrivals: seconds, and how many tokens had come by then; from the first token on.
         cached_tokens: of the prompt, those in the radix cache.
         decode: what the server says of its decode attention; empty if nothing.
+        retractions: how often SGLang took back what it had computed, for want of memory; 0 if it says nothing.
     """
 
     sent: float
     arrivals: Sequence[tuple[float, int]]
     cached_tokens: int
     decode: Mapping[str, Any]
+    retractions: int = 0
 
     @property
     def ttft(self) -> float:
@@ -90,7 +92,8 @@ def read_stream(sent: float, events: Iterable[tuple[float, str]]) -> Stream:
     for seconds, meta in meta_of(events):
         if not arrivals or meta["completion_tokens"] > arrivals[-1][1]:
             arrivals.append((seconds, meta["completion_tokens"]))
-    return Stream(sent, arrivals, meta["cached_tokens"], (meta.get("attention") or {}).get("decode") or {})
+    told = meta.get("attention") or {}
+    return Stream(sent, arrivals, meta["cached_tokens"], told.get("decode") or {}, told.get("retracted") or 0)
 
 
 def timing_of(streams: Sequence[Stream]) -> BatchTiming:

@@ -142,6 +142,40 @@ def requests_markdown(rows: Sequence[Row]) -> str:
     return markdown_table((*headings, *others), cells)
 
 
+def released_table(path: Path) -> str:
+    """Return how many requests ran at once with ``release`` and without, and how fast."""
+    record = Record.read(path)
+    row = record.rows[0]
+    what = (
+        f"{row.model}, {row.batch} requests of {in_thousands(row.context)} tokens sent at once, answers of"
+        f" {row.parameters['output_tokens']:,} tokens, a KV cache of {row.parameters['cache_tokens']:,}."
+    )
+    return f"{what}\n\n{released_markdown(record.rows)}{devices_of(record)}"
+
+
+def released_markdown(rows: Sequence[Row]) -> str:
+    """Return rows of ``benchmarks.serving.released_prompts`` as Markdown."""
+    cells = []
+    for row in rows:
+        told = row.parameters
+        cells.append(
+            (
+                row.policy,
+                str(told["run_at_once"]),
+                f"{told['mean_running']:.1f}",
+                f"{told['held_tokens']:,.0f}",
+                str(told["fit"]),
+                f"{row.measured:,.0f}",
+                "" if row.speedup is None else f"{row.speedup:.2f}",
+                f"{told['ttft']:.1f}",
+                f"{told['longest_ttft']:.1f}",
+                str(told["retractions"]),
+            )
+        )
+    headings = ("policy", "run at once", "on average", "tokens held by each", "fit", "output tokens/s")
+    return markdown_table((*headings, "times dense", "TTFT, s", "longest TTFT, s", "retractions"), cells)
+
+
 def _place(row: Row) -> tuple[int, str, str, str]:
     """Return a row's run, context and requests, backend, and policy."""
     return row.parameters.get("run", 0), case_of(row), row.parameters["backend"], row.policy
