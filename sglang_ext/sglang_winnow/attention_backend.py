@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from sglang_winnow.softmaxes import layer_cache
 from sglang_winnow.verification_plan import VerificationPlan
 from winnow_kernels.cache import Context
 from winnow_kernels.decode.compaction import compact, room_for
+from winnow_kernels.decode.request import PromptSelection
 from winnow_kernels.decode.statistics import Statistics
 from winnow_kernels.indexes.pool_indexes import Indexes
 
@@ -175,11 +176,11 @@ class WinnowAttentionBackend(AttentionBackend):
                 assert state.kept is not None
                 room = room_for(state.kept.kept)
                 row, page_size = self.req_to_token_pool.req_to_token[slot], self.indexes.page_size
-                release(state, row, room, page_size, partial(self._move, state.kept.kept, room))
+                release(state, row, room, page_size, partial(self._move, state.kept, room))
 
-    def _move(self, kept: Mapping[int, Tensor], room: int, prompt: Tensor, begin: int) -> Mapping[int, Tensor]:
+    def _move(self, kept: PromptSelection, room: int, prompt: Tensor, begin: int) -> None:
         self.indexes.generations.written(prompt[begin : begin + room])
-        return compact(kept, self.indexes.caches, prompt, begin)
+        kept.moved = compact(kept.kept, self.indexes.caches, prompt, begin)
 
     def _decode(self, batch: ForwardBatch, context: Context, rows: range) -> DecodePlan:
         slots = batch.req_pool_indices[rows.start : rows.stop]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from sglang_winnow.sglang_versions.prefix_cache import shared_length
 from sglang_winnow.sglang_versions.requests import allocated_length, committed_length, end_row, slot_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
@@ -36,9 +37,7 @@ def is_due(state: RequestState, layers: Sequence[object]) -> bool:
     return state.releases and state.released is None and state.kept is not None and len(state.kept.kept) == len(layers)
 
 
-def release(
-    state: RequestState, row: Tensor, room: int, page_size: int, move: Callable[[Tensor, int], Mapping[int, Tensor]]
-) -> None:
+def release(state: RequestState, row: Tensor, room: int, page_size: int, move: Callable[[Tensor, int], None]) -> None:
     """Move what a request keeps of its prompt, and take the rest of the prompt out of its row.
 
     On a GPU all of it is in the stream of the forward passes. SGLang has the stream in which slots are freed, and given
@@ -49,10 +48,8 @@ def release(
         row: int32 [positions]; its row of SGLang's table, changed in place.
         room: how many slots it needs for what it keeps.
         page_size: tokens in a page.
-        move: moves that to ``room`` slots of the prompt, int64 [tokens], from a position on; returns where it lies then
-            (``PromptSelection.moved``).
+        move: moves that to ``room`` slots of the prompt, int64 [tokens], from a position on.
     """
-    assert state.kept is not None
     begin = state.shared
     gone = begin + -(-room // page_size) * page_size
     end = state.prompt_length // page_size * page_size
@@ -60,7 +57,7 @@ def release(
         state.released = Released(0)
         return
     prompt = row[: state.prompt_length].long()
-    state.kept.moved = move(prompt, begin)
+    move(prompt, begin)
     state.released = Released(end - gone, prompt[gone:end])
     row[gone:end] = 0
     METRICS.add(RELEASED_TOKENS, end - gone)
@@ -94,6 +91,9 @@ def _free(released: Released | None, allocator: BaseTokenToKVPoolAllocator) -> b
     """Return whether there was something to free."""
     if released is None or released.slots is None:
         return False
+    if released.slots.is_cuda:
+        # They were found in the stream of the forward passes, to which their memory returns.
+        released.slots.record_stream(torch.cuda.current_stream(released.slots.device))
     allocator.free(released.slots)
     released.slots = None
     return True

@@ -19,7 +19,7 @@ from sglang_winnow import audit_share, graph_sets, key_bits
 from sglang_winnow.device import backend as backend_module
 from sglang_winnow.device import memory
 from sglang_winnow.device.backend import WinnowDeviceBackend
-from sglang_winnow.device.construction import enabled_kinds
+from sglang_winnow.device.construction import enabled_kinds, width_of
 from sglang_winnow.device.decode import Variant
 from sglang_winnow.device.memory import audit_bytes, check_bytes, fixed_bytes
 from sglang_winnow.device.reserved_indexes import reserved_indexes
@@ -99,6 +99,11 @@ def test_an_unknown_policy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(POLICIES_SETTING, "quest,tactics")
     with pytest.raises(ValueError, match=r"WINNOW_POLICIES: no decode policy is called 'tactics'; there are dense, "):
         enabled_kinds(verifies=True)
+
+
+def test_what_may_have_been_released_is_never_attended_to_whole() -> None:
+    assert width_of({"quest", "snapkv"}, 4096) == 4096
+    assert width_of({"quest", "tactic"}, 4096) == 3072
 
 
 KINDS_SERVED = st.sets(st.sampled_from(sorted(ALL)))

@@ -1,4 +1,4 @@
-"""Moving what a request keeps of its prompt into few slots, on a GPU: one launch for all layers."""
+"""Moving what a request keeps of its prompt into few slots, on a GPU: one launch for many layers, or all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.decode.compaction import arranged
+from winnow_kernels.decode.compaction import arranged, room_for
 from winnow_kernels.host_tensors import to_device
 
 _BLOCK: Final = 32
+# That are put in order at once, for which several times as many numbers of 64 bits are needed.
+_MAX_POSITIONS: Final = 2**21
 # Numbers are moved as they are stored, whatever they mean.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -42,15 +44,24 @@ class Compaction:
 
     def move(self, kept: Mapping[int, Tensor], prompt: Tensor, begin: int) -> dict[int, Tensor]:
         """Move what is kept of a prompt, as ``compact``; ``kept`` has all layers."""
-        layers = range(len(self._caches))
+        layers, most = len(self._caches), room_for(kept)
+        at_once = max(1, _MAX_POSITIONS // (most * self._first.shape[1]))
+        places: dict[int, Tensor] = {}
+        for start in range(0, layers, at_once):
+            some = range(start, min(start + at_once, layers))
+            places |= self._move({layer: kept[layer] for layer in some}, prompt, begin)
+        return places
+
+    def _move(self, kept: Mapping[int, Tensor], prompt: Tensor, begin: int) -> dict[int, Tensor]:
+        layers = list(kept)
         # As wide as the layer that keeps most.
-        positions = pad_sequence([kept[layer].T for layer in layers], batch_first=True, padding_value=-1).mT
+        positions = pad_sequence([own.T for own in kept.values()], batch_first=True, padding_value=-1).mT
         moved, places = arranged(positions, begin, len(prompt))
-        counts = [kept[layer].shape[1] for layer in layers]
+        counts = [own.shape[1] for own in kept.values()]
         first = self._first
         _, kv_heads, head_dim = first.shape
         _move_kernel[(len(layers), kv_heads, 2)](
-            self._addresses,
+            self._addresses[2 * layers[0] :],
             first,
             moved.contiguous(),
             to_device(torch.tensor(counts), first.device),
@@ -63,7 +74,7 @@ class Compaction:
             dim_block=triton.next_power_of_2(head_dim),
             block=_BLOCK,
         )
-        return {layer: places[layer, :, :count] for layer, count in enumerate(counts)}
+        return {layer: places[place, :, : counts[place]] for place, layer in enumerate(layers)}
 
 
 @triton.jit(do_not_specialize=["begin", "width"])  # type: ignore[untyped-decorator]

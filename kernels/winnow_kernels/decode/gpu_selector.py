@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -142,7 +142,7 @@ class MovingSelector(Selector):
         """Return how many slots a request needs for what it keeps of its prompt: on all ranks as many."""
 
     @abstractmethod
-    def move(self, request: Request, slot: int, prompt: Tensor, begin: int) -> Mapping[int, Tensor]:
+    def move(self, request: Request, slot: int, prompt: Tensor, begin: int) -> None:
         """Move what a request keeps of its prompt, and read it from where it lies then.
 
         Args:
@@ -150,9 +150,6 @@ class MovingSelector(Selector):
             slot: its request slot.
             prompt: int64 [tokens]; the slot of each token of the prompt.
             begin: the position from which on it gets slots of the prompt: ``room`` of them.
-
-        Returns:
-            Where it lies then (``PromptSelection.moved``).
         """
 
 

@@ -21,7 +21,7 @@ class PromptSelection(ABC):
         kept: for each layer that has chosen, int64 [KV heads, most]; positions in the order in which they are read.
             From ``counts`` on they mean nothing.
         moved: like ``kept``, the positions at which what is kept lies since it was moved (``compaction``); None while
-            it lies at its own.
+            it lies at its own. On a GPU the selector has them, and it is empty.
     """
 
     kept: dict[int, Tensor]

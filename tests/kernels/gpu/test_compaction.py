@@ -8,6 +8,7 @@ import torch
 from tests.kernels.caches import random_cache, scattered_context
 from tests.kernels.gpu.selectors import cache_on
 from winnow_kernels.cache import LayerCache
+from winnow_kernels.decode import gpu_compaction
 from winnow_kernels.decode.compaction import compact
 from winnow_kernels.decode.gpu_compaction import Compaction
 
@@ -21,11 +22,17 @@ def _caches(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> li
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 24), (torch.bfloat16, 64), (EIGHT_BITS, 32)])
-@pytest.mark.parametrize("begin", [0, 32, 160])
+@pytest.mark.parametrize(("begin", "at_once"), [(0, 4), (32, 3), (160, 1)])
 def test_each_kv_head_has_its_tokens_where_the_reference_moves_them(
-    dtype: torch.dtype, head_dim: int, begin: int, device: torch.device
+    dtype: torch.dtype,
+    head_dim: int,
+    begin: int,
+    at_once: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of layers that keep as many and fewer, with blocks that overlap those they are moved to."""
+    monkeypatch.setattr(gpu_compaction, "_MAX_POSITIONS", at_once * 2 * 140)
     kv_heads, counts = 2, (100, 33, 1, 140)
     generator = torch.Generator().manual_seed(begin)
     kept = {

@@ -38,11 +38,14 @@ class StoredSelector(MovingSelector):
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
         kept = request.kept
         assert kept is not None
+        if kept.moved is not None:
+            # In this slot: where it lies is known.
+            return Entry()
         votes = Meter(1, context.device)
         for layer, cache in enumerate(self._caches):
             if layer not in kept.kept:
                 kept.vote(layer, cache, context.slots[0, : request.prompt_length], self._scale, votes)
-        self._keep(request, slot, kept.kept if kept.moved is None else kept.moved)
+        self._keep(request, slot, kept.kept)
         return Entry(read_bytes=votes.read_bytes)
 
     def room(self, request: Request) -> int:
@@ -55,13 +58,12 @@ class StoredSelector(MovingSelector):
         self._ranks.maximize(most)
         return int(most)
 
-    def move(self, request: Request, slot: int, prompt: Tensor, begin: int) -> Mapping[int, Tensor]:
-        assert request.kept is not None
-        kept = request.kept.kept
-        places = self._compaction.move(kept, prompt, begin)
-        self._generations.written(prompt[begin : begin + room_for(kept)])
-        self._keep(request, slot, places)
-        return places
+    def move(self, request: Request, slot: int, prompt: Tensor, begin: int) -> None:
+        kept = request.kept
+        assert kept is not None
+        self._generations.written(prompt[begin : begin + room_for(kept.kept)])
+        self._keep(request, slot, self._compaction.move(kept.kept, prompt, begin))
+        kept.moved = {}
 
     def _keep(self, request: Request, slot: int, places: Mapping[int, Tensor]) -> None:
         assert request.kept is not None
