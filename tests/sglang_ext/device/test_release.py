@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from sglang_winnow.device.decode import DeviceDecode
 from tests.policy_rows import VOTED, small_policies
@@ -18,6 +19,7 @@ from tests.sglang_ext.device.test_decode import (
     PAGE_SIZE,
     TERMINATION,
     Server,
+    Share,
     by_torch,
     device_decode,
     in_8_bits,
@@ -25,6 +27,7 @@ from tests.sglang_ext.device.test_decode import (
     on_device,
     policies_act_at_every_length,
 )
+from winnow_kernels.decode.ranks import Ranks
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.snapkv.gpu_positions import StoredPositions
 from winnow_kernels.policies.snapkv.selector import StoredSelector
@@ -145,3 +148,18 @@ def test_a_request_without_room_for_its_positions_gives_nothing_back(device: tor
         # Prefilled anew in the same slot, it stays dense, whatever room there is.
         releasing.states[0].begin_prefill(207)
     assert torch.equal(releasing.table, table)
+
+
+def test_ranks_release_as_many_tokens(device: torch.device) -> None:
+    """Each keeps as many slots as the one whose KV heads need most."""
+
+    def as_another_rank(numbers: Tensor, operation: ReduceOp.RedOpType) -> None:
+        assert operation == ReduceOp.MAX
+        numbers.clamp_(min=100)
+
+    share = Share(slice(None), slice(None), Ranks(0, as_another_rank))
+    server = Server(["ada_snapkv"], [208], device, share, policies=RELEASING)
+    on_device(server, device_decode(server), 0, padding=0)
+    released = server.states[0].released
+    assert released is not None
+    assert released.tokens == 192 - 112
