@@ -6,8 +6,9 @@ A server with Winnow is sent ``--load`` requests at once, of distinct random pro
 Where the KV cache has no room for all of them, SGLang lets some wait. Meanwhile the server is asked every tenth of a
 second how many requests decode, and how many slots of the cache are taken.
 
-``run at once`` is the most that decoded together. ``held`` is what each of these held of the cache then, and ``fit`` as
-many as the cache has room for, while one more is being prefilled. Throughput counts output tokens from the first
+``run at once`` is the most that decoded together. ``held`` is what a request holds of the cache at its end, less than
+its tokens by what the answer says was released; ``fit`` as many as the cache has room for, while one more is being
+prefilled. Throughput counts output tokens from the first
 request sent to the last token: prefill is in it, and the longer answers are, the less of it.
 """
 
@@ -190,7 +191,8 @@ def row_of(
     most = max((look.running for look in inside), default=0)
     if not most:
         raise ValueError(f"{contestant.name}: nobody was seen to decode: ask for more output tokens")
-    held = min(look.used / look.running for look in inside if look.running == most)
+    released = statistics.fmean(each.decode.get("released_tokens") or 0 for each in streams)
+    held = cell.context + plan.output_tokens - released
     waits = [each.ttft for each in streams]
     parameters: dict[str, Any] = {
         "attention": contestant.policy,
@@ -200,7 +202,8 @@ def row_of(
         "held_tokens": held,
         "fit": int((cache_tokens - cell.context) / held),
         "cache_tokens": cache_tokens,
-        "released_tokens": statistics.fmean(each.decode.get("released_tokens") or 0 for each in streams),
+        "most_used_tokens": max(look.used for look in inside),
+        "released_tokens": released,
         "retractions": sum(each.retractions for each in streams),
         "ttft": statistics.median(waits),
         "longest_ttft": max(waits),

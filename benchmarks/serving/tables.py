@@ -172,7 +172,7 @@ def released_markdown(rows: Sequence[Row]) -> str:
                 str(told["retractions"]),
             )
         )
-    headings = ("policy", "run at once", "on average", "tokens held by each", "fit", "output tokens/s")
+    headings = ("policy", "run at once", "on average", "tokens held at the end", "fit", "output tokens/s")
     return markdown_table((*headings, "times dense", "TTFT, s", "longest TTFT, s", "retractions"), cells)
 
 
