@@ -19,6 +19,7 @@ from tests.policy_rows import VOTED
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, TOLERANCE_OF_SELECTIONS, equal_steps, prompt_of
 from tests.sglang_ext.test_device_server import assert_equal_costs, interpreted
+from tests.sglang_ext.test_policies_retraction import events
 
 # Each token of each request is a second or so of interpreted kernels.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -51,7 +52,8 @@ class Server:
 
 
 def _body(length: int, policy: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    # For requests that ignore the end of a text later releases keep room for all that they may generate.
+    parameters: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
     parameters["custom_params"] = {"attention": json.dumps(policy)}
     prompt = prompt_of(length, length, SHAPE.vocab_size)
     return {"input_ids": prompt, "sampling_params": parameters} | LOGPROBS
@@ -137,9 +139,9 @@ def test_who_is_retracted_is_released_anew(tmp_path: Path) -> None:
                 # For those that it admits together, SGLang keeps room for all they may generate.
                 body = _body(*one, tokens) | {"stream": True}
                 response = stack.enter_context(server.http.stream("POST", "/generate", json=body))
-                streams.append(line for line in response.iter_lines() if line.startswith("data: {"))
+                streams.append(events(response))
                 next(streams[-1])
-            found = [json.loads(list(stream)[-1].removeprefix("data: ")) for stream in streams]
+            found = [list(stream)[-1] for stream in streams]
         assert server.is_empty()
     for own, wanted in zip(found, alone, strict=True):
         # Of who was retracted, generated tokens are prefilled: they see all of each other, and of the prompt.
@@ -159,11 +161,11 @@ def test_requests_that_end_or_are_aborted_give_everything_back(tmp_path: Path) -
         with server.http.stream(
             "POST", "/generate", json=_body(700, asked[0][1], 200) | {"stream": True, "rid": "aborted"}
         ) as response:
-            lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+            told = events(response)
             for _ in range(4):
-                next(lines)
+                next(told)
             [load] = server.http.get("/v1/loads").raise_for_status().json()["loads"]
             assert load["num_used_tokens"] < 400
             server.http.post("/abort_request", json={"rid": "aborted"}).raise_for_status()
-            list(lines)
+            list(told)
         assert server.is_empty()
