@@ -34,7 +34,15 @@ from tests.models import ModelShape, write_model, write_weights
 from tests.policy_rows import ROWS
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, Step, prompt_of, steps
-from tests.sglang_ext.test_device_server import POLICIES, SHAPE, WINDOWED, WINDOWED_POLICIES
+from tests.sglang_ext.test_device_server import (
+    ALTERNATING_POLICIES,
+    CAPPED,
+    POLICIES,
+    SHAPE,
+    WINDOWED,
+    WINDOWED_POLICIES,
+    WITH_SINKS,
+)
 from winnow_evaluation.writing import write_json
 from winnow_kernels.contract.verification import ALGORITHM
 
@@ -68,6 +76,8 @@ MODELS: Final = {
     "full": Model(SHAPE, POLICIES),
     "windows": Model(WINDOWED, WINDOWED_POLICIES),
     "8-bit": Model(SHAPE, POLICIES, _NARROW),
+    "caps": Model(CAPPED, ALTERNATING_POLICIES),
+    "sinks": Model(WITH_SINKS, ALTERNATING_POLICIES),
 }
 DRAFTS: Final[Mapping[str, Policy]] = {
     "quest": {"policy": "quest", "budget": 64, "full_layers": 0},

@@ -74,7 +74,7 @@ REPLAYING = Path(__file__).parent / "replayed_prefill"
 INTERPRETING = Path(__file__).parent / "interpreted_kernels"
 
 
-def interpreted(shape: ModelShape, *plugins: Path) -> dict[str, str]:
+def interpreted(shape: ModelShape = SHAPE, *plugins: Path) -> dict[str, str]:
     """Return the environment of a server that interprets kernels, as tests of kernels do, with more ``plugins``.
 
     It serves a model of ``shape``. SGLang's dense backend for a CPU knows neither caps nor sinks.
@@ -312,7 +312,7 @@ def test_grammars_end_answers_of_a_server_that_verifies(tmp_path: Path) -> None:
         return http.post("/generate", json=body).raise_for_status().json()["text"]
 
     arguments = ("--speculative-algorithm", "WINNOW", "--grammar-backend", "llguidance")
-    with serve(model, tmp_path / "log", *arguments, **interpreted(SHAPE)) as http, ThreadPoolExecutor(4) as pool:
+    with serve(model, tmp_path / "log", *arguments, **interpreted()) as http, ThreadPoolExecutor(4) as pool:
         dense = {digits: answer(http, {}, digits) for digits in (2, 9)}
         jobs = [(policy, digits) for digits in dense for policy in ({}, verified)]
         found = list(pool.map(lambda job: answer(http, *job), jobs))
