@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_winnow import crossover
+from sglang_winnow import audit_share, crossover
 from tests.models import ModelShape, write_model, write_weights
 from tests.policy_rows import ROWS, small_policies
 from tests.runtime import runtime_server
@@ -42,6 +42,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     arguments = ["--attention-backend", "winnow", "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "4096"]
     arguments += ["--speculative-algorithm", "WINNOW"]
     environment = {crossover.ENVIRONMENT: "0", "SGLANG_DEBUG_MEMORY_POOL": "1"}
+    # On CUDA a server audits only if it is asked to.
+    environment[audit_share.ENVIRONMENT] = "0"
     with runtime_server(model, *arguments, log=folder / "log", **environment) as runtime:
         yield Server(runtime.url, Reference(model, "eager"))
 

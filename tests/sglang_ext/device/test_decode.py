@@ -302,8 +302,10 @@ def compare(
         device_server.grow()
     wanted, got = (server.statistics.rows[1 : len(names) + 1].cpu() for server in (torch_server, device_server))
     for counted in Field:
+        # A GPU's exponentials are approximate: shares that were estimated differ by up to 3e-5 of themselves.
+        tolerance = 5e-5 if counted == Field.ESTIMATED_SHARE else 1e-5
         torch.testing.assert_close(
-            got[:, counted], wanted[:, counted], rtol=1e-5, atol=1e-5, msg=partial(of_field, counted)
+            got[:, counted], wanted[:, counted], rtol=tolerance, atol=1e-5, msg=partial(of_field, counted)
         )
 
 
