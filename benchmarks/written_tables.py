@@ -49,6 +49,7 @@ from benchmarks.policy_table import policies_table
 from benchmarks.serving.overhead.beside_table import service_table
 from benchmarks.serving.overhead.table import overhead_table
 from benchmarks.serving.tables import (
+    audit_table,
     cuda_answers_table,
     growth_table,
     mixed_table,
@@ -114,7 +115,10 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tasks": ("accuracy.json", tasks_table),
     "cuda-answers-windows": ("cuda-answers-windows.json", cuda_answers_table),
     "cuda-answers-8-bit": ("cuda-answers-8-bit.json", cuda_answers_table),
+    "cuda-answers-caps": ("cuda-answers-caps.json", cuda_answers_table),
     "accuracy-lowbit": ("accuracy-lowbit-needle.json", accuracy_table),
+    "accuracy-lowbit-ruler": ("accuracy-lowbit-ruler.json", accuracy_table),
+    "tasks-lowbit-ruler": ("accuracy-lowbit-ruler.json", tasks_table),
     "accuracy-32k": ("accuracy-smollm2-32k.json", accuracy_table),
     "tasks-32k": ("accuracy-smollm2-32k.json", tasks_table),
     "preset-times": ("preset-times-smollm2-32k.json", times_table),
@@ -182,6 +186,9 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "serve-termination": ("serve-termination.json", serve_table),
     "batches": ("serve-batches.json", serve_table),
     "serve-verified": ("serve-verified.json", verified_table),
+    "audit": ("audit-tpot.json", audit_table),
+    "layer-8-bit": ("attention-fp8.json", summary_table),
+    "serve-8-bit": ("serve-fp8.json", served_table),
     "released-prompts": ("released-prompts.json", released_table),
     "mixed": ("mixed.json", mixed_table),
     "mixed-two-gpus": ("mixed-two-gpus.json", mixed_table),

@@ -40,6 +40,21 @@ def served_table(path: Path) -> str:
     return markdown_table(("time per token, times as fast as dense", *cases), rows) + devices_of(record)
 
 
+def audit_table(path: Path) -> str:
+    """Return what a token takes on average with each policy, and how much more than with the first sparse one."""
+    record = Record.read(path)
+    figures = {(case_of(row), row.policy, row.parameters["figure"]): row.measured for row in record.rows}
+    policies = [policy for policy in dict.fromkeys(row.policy for row in record.rows) if policy != "dense"]
+    rows = []
+    for case in dict.fromkeys(case_of(row) for row in record.rows):
+        without = figures[case, policies[0], "mean tpot"]
+        for policy in policies:
+            mean, wait = figures[case, policy, "mean tpot"], figures[case, policy, "p99 between tokens"]
+            rows.append((case, policy, f"{mean:.2f}", f"{100 * (mean / without - 1):+.1f}", f"{wait:.2f}"))
+    headings = ("context", "answers", "ms a token", "longer by %", "p99 between tokens, ms")
+    return markdown_table(headings, rows) + devices_of(record)
+
+
 def verified_table(path: Path) -> str:
     """Return what a token of a verified answer takes, where a check comes to so many tokens as was simulated."""
     record = Record.read(path)

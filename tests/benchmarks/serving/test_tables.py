@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Record, Row
-from benchmarks.serving.tables import verified_answers_table, verified_table
+from benchmarks.serving.tables import audit_table, verified_answers_table, verified_table
 from benchmarks.serving.verified_answers import Answered, largest_lead, row_of
 
 
@@ -51,6 +51,18 @@ def test_verified_answers_have_their_mean_time_a_token(tmp_path: Path) -> None:
         ["dense, winnow", "", "", "16.00", "1.00", ""],
         ["dense beside half a", "4", "4.1", "10.00", "1.60", ""],
     ]
+
+
+def test_audited_answers_are_beside_those_that_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    rows = [
+        row("dense", "mean tpot", 12.0),
+        *(row("a", figure, measured) for figure, measured in (("mean tpot", 8.0), ("p99 between tokens", 9.0))),
+        *(row("a, audited", figure, measured) for figure, measured in (("mean tpot", 8.4), ("p99 between tokens", 11))),
+    ]
+    Record({"device": "H200", "commit": {"id": "abc", "modified": False}}, rows).write(path)
+    lines = [line.strip("| ").split(" | ") for line in audit_table(path).splitlines() if line.startswith("| 32K")]
+    assert [line[1:] for line in lines] == [["a", "8.00", "+0.0", "9.00"], ["a, audited", "8.40", "+5.0", "11.00"]]
 
 
 def test_answers_of_a_real_model_are_beside_dense_ones(tmp_path: Path) -> None:
