@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
+from benchmarks.cpu.audits import audits_table
 from benchmarks.cpu.conversation_figures import conversations_table
 from benchmarks.cpu.server_figures import cpu_server_table
 from benchmarks.cpu.verification_figures import verification_table
@@ -187,6 +188,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "batches": ("serve-batches.json", serve_table),
     "serve-verified": ("serve-verified.json", verified_table),
     "audit": ("audit-tpot.json", audit_table),
+    "audits-cpu": ("audits-cpu.json", audits_table),
     "layer-8-bit": ("attention-fp8.json", summary_table),
     "serve-8-bit": ("serve-fp8.json", served_table),
     "released-prompts": ("released-prompts.json", released_table),

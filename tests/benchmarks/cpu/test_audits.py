@@ -1,0 +1,23 @@
+"""The table of what audits cost on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.cpu.audits import Audited, audits_table
+from winnow_evaluation.writing import write_json
+
+
+def test_shares_are_beside_requests_that_did_not_ask(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    found = [Audited(8192, None, [0.02, 0.02]), Audited(8192, 0.01, [0.020, 0.022]), Audited(8192, 0.1, [0.03, 0.03])]
+    record = {"model": "needle", "tokens": 202, "cpu": "EPYC", "cpu_threads": 2}
+    commit = {"id": "a" * 40, "modified": False}
+    write_json(path, record | {"commit": commit, "audited": [asdict(audited) for audited in found]})
+    lines = [line.strip("| ").split(" | ") for line in audits_table(path).splitlines() if line.startswith("| 8,192")]
+    assert lines == [
+        ["8,192", "not asked", "20.00", "0.00", "+0.0"],
+        ["8,192", "0.01", "21.00", "1.41", "+5.0"],
+        ["8,192", "0.1", "30.00", "0.00", "+50.0"],
+    ]
