@@ -12,7 +12,7 @@ import json
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import median
 from typing import Annotated, Any, Final
 
 import typer
@@ -77,24 +77,24 @@ def main(
 
 
 def audits_table(path: Path) -> str:
-    """Return what a token takes on average with each share, and how much more than of requests that did not ask."""
+    """Return what a token takes with each share, the median of answers, and how much more than if none is asked for."""
     record = json.loads(path.read_text())
     found = [Audited(**row) for row in record["audited"]]
-    without = {audited.context: fmean(audited.seconds) for audited in found if audited.share is None}
+    without = {audited.context: median(audited.seconds) for audited in found if audited.share is None}
     rows = []
     for audited in found:
-        mean = fmean(audited.seconds)
+        middle = median(audited.seconds)
         rows.append(
             (
                 f"{audited.context:,}",
                 "not asked" if audited.share is None else f"{audited.share:g}",
-                f"{1000 * mean:.2f}",
-                f"{1000 * stdev(audited.seconds):.2f}",
-                f"{100 * (mean / without[audited.context] - 1):+.1f}",
+                f"{1000 * middle:.1f}",
+                f"{1000 * min(audited.seconds):.1f} to {1000 * max(audited.seconds):.1f}",
+                f"{100 * (middle / without[audited.context] - 1):+.1f}",
             )
         )
     what = f"{record['model']}, answers of {record['tokens']} tokens, {record['cpu']}, {record['cpu_threads']} threads"
-    table = markdown_table(("context", "audit", "ms a token", "deviation of answers", "longer by %"), rows)
+    table = markdown_table(("context", "audit", "ms a token", "of answers", "longer by %"), rows)
     return f"{table}\n\n{what}, {commit_of(record['commit'])}."
 
 

@@ -44,15 +44,17 @@ def queries() -> list[tuple[str, str]]:
     ]
 
 
-def interpolated(expression: str) -> str:
-    for variable, value in VARIABLES.items():
+def interpolated(expression: str, rate_interval: str = VARIABLES["$__rate_interval"]) -> str:
+    for variable, value in (VARIABLES | {"$__rate_interval": rate_interval}).items():
         expression = expression.replace(variable, value)
     assert "$" not in expression
     return expression
 
 
-async def ask(client: httpx.AsyncClient, expression: str) -> list[float]:
-    answer = await client.get("/api/v1/query", params={"query": interpolated(expression)})
+async def ask(
+    client: httpx.AsyncClient, expression: str, rate_interval: str = VARIABLES["$__rate_interval"]
+) -> list[float]:
+    answer = await client.get("/api/v1/query", params={"query": interpolated(expression, rate_interval)})
     assert answer.status_code == 200, answer.text
     return [float(series["value"][1]) for series in answer.json()["data"]["result"]]
 

@@ -17,7 +17,7 @@ def test_shares_are_beside_requests_that_did_not_ask(tmp_path: Path) -> None:
     write_json(path, record | {"commit": commit, "audited": [asdict(audited) for audited in found]})
     lines = [line.strip("| ").split(" | ") for line in audits_table(path).splitlines() if line.startswith("| 8,192")]
     assert lines == [
-        ["8,192", "not asked", "20.00", "0.00", "+0.0"],
-        ["8,192", "0.01", "21.00", "1.41", "+5.0"],
-        ["8,192", "0.1", "30.00", "0.00", "+50.0"],
+        ["8,192", "not asked", "20.0", "20.0 to 20.0", "+0.0"],
+        ["8,192", "0.01", "21.0", "20.0 to 22.0", "+5.0"],
+        ["8,192", "0.1", "30.0", "30.0 to 30.0", "+50.0"],
     ]
