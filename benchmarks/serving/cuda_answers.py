@@ -41,7 +41,6 @@ from tests.sglang_ext.test_device_server import (
     SHAPE,
     WINDOWED,
     WINDOWED_POLICIES,
-    WITH_SINKS,
 )
 from winnow_evaluation.writing import write_json
 from winnow_kernels.contract.verification import ALGORITHM
@@ -77,7 +76,6 @@ MODELS: Final = {
     "windows": Model(WINDOWED, WINDOWED_POLICIES),
     "8-bit": Model(SHAPE, POLICIES, _NARROW),
     "caps": Model(CAPPED, ALTERNATING_POLICIES),
-    "sinks": Model(WITH_SINKS, ALTERNATING_POLICIES),
 }
 DRAFTS: Final[Mapping[str, Policy]] = {
     "quest": {"policy": "quest", "budget": 64, "full_layers": 0},

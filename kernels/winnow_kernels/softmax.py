@@ -15,6 +15,7 @@ share p, which is at least p times σ(m − z).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +34,11 @@ class Softmax:
 
     cap: float | None = None
     sink_logits: Tensor | None = None
+
+    @property
+    def cap_log2(self) -> float | None:
+        """The cap of scores to base 2; None for none."""
+        return None if self.cap is None else self.cap * math.log2(math.e)
 
     @property
     def is_plain(self) -> bool:

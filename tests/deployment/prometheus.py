@@ -61,7 +61,7 @@ def sglang_metrics() -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def prometheus(folder: Path, targets: Mapping[str, str]) -> AsyncIterator[httpx.AsyncClient]:
-    """Prometheus with our jobs and rules, in a hurry; yields a client of it.
+    """Prometheus with our jobs and rules, in a hurry; yields a client of it, once it has scraped all jobs.
 
     Args:
         targets: the address that each job scrapes.
@@ -91,6 +91,13 @@ async def prometheus(folder: Path, targets: Mapping[str, str]) -> AsyncIterator[
                 return None
 
             await eventually(ready, timeout_seconds=30)
+
+            # It looks for its targets five seconds after it has started.
+            async def scrapes() -> bool | None:
+                answer = await client.get("/api/v1/query", params={"query": "up == 1"})
+                return len(answer.json()["data"]["result"]) == len(configuration["scrape_configs"]) or None
+
+            await eventually(scrapes, timeout_seconds=30)
             yield client
     finally:
         process.terminate()

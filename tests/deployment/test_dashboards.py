@@ -22,7 +22,6 @@ from tests.service.haproxy import haproxy
 from tests.service.servers import serving
 from tests.service.test_attention import SERVED
 from tests.service.test_metrics import COST, FORMS, QUEST
-from tests.service.waiting import eventually
 
 FOLDER = ROOT / "deploy/grafana/dashboards"
 DASHBOARDS: dict[str, Any] = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
@@ -103,12 +102,6 @@ async def test_every_query_returns_series(tmp_path: Path) -> None:
             "winnow-balancer": f"127.0.0.1:{balancer.metrics_port}",
         }
         monitoring = await stack.enter_async_context(prometheus(tmp_path, targets))
-
-        # Prometheus looks for its targets five seconds after it has started.
-        async def scrapes() -> bool | None:
-            return sum(await ask(monitoring, "up")) == len(targets) + 1 or None
-
-        await eventually(scrapes, timeout_seconds=30)
         key = (await make_key(client))["key"]
         limited = (await make_key(client, limits={"requests_per_minute": 1}))["key"]
         policy = {"attention": {"decode": {"policy": "quest"}}}

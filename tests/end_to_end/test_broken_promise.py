@@ -104,12 +104,6 @@ async def test_a_broken_selector_fires_the_alert_and_is_left(tmp_path: Path) -> 
 
 
 async def under_load(client: httpx.AsyncClient, monitoring: httpx.AsyncClient) -> None:
-    async def is_scraped() -> bool | None:
-        answer = await monitoring.get("/api/v1/query", params={"query": 'up{job="winnow-service"} == 1'})
-        return bool(answer.json()["data"]["result"]) or None
-
-    await eventually(is_scraped, timeout_seconds=30)
-
     async def is_ready() -> bool | None:
         return (await client.get("/readyz")).status_code == 200 or None
 

@@ -121,10 +121,11 @@ def test_on_cuda(refused: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def windows_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(POLICIES_SETTING, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(refusals, "WINDOWS_ON_CUDA", True)
+    monkeypatch.setattr(refusals, "CAPS_AND_SINKS_ON_CUDA", True)
     monkeypatch.setenv(DENSE_ENVIRONMENT, "triton")
 
 
@@ -149,14 +150,14 @@ def windows_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-@pytest.mark.usefixtures("windows_on_cuda")
+@pytest.mark.usefixtures("on_cuda")
 def test_windows_on_cuda(refused: Any, reason: str) -> None:
     refuse_what_is_not_served(WINDOWED)
     assert_refused(refused, reason)
 
 
 @pytest.mark.parametrize("dense", ["flashinfer", "trtllm_mha"])
-@pytest.mark.usefixtures("windows_on_cuda")
+@pytest.mark.usefixtures("on_cuda")
 def test_windows_beside_a_backend_that_sees_beyond_them(dense: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DENSE_ENVIRONMENT, dense)
     assert_refused(
@@ -164,7 +165,7 @@ def test_windows_beside_a_backend_that_sees_beyond_them(dense: str, monkeypatch:
     )
 
 
-@pytest.mark.usefixtures("windows_on_cuda")
+@pytest.mark.usefixtures("on_cuda")
 def test_windows_with_a_release_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "WINDOWS_ON_CUDA", False)
     assert_refused(WINDOWED, f"sliding windows on CUDA with this SGLang (use {OLDEST})")
@@ -172,14 +173,6 @@ def test_windows_with_a_release_that_has_not_run(monkeypatch: pytest.MonkeyPatch
 
 CAPPED = runner(layer(0, logit_cap=50.0), layer(1, logit_cap=50.0))
 WITH_SINKS = runner(with_sinks(), with_sinks(number=1), config=GPT_OSS)
-
-
-@pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(POLICIES_SETTING, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(refusals, "CAPS_AND_SINKS_ON_CUDA", True)
-    monkeypatch.setenv(DENSE_ENVIRONMENT, "triton")
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,8 @@ def attend(
         # Left alone, the compiler aims at other numbers of programs.
         "maxnreg": launch.registers(of_multiprocessor),
     }
-    cap, sink_logits = cache.softmax.cap, cache.softmax.sink_logits
-    scaling = (scale * _LOG2_E, None if cap is None else cap * _LOG2_E)
+    sink_logits = cache.softmax.sink_logits
+    scaling = (scale * _LOG2_E, cache.softmax.cap_log2)
     if thresholds is None:
         attend_kernel[(programs,)](
             *inputs, *attended, buffers.partial, heads, *scaling, pairs, programs=programs, **tiling

@@ -171,7 +171,6 @@ def attend_new(
     launch = launch or CheckLaunch.of(batch.rows, of_pair, cache, queries.element_size())
     reach = batch.longest if window is None else min(batch.longest, window + new_tokens + TILE)
     splits = min(SPLITS, triton.cdiv(triton.cdiv(reach, TILE), _FEWEST_TILES.value))
-    cap = cache.softmax.cap
     _attend_kernel[(splits, cache.kv_heads * launch.blocks, batch.rows)](
         Vectors.of(queries),
         KeysAndValues.of(cache),
@@ -179,7 +178,7 @@ def attend_new(
         partial,
         heads,
         scale * _LOG2_E,
-        None if cap is None else cap * _LOG2_E,
+        cache.softmax.cap_log2,
         # Where nobody asks nothing is looked at.
         page_logs or PageLogs(partial.masses, batch.lengths, 0),
         leaves_logs=page_logs is not None,

@@ -222,18 +222,18 @@ class WinnowDeviceBackend(AttentionBackend):
     ) -> Tensor:
         """Attend with one query a request. Returns [requests, query heads × head dim]."""
         place = self._layers.place(layer.layer_id)
-        cache = None if place is None else self._caches[place]
-        if self._is_dense or place is None or cache is None:
+        if self._is_dense or place is None:
             output = self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
         else:
             if save_kv_cache:
                 write_keys_and_values(self.token_to_kv_pool, layer, forward_batch, k, v)
+            cache = self._caches[place]
             queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
             output = torch.empty_like(queries)
             self._decode.attend(place, queries, output)
             output = scaled_output(output, layer, cache).flatten(1)
-        if self._explained and place is not None and cache is not None:
-            queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, cache)
+        if self._explained and place is not None:
+            queries = scaled_queries(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, self._caches[place])
             self._explain(place, layer.layer_id, queries)
         if layer.layer_id == self._layers.last:
             self._decode.finish()

@@ -181,7 +181,6 @@ def attend_and_score(
     programs = min(pairs * PARTIAL_SLOTS, programs_of_multiprocessor(launch) * attend_buffers.multiprocessors)
     of_rows = (rows.at(layer), Rows.of(batch))
     heads = Heads.of(query_heads, cache)
-    cap = cache.softmax.cap
     _attend_kernel[(programs,)](
         Vectors.of(queries),
         KeysAndValues.of(cache),
@@ -190,7 +189,7 @@ def attend_and_score(
         buffers.tokens,
         heads,
         scale * _LOG2_E,
-        None if cap is None else cap * _LOG2_E,
+        cache.softmax.cap_log2,
         pairs,
         pair_block=triton.next_power_of_2(pairs),
         tiles_ahead=tiles_loaded_ahead(launch),

@@ -286,12 +286,12 @@ class TacticStep(FullLayersStep["TacticStep"]):
         along = queries.square() @ clusters.directions.transpose(0, 1).float().mT
         along *= self.scale**2 / queries.shape[-1]
         along = along.repeat_interleave(self.index.clusters, dim=-1)[..., : own.clusters]
-        most = torch.inf if cache.softmax.cap is None else cache.softmax.cap * _LOG2_E
-        if most < torch.inf:
+        cap = cache.softmax.cap_log2
+        if cap is not None:
             # How steep the cap is where a cluster's mean is: 1 − tanh².
-            along *= (1 - (scores / most).square()).square()
+            along *= (1 - (scores / cap).square()).square()
         gains = _gains(scores, along * spreads.float()[:, :, None], (sizes > 0)[:, :, None])
-        return PredictedAttention.of(kept_scores, (scores + gains).clamp_max_(most), sizes)
+        return PredictedAttention.of(kept_scores, (scores + gains).clamp_max_(torch.inf if cap is None else cap), sizes)
 
     def _choose(self, own: _Clustered, layer: int, queries: Tensor, cache: LayerCache, meter: Meter) -> Choice:
         alike, limit = own.alike, own.limit

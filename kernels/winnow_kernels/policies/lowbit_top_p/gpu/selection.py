@@ -123,7 +123,7 @@ def launches(
     shape = Shape.of(kv_heads, queries.shape[1] // kv_heads)
     rows, codes, selected = Rows.of(batch), index.arguments(layer.number), Selected.of(selection)
     pairs = batch.rows * kv_heads
-    cap = None if cache.softmax.cap is None else cache.softmax.cap * _LOG2_E
+    cap = cache.softmax.cap_log2
     assert cuda is None or cap is None
     by_pair = {"window": WINDOW, "pair_block": triton.next_power_of_2(pairs)}
     device = queries.device

@@ -115,7 +115,6 @@ def attend_blocks(
     assert group <= LARGEST_GROUP
     assert slots.is_contiguous()
     launch = launch or Launch.of(cache.head_dim, queries.element_size())
-    cap = cache.softmax.cap
     most_queries = max(block.queries for block in blocks.blocks)
     attend_blocks_kernel[(triton.cdiv(most_queries * group, launch.rows), cache.kv_heads, len(blocks.blocks))](
         Vectors.of(queries),
@@ -125,7 +124,7 @@ def attend_blocks(
         Vectors.of(output),
         Heads.of(query_heads, cache),
         scale * _LOG2_E,
-        None if cap is None else cap * _LOG2_E,
+        cache.softmax.cap_log2,
         cache.softmax.sink_logits,
         slots.shape[2],
         tile_rows=launch.rows,

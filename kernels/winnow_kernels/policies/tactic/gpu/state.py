@@ -102,13 +102,12 @@ class Attention(NamedTuple):
     @classmethod
     def of(cls, queries: Tensor, cache: LayerCache, scale: float) -> Attention:
         """Return those of ``queries``, strided by row and head, over ``cache``."""
-        cap = cache.softmax.cap
         return cls(
             Vectors.of(queries),
             Vectors.of(cache.keys),
             scale * _LOG2_E,
             scale**2 / cache.head_dim,
-            None if cap is None else cap * _LOG2_E,
+            cache.softmax.cap_log2,
         )
 
 
