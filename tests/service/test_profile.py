@@ -19,15 +19,16 @@ ROUTE = "/v1/profile"
 
 
 def point(length: int, kl: float, kl_high: float, top1: float, read: float) -> dict[str, Any]:
-    """A point of a curve, with made-up figures."""
+    """What was measured at a length, with made-up figures."""
     of_top1 = {"top1": top1, "top1_low": top1 - 0.01}
     of_kl = {"kl": kl, "kl_high": kl_high}
     return {"length": length, "prompts": 8, **of_kl, **of_top1, "true_share": 0.9, "kv_read_ratio": read}
 
 
 def curve(policy: dict[str, Any], *points: dict[str, Any], served: bool = True) -> dict[str, Any]:
-    """A policy's points, as the runtime tells them."""
-    return {"attention": json.loads(parse_policy(policy).canonical()), "served": served, "points": list(points)}
+    """A policy's points, as the runtime tells them. Those that have no time get none."""
+    timed = [{"time": None} | each for each in points]
+    return {"attention": json.loads(parse_policy(policy).canonical()), "served": served, "points": timed}
 
 
 def budget(tokens: int) -> dict[str, Any]:
