@@ -23,7 +23,7 @@ def profile_speed_table(path: Path) -> str:
     for curve in profile.curves:
         timed = profile.speed.of(curve.attention)
         for point in curve.points:
-            time = None if timed is None else timed.ratio(point.length)
+            time = profile.time_at(curve.attention, point.length)
             start = None if timed is None else timed.faster_from
             rows.append(
                 (
@@ -31,7 +31,7 @@ def profile_speed_table(path: Path) -> str:
                     f"{point.length:,}",
                     f"{point.kl:.4f}",
                     percent(point.kv_read_ratio),
-                    number(time, ".2f"),
+                    number(None if time is None else time.ratio, ".2f"),
                     "" if start is None else f"{start:,}",
                 )
             )

@@ -52,9 +52,9 @@ class TimedPolicy(BaseModel):
     attention: AttentionPolicy
     points: Annotated[tuple[TimedPoint, ...], Field(min_length=1)]
 
-    def ratio(self, length: int) -> float | None:
-        """Return the time at exactly this length, relative to dense attention; None if it was not measured there."""
-        return next((point.ratio for point in self.points if point.length == length), None)
+    def at(self, length: int) -> TimedPoint | None:
+        """Return the point at exactly this length."""
+        return next((point for point in self.points if point.length == length), None)
 
     @property
     def faster_from(self) -> int | None:

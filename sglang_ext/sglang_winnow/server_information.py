@@ -22,7 +22,7 @@ from sglang_winnow.hooks import LAUNCH, Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
 from sglang_winnow.profile_settings import default_kl, load_requests, profile, served_profile, under_load_kl
-from sglang_winnow.quality_profile import Curve, Profile
+from sglang_winnow.quality_profile import Curve, Point, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
 from sglang_winnow.sglang_versions.releases import EXPLAINS_ON_CUDA, OLDEST
@@ -193,15 +193,21 @@ class ServedModel:
             "under_load_kl": under_load_kl(),
             "load_requests": load_requests(),
             **profile.model_dump(mode="json", include=_TOLD_OF_PROFILE),
-            "curves": [self._describe_curve(curve) for curve in profile.curves],
+            "curves": [self._describe_curve(profile, curve) for curve in profile.curves],
         }
 
-    def _describe_curve(self, curve: Curve) -> dict[str, Any]:
+    def _describe_curve(self, profile: Profile, curve: Curve) -> dict[str, Any]:
         return {
             "attention": json.loads(curve.attention.canonical()),
             "served": curve in self.choices,
-            "points": [point.model_dump(mode="json") for point in curve.points],
+            "points": [_describe_point(profile, curve, point) for point in curve.points],
         }
+
+
+def _describe_point(profile: Profile, curve: Curve, point: Point) -> dict[str, Any]:
+    timed = profile.time_at(curve.attention, point.length)
+    time = None if timed is None else timed.model_dump(mode="json", include={"seconds", "ratio"})
+    return point.model_dump(mode="json") | {"time": time}
 
 
 def block_of(policy: AttentionPolicy, page_size: int) -> int:

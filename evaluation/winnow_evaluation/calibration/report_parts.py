@@ -31,8 +31,8 @@ def speed_section(speed: Speed, lengths: Sequence[int], label: Label) -> str:
     dense = ["dense, ms a step", *(f"{1e3 * time.seconds:.1f}" for time in speed.dense), ""]
     rows = [dense]
     for timed in speed.policies:
-        ratios = (timed.ratio(length) for length in lengths)
-        shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        points = (timed.at(length) for length in lengths)
+        shown = ("" if point is None else f"{point.ratio:.2f}" for point in points)
         rows.append(
             [label(timed.attention), *shown, "no length" if timed.faster_from is None else f"{timed.faster_from:,}"]
         )
