@@ -37,9 +37,10 @@ def profile_speed_table(path: Path) -> str:
             )
     dense = ", ".join(f"{1e3 * time.seconds:.1f} ms at {time.length:,}" for time in profile.speed.dense)
     took = ", ".join(f"{part.replace('-', ' ')} {seconds:,.0f} s" for part, seconds in profile.seconds.items())
+    threads = "" if profile.speed.threads is None else f", threads of torch: {profile.speed.threads}"
     about = (
         f"{_about(profile)} Times are of attention in a decode step, all layers together, relative to dense attention"
-        f" ({dense}); {profile.speed.steps} steps, threads of torch: {profile.speed.threads}. The run took: {took}."
+        f" ({dense}); {profile.speed.steps} steps{threads}. The run took: {took}."
     )
     headings = ("policy", "tokens", "KL", "KV read %", "time", "faster from")
     return f"{markdown_table(headings, rows)}\n{about}\n"

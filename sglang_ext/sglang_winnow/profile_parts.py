@@ -71,7 +71,7 @@ class Speed(BaseModel):
     """Time of attention in decode steps of one request, measured on the device that the profile names.
 
     Attributes:
-        threads: of torch.
+        threads: of torch, by which times on a CPU differ; None where a GPU was measured.
         steps: that were timed at each length.
         dense: dense attention, by length.
         policies: those that were timed beside it.
@@ -79,7 +79,7 @@ class Speed(BaseModel):
 
     model_config = FROZEN
 
-    threads: Annotated[int, Field(ge=1)]
+    threads: Annotated[int, Field(ge=1)] | None
     steps: Annotated[int, Field(ge=1)]
     dense: Annotated[tuple[DenseTime, ...], Field(min_length=1)]
     policies: tuple[TimedPolicy, ...]

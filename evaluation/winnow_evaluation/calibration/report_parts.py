@@ -36,9 +36,10 @@ def speed_section(speed: Speed, lengths: Sequence[int], label: Label) -> str:
         rows.append(
             [label(timed.attention), *shown, "no length" if timed.faster_from is None else f"{timed.faster_from:,}"]
         )
+    on = "on a GPU" if speed.threads is None else f"threads of torch: {speed.threads}"
     about = (
         "<p>Time of attention in a decode step, all layers together, relative to dense attention: medians over"
-        f" {speed.steps} steps of one request, in which policies took turns; threads of torch: {speed.threads}. A"
+        f" {speed.steps} steps of one request, in which policies took turns; {on}. A"
         " server on this very machine runs a policy's steps dense below the length from which on it was faster.</p>"
     )
     headings = ["policy", *(f"{length:,}" for length in lengths), "faster from"]

@@ -288,7 +288,6 @@ def test_a_part_that_is_none_is_named(folder: Path, prompts: Path, tmp_path: Pat
         (["--policy", '{"decode": {"policy": "quest"}, "keep": true}'], "must be without verify, keep, audit"),
         (["--prefill", '{"policy": "quest"}'], "attention.prefill.policy: must be one of dense, quoka"),
         (["--lengths", "100k"], "more than the model's context"),
-        (["--parts", "quality,speed", "--device", "cuda"], "--parts: speed is measured on a CPU alone"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(
