@@ -60,8 +60,6 @@ def _newest_tokens(forward_batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
         mrope_positions=None if rotated is None else rotated[:, tokens],
         spec_algorithm=forward_batch.spec_algorithm,
         capture_hidden_mode=CaptureHiddenMode.NULL,
-        num_token_non_padded=None if forward_batch.num_token_non_padded is None else torch.tensor(len(rows)).int(),
-        num_token_non_padded_cpu=len(rows),
     )
 
 
