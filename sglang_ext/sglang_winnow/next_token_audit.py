@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 
 
-def _compare(
+def compare_next_tokens(
     output: ModelRunnerOutput, runner: ModelRunner, forward_batch: ForwardBatch, *_: object, **__: object
 ) -> None:
-    # Needs what processes without a model do without.
+    """After a forward pass, compare the next token of the rows that ask, before one is drawn."""
+    # What it imports is not needed in processes without a model.
     from sglang_winnow.attention_backend import WinnowAttentionBackend  # noqa: PLC0415
 
     backend = runner.attn_backend
@@ -35,7 +36,7 @@ def _compare(
     index = torch.tensor(rows)
     batch = _newest_tokens(forward_batch, index)
     with backend.attending_densely(batch.out_cache_loc):
-        # What ``forward`` adds is of a pass that is a step's: its number, and what it records of experts.
+        # ``forward`` would number one more pass, and record its experts.
         dense = runner._forward_raw(batch, None).logits_output.next_token_logits  # noqa: SLF001
     sparse = output.logits_output.next_token_logits[index]
     _count(backend.statistics, batch.req_pool_indices, dense, sparse)
@@ -74,4 +75,6 @@ def _part(values: Tensor | None, rows: Tensor) -> Tensor | None:
     return None if values is None else values[rows]
 
 
-HOOKS: Final = (Hook("sglang.srt.model_executor.model_runner.ModelRunner.forward", _compare, HookType.AFTER),)
+HOOKS: Final = (
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.forward", compare_next_tokens, HookType.AFTER),
+)
