@@ -103,9 +103,7 @@ class ServedModel:
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
         check_served(policy, self.decode_policies, verifies=self.verifies, calibrated=self.profile is not None)
         policy = self._as_run(policy)
-        if policy.audit and not audits_on(self.device):
-            problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
-            raise PolicyError(f"{PARAMETER}.audit", problem)
+        self._check_audit(policy)
         return policy
 
     @cached_property
@@ -159,6 +157,13 @@ class ServedModel:
                 f"{PARAMETER}.decode.release",
                 f"must be false: layer {min(self.sliding_layers)} has a sliding window, which is part of the prompt",
             )
+
+    def _check_audit(self, policy: AttentionPolicy) -> None:
+        if policy.audits_next_token and self.device != "cpu":
+            raise PolicyError(f"{PARAMETER}.audit.kl", f"must be false: on {self.device} it is not served, only on cpu")
+        if policy.audit_share and not audits_on(self.device):
+            problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
+            raise PolicyError(f"{PARAMETER}.audit", problem)
 
     def _check_chunk(self, policy: AttentionPolicy) -> None:
         # A chunk that holds no whole block would never be scheduled.

@@ -135,6 +135,20 @@ def test_what_reads_everything_answers_as_dense_attention(name: str, servers: Se
         assert own == pytest.approx(expected, abs=0.01)
 
 
+def test_next_tokens_are_compared_and_what_is_stored_stays(servers: Servers) -> None:
+    prompt, audit = prompt_of(400, 5, SHAPE.vocab_size), {"audit": {"share": 1.0, "kl": True}}
+    sparse: Any = {"decode": {"policy": "streaming_llm", "window": 64}}
+    # The first to ask prefills what the others find in the cache.
+    ask(servers.narrow, prompt, sparse)
+    compared, plain = ask(servers.narrow, prompt, sparse | audit), ask(servers.narrow, prompt, sparse)
+    assert logprobs(compared) == logprobs(plain)
+    lost, nothing = (
+        answer["meta_info"]["attention"]["audit"]["next_token_kl"]
+        for answer in (compared, ask(servers.narrow, prompt, COVERED["early termination"] | audit))
+    )
+    assert nothing < 1e-5 < lost
+
+
 @pytest.mark.parametrize("name", VERIFIED)
 def test_verified_answers_are_those_of_dense_attention(name: str, servers: Servers) -> None:
     prompt = prompt_of(400, 2, SHAPE.vocab_size)

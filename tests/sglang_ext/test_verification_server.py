@@ -229,6 +229,22 @@ def test_steps_beside_drafts_are_explained_as_they_would_be_alone(server: Server
         np.testing.assert_allclose(entry["weights"], expected["weights"], atol=1e-4)
 
 
+def test_next_tokens_beside_drafts_are_compared_as_they_would_be_alone(server: Server) -> None:
+    text, asked = prompt(12), policy("quest") | {"audit": {"share": 1.0, "kl": True}}
+    alone = ask(server, text, asked, max_new_tokens=60)
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(ask, server, text, policy("quest", 8), max_new_tokens=160)
+        beside = ask(server, text, asked, max_new_tokens=60)
+        verified.result()
+    assert beside["output_ids"] == alone["output_ids"]
+    found, expected = (answer["meta_info"]["attention"]["audit"] for answer in (beside, alone))
+    assert expected["steps"] == 59
+    # Steps behind the end of an answer count, too, where it ends inside a burst.
+    assert 59 <= found["steps"] < 67
+    assert expected["next_token_kl"] > 1e-5
+    assert found["next_token_kl"] == pytest.approx(expected["next_token_kl"], rel=0.2)
+
+
 def test_an_answer_beside_drafts_ends_where_it_would_alone(server: Server) -> None:
     text, others = prompt(9), policy("quest", 8)
     dense = ask(server, text, max_new_tokens=60)["output_ids"]
