@@ -93,7 +93,7 @@ def backend_of(layers: ModelLayers, dense: Dense) -> Any:
     backend._dense, backend._dense_plans = dense, DensePlans(dense)
     backend._layers, backend._decode = layers, Decode()
     backend._states, backend._slots, backend._lengths, backend._prefill = [], [], [], None
-    backend._explained = []
+    backend._explained, backend.compared, backend._attends_densely = [], [], False
     backend.indexes = SimpleNamespace(generations=SimpleNamespace(written=lambda _: None))
     backend.variants, backend.label, backend.capturing = VARIANTS, DENSE, None
     return backend

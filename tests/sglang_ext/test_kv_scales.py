@@ -135,7 +135,7 @@ def device_backend(scales: tuple[float, float] | None) -> tuple[RadixAttention, 
     backend: Any = object.__new__(WinnowDeviceBackend)
     backend.token_to_kv_pool = Pool(torch.float8_e4m3fn)
     backend._caches = [backend.token_to_kv_pool.cache]
-    backend._explained = []
+    backend._explained, backend.compared, backend._attends_densely = [], [], False
     # The layer is not the last one.
     backend._layers = ModelLayers(full=(0, 1), windows={})
     backend._dense_plans = DensePlans(SimpleNamespace(init_forward_metadata=lambda _batch: None))

@@ -116,7 +116,7 @@ def backend_of(server: Server, dense: Any, kinds: Collection[str] = ()) -> Any:
     backend.label, backend.capturing = DENSE, None
     backend._dtype = torch.float32
     backend._states, backend._slots, backend._lengths, backend._prefill = [], [], [], None
-    backend._explained = []
+    backend._explained, backend.compared, backend._attends_densely = [], [], False
     backend._workspace = QuokaPrefillWorkspace.empty(KV_HEADS, LONGEST, server.device, 2**20)
     return backend
 
