@@ -342,6 +342,16 @@ def test_delta_layers_see_the_whole_context() -> None:
     assert req.to_finish is None
 
 
+@pytest.mark.usefixtures("_one_rank")
+def test_delta_layers_attend_to_tokens() -> None:
+    linear = replace(MODEL, linear_layers=frozenset({0, 1, 3}), delta_layers=(2, 5))
+    req = queued({"attention": '{"decode": {"policy": "delta", "delta_layers": [3, 5]}}'}, linear)
+    assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
+    problem = "delta_layers: must be layers that attend to tokens: layer 3 has linear attention"
+    assert problem in req.to_finish.message
+    assert queued({"attention": '{"decode": {"policy": "delta"}}'}, linear).to_finish is None
+
+
 def test_keys_are_not_among_the_arguments_that_are_logged() -> None:
     arguments = SimpleNamespace(api_key="k'1", admin_api_key=None, ssl_keyfile_password="p")
     shown = f"ServerArgs(port=1, api_key={arguments.api_key!r}, admin_api_key=None, ssl_keyfile_password='p')"

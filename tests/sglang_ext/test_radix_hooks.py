@@ -24,7 +24,7 @@ if LINEAR_ATTENTION_ON_CUDA:
     from tests.sglang_ext import test_states_in_radix as states
 
     SCENARIOS += [
-        partial(states.test_states_after_sparse_attention_are_not_kept, rules.QUEST, 3 * states.INTERVAL),
+        partial(states.test_states_after_sparse_attention_are_not_kept, rules.QUEST, 192),
         partial(states.test_a_fork_goes_on_from_a_state_behind_what_it_shares, rules.QUOKA),
         partial(states.test_a_state_lies_between_blocks_wherever_a_prompt_ends, states.QUOKA_OF_128, 250),
         states.test_a_request_that_gives_back_its_prompt_leaves_no_state,
