@@ -7,8 +7,8 @@
   unless the request asks to keep it: then all of the request lives in a namespace of its whole policy.
 - A request that gives back what it will not read again of its prompt (``released_prompts``) inserts nothing.
 - A policy that observes the end of the prompt gets to compute it, whatever was cached.
-- The state of layers with linear attention is kept where the tokens before it may all be shared, and, in a namespace of
-  blocks, no token of a later block is among what it depends on.
+- The state of layers with linear attention is kept if all tokens before it may be shared and, in a namespace of blocks,
+  if it lies between two of them.
 
 All of it is in what the cache is asked, never in how it keeps its tree: SGLang has trees in Python and in Rust.
 """

@@ -55,7 +55,7 @@ TERMINATED: Final[Mapping[str, Any]] = {
 QUOKA: Final[Mapping[str, Any]] = {"prefill": {"policy": "quoka", "budget": 64, "block": 128}}
 # With what they have by default these read all of a short prompt; a share may be reached sooner.
 COVERED: Final[Mapping[str, Any]] = {
-    name: {"decode": {"policy": name} | ({"delta_layers": [1]} if name == "delta" else {})}
+    name: {"decode": {"policy": name} | ({"delta_layers": [3]} if name == "delta" else {})}
     for name in POLICIES
     if "budget" in ROWS[name].defaults or "window" in ROWS[name].defaults
 }
@@ -233,7 +233,7 @@ def test_a_sparse_answer_that_is_kept_is_there_for_its_policy_alone(server: Serv
     assert cached(server.ask(turn, policy)) == LAST_COPY
 
 
-@pytest.mark.parametrize("length", [200, 256, CHUNK + 100])
+@pytest.mark.parametrize("length", [200, PROMPT, CHUNK + 100])
 def test_sparse_prefill_goes_on_from_states_between_blocks(server: Server, sglang: Server, length: int) -> None:
     text = prompt(60 + length, length)
     first = server.ask(text, QUOKA)
