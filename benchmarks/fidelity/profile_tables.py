@@ -23,7 +23,7 @@ def profile_speed_table(path: Path) -> str:
     for curve in profile.curves:
         timed = profile.speed.of(curve.attention)
         for point in curve.points:
-            time = None if timed is None else timed.ratio(point.length)
+            time = profile.time_at(curve.attention, point.length)
             start = None if timed is None else timed.faster_from
             rows.append(
                 (
@@ -31,15 +31,16 @@ def profile_speed_table(path: Path) -> str:
                     f"{point.length:,}",
                     f"{point.kl:.4f}",
                     percent(point.kv_read_ratio),
-                    number(time, ".2f"),
+                    number(None if time is None else time.ratio, ".2f"),
                     "" if start is None else f"{start:,}",
                 )
             )
     dense = ", ".join(f"{1e3 * time.seconds:.1f} ms at {time.length:,}" for time in profile.speed.dense)
     took = ", ".join(f"{part.replace('-', ' ')} {seconds:,.0f} s" for part, seconds in profile.seconds.items())
+    threads = "" if profile.speed.threads is None else f", threads of torch: {profile.speed.threads}"
     about = (
         f"{_about(profile)} Times are of attention in a decode step, all layers together, relative to dense attention"
-        f" ({dense}); {profile.speed.steps} steps, threads of torch: {profile.speed.threads}. The run took: {took}."
+        f" ({dense}); {profile.speed.steps} steps{threads}. The run took: {took}."
     )
     headings = ("policy", "tokens", "KL", "KV read %", "time", "faster from")
     return f"{markdown_table(headings, rows)}\n{about}\n"

@@ -1,6 +1,6 @@
 """What a layer's attention costs on a GPU in a batch of several policies, beside batches of one policy each.
 
-    python -m benchmarks.kernels.mixed --cases 32768x8,98304x8 --output benchmarks/results/mixed-layer.json
+    python -m benchmarks.kernels.mixed --cases 98304x8,32768x8 --output benchmarks/results/mixed-layer.json
 
 Each policy is timed alone, then all in turn from row to row, in a CUDA graph of their selectors; all as in
 ``benchmarks.kernels.layer``, with a layer's share of what is done once a step. ``side by side`` is the graph that a
@@ -51,16 +51,16 @@ CHECKED: Final = 40_000
 _CHECKED_LAYERS: Final = 2
 _DEFAULT: Final = (
     '{"policy": "snapkv", "budget": 1024}',
-    '{"policy": "quest", "budget": 2048, "full_layers": 0}',
+    '{"policy": "lowbit_top_p", "p": 0.9}',
+    '{"policy": "lowbit_top_k", "budget": 512}',
     '{"policy": "quoka", "budget": 1024}',
-    '{"policy": "lowbit_top_k", "budget": 1024}',
 )
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Where to write JSON.")] = RESULTS / "mixed-layer.json",
     model: Annotated[str, typer.Option(help="Whose layers: a name in benchmarks/model_shapes.py.")] = "Llama-3.1-8B",
-    cases: Annotated[str, typer.Option(help="Tokens in context × batch.")] = "32768x8,98304x8",
+    cases: Annotated[str, typer.Option(help="Tokens in context × batch.")] = "98304x8,32768x8",
     policy: Annotated[list[str] | None, typer.Option(help="JSON of a decode policy; four if none is named.")] = None,
     replays: Annotated[int, typer.Option(min=2, help="Graph replays of each measurement.")] = 30,
     memory: Annotated[float, typer.Option(help="Share of free device memory for keys and values.")] = 0.6,

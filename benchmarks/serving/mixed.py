@@ -1,6 +1,6 @@
 """What a batch of several policies costs beside batches of one policy each: a model of a named shape over HTTP.
 
-    python -m benchmarks.serving.mixed --context 32768,98304 --output benchmarks/results/mixed.json
+    python -m benchmarks.serving.mixed --context 32768,98304 --gain 3.5 --output benchmarks/results/mixed.json
 
 A server with Winnow is asked for batches of the same prompts: each policy alone, then all in turn from row to row. The
 same follows with early termination on half of the rows of each policy, and with ``--cap`` once more with that cap on
@@ -56,10 +56,10 @@ PLAIN: Final = "plain"
 TERMINATING: Final = "early termination on half"
 CAPPED: Final = "capped"
 _DEFAULT: Final = (
-    'snapkv={"decode": {"policy": "snapkv", "budget": 1024}}',
-    'delta={"decode": {"policy": "delta", "budget": 1024}}',
+    'lowbit_top_p={"decode": {"policy": "lowbit_top_p", "p": 0.9}}',
+    'lowbit_top_k={"decode": {"policy": "lowbit_top_k", "budget": 512}}',
     'quoka={"decode": {"policy": "quoka", "budget": 1024}}',
-    'lowbit_top_k={"decode": {"policy": "lowbit_top_k", "budget": 1024}}',
+    'snapkv={"decode": {"policy": "snapkv", "budget": 1024}}',
 )
 # Tokens in a context, and what a mixed batch may take by the mean of its policies alone.
 _LONG: Final = 65_536

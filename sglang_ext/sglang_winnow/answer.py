@@ -86,10 +86,13 @@ def answer(
 
 
 def _audit(row: Tensor, policy: AttentionPolicy) -> dict[str, Any]:
-    heads = float(row[Field.AUDITED_HEADS])
+    heads, compared = float(row[Field.AUDITED_HEADS]), float(row[Field.AUDITED_NEXT_TOKENS])
 
     def mean(field: Field) -> float | None:
         return round(float(row[field]) / heads, 6) if heads else None
+
+    def of_next_token(field: Field) -> float | None:
+        return round(float(row[field]) / compared, 9) if compared else None
 
     p = promised_share(policy.decode)
     return {
@@ -98,6 +101,8 @@ def _audit(row: Tensor, policy: AttentionPolicy) -> dict[str, Any]:
         "output_error": mean(Field.AUDITED_ERROR),
         "p": p,
         "reached": None if p is None else mean(Field.AUDITED_REACHED),
+        "next_token_kl": of_next_token(Field.AUDITED_KL),
+        "top1": of_next_token(Field.AUDITED_TOP1),
     }
 
 

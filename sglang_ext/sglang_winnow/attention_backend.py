@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.decode_plan import DecodePlan
+from sglang_winnow.dense_pass_plan import DensePassPlan
 from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, window_of, write_keys_and_values
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.mixed_plan import MixedPlan
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+_Plan = DecodePlan | PrefillPlan | MixedPlan | VerificationPlan | DensePassPlan
 
 
 class WinnowAttentionBackend(AttentionBackend):
@@ -56,7 +61,8 @@ class WinnowAttentionBackend(AttentionBackend):
         self.indexes = Indexes(caches, runner.page_size, self.device, index_settings())
         self.statistics = Statistics(self.req_to_token_pool.req_to_token.shape[0], self.device)
         self.requests = RequestTable(self.statistics, len(layers) - len(self._full_layers))
-        self._plan: DecodePlan | PrefillPlan | MixedPlan | VerificationPlan | None = None
+        self._plan: _Plan | None = None
+        self._attends_densely = False
         self._decoding = 0
 
     def note(self, requests: Sequence[Req], _batch: ForwardBatch, decoding: int) -> None:
@@ -79,6 +85,9 @@ class WinnowAttentionBackend(AttentionBackend):
         if mode.is_idle():
             self._plan = None
             return
+        if self._attends_densely:
+            self._plan = DensePassPlan(self._context(forward_batch))
+            return
         if mode.is_target_verify():
             # Pages that drafts had filled may have been indexed.
             self.indexes.generations.rewritten(forward_batch.out_cache_loc)
@@ -86,7 +95,7 @@ class WinnowAttentionBackend(AttentionBackend):
             self.indexes.generations.written(forward_batch.out_cache_loc)
         if mode.is_decode() or self._decoding:
             self._release_prompts(forward_batch)
-        context = context_of(forward_batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
+        context = self._context(forward_batch)
         rows = range(forward_batch.batch_size)
         if mode.is_target_verify():
             slots = forward_batch.req_pool_indices
@@ -120,7 +129,7 @@ class WinnowAttentionBackend(AttentionBackend):
 
         ``sinks`` are the sink logits of the layer, [query heads].
         """
-        assert isinstance(self._plan, DecodePlan)
+        assert isinstance(self._plan, DecodePlan | DensePassPlan)
         return self._forward(self._plan, q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def forward_extend(
@@ -144,7 +153,7 @@ class WinnowAttentionBackend(AttentionBackend):
 
     def _forward(
         self,
-        plan: DecodePlan | PrefillPlan | MixedPlan | VerificationPlan,
+        plan: _Plan,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
@@ -167,6 +176,32 @@ class WinnowAttentionBackend(AttentionBackend):
         """Note how many tokens, int64 [requests], the last pass of a check has come to; of each at least one."""
         assert isinstance(self._plan, VerificationPlan)
         self._plan.accept(accepted)
+
+    @property
+    def compared(self) -> list[int]:
+        """The rows of the last pass whose next token is to be compared with dense attention's."""
+        return self._plan.compared if isinstance(self._plan, DecodePlan | MixedPlan) else []
+
+    @contextmanager
+    def attending_densely(self, slots: Tensor) -> Iterator[None]:
+        """Let the decode passes within attend to everything, count nothing, and leave the KV cache as it was.
+
+        Args:
+            slots: int64 [requests]; those that the passes write.
+        """
+        plan, self._attends_densely = self._plan, True
+        # By bytes: torch writes no numbers of narrow dtypes to places of its choice.
+        pools = [pool.view(torch.uint8) for cache in self.indexes.caches for pool in (cache.keys, cache.values)]
+        before = [pool[slots] for pool in pools]
+        try:
+            yield
+        finally:
+            for pool, kept in zip(pools, before, strict=True):
+                pool[slots] = kept
+            self._plan, self._attends_densely = plan, False
+
+    def _context(self, batch: ForwardBatch) -> Context:
+        return context_of(batch, self.req_to_token_pool.req_to_token, self.indexes.caches[0].slots)
 
     def _release_prompts(self, batch: ForwardBatch) -> None:
         """Let the requests that decode for the first time give back what they will not read again of their prompts."""

@@ -47,7 +47,7 @@ def audited_share(policy: AttentionPolicy) -> float:
     """
     if policy.answers_densely or policy.decode.releases_prompt:
         return 0.0
-    return server_share() if policy.audit is None else policy.audit
+    return server_share() if policy.audit_share is None else policy.audit_share
 
 
 def phase_of(request_id: str) -> float:

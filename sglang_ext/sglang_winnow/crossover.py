@@ -7,7 +7,8 @@ parameters, what the policy declares counts.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Final
 
@@ -54,6 +55,21 @@ def of_all_policies() -> int | None:
     return int(override)
 
 
+@contextmanager
+def acting_at_every_length() -> Iterator[None]:
+    """Have the policies of this process act at every length, whatever its environment says."""
+    before = os.environ.get(ENVIRONMENT)
+    os.environ[ENVIRONMENT] = "0"
+    of_all_policies.cache_clear()
+    try:
+        yield
+    finally:
+        del os.environ[ENVIRONMENT]
+        if before is not None:
+            os.environ[ENVIRONMENT] = before
+        of_all_policies.cache_clear()
+
+
 def measured_here() -> Speed | None:
     """Return the speed that the server's profile has; None if it has none, or it was measured on another machine.
 
@@ -63,7 +79,7 @@ def measured_here() -> Speed | None:
     found = profile()
     if found is None or found.speed is None:
         return None
-    is_here = (found.device, found.speed.threads) == (device_name(), torch.get_num_threads())
+    is_here = found.device == device_name() and found.speed.threads in (None, torch.get_num_threads())
     return found.speed if is_here else None
 
 

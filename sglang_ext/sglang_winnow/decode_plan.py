@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.auditing import audited_rows
+from sglang_winnow.auditing import audited_rows, compared_rows
 from sglang_winnow.explaining import explained_rows, note_dense_steps
 from sglang_winnow.request_policy import drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
@@ -68,7 +68,11 @@ class _Group:
 
 
 class DecodePlan:
-    """The groups of a batch's requests. Call ``attend`` for each layer, then ``finish``."""
+    """The groups of a batch's requests. Call ``attend`` for each layer, then ``finish``.
+
+    Attributes:
+        compared: the rows whose next token is to be compared with dense attention's after the pass.
+    """
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class DecodePlan:
         self._context = context
         self._statistics = statistics
         self._layers = 0
+        self.compared = compared_rows(states, lengths, indexes.page_size)
         drafting = torch.tensor(
             [
                 state is not None and drafts(state, length, indexes.page_size)

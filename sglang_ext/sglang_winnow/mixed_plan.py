@@ -11,12 +11,17 @@ from winnow_kernels.cache import LayerCache
 
 
 class MixedPlan:
-    """A plan for the requests that are prefilled, whose tokens come first, and one for those that decode."""
+    """A plan for the requests that are prefilled, whose tokens come first, and one for those that decode.
+
+    Attributes:
+        compared: the rows whose next token is to be compared with dense attention's after the pass.
+    """
 
     def __init__(self, prefill: PrefillPlan, decode: DecodePlan) -> None:
         self._prefill = prefill
         self._decode = decode
         self._new_tokens = prefill.chunks[-1].rows.stop
+        self.compared = [len(prefill.chunks) + row for row in decode.compared]
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         """Return the attention output of a layer: [tokens, query heads, head dim], as ``queries``.

@@ -18,6 +18,7 @@ from sglang_winnow import (
     messages_form,
     metrics,
     model_arguments,
+    next_token_audit,
     openai_forms,
     radix,
     rank_cores,
@@ -133,16 +134,16 @@ def _hide_keys(shown: str, arguments: ServerArgs) -> str:
     return shown
 
 
-def _hooks_on_cuda() -> tuple[Hook, ...]:
+def _hooks_on_device() -> tuple[Hook, ...]:
     if not torch.cuda.is_available():
-        return ()
+        return next_token_audit.HOOKS
     from sglang_winnow.device import memory, variants  # noqa: PLC0415
 
     return (*memory.HOOKS, *variants.HOOKS)
 
 
 HOOKS: Final = (
-    *_hooks_on_cuda(),
+    *_hooks_on_device(),
     *attention_registration.HOOKS,
     *model_arguments.HOOKS,
     *metrics.HOOKS,

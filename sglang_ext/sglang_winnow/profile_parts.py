@@ -52,9 +52,9 @@ class TimedPolicy(BaseModel):
     attention: AttentionPolicy
     points: Annotated[tuple[TimedPoint, ...], Field(min_length=1)]
 
-    def ratio(self, length: int) -> float | None:
-        """Return the time at exactly this length, relative to dense attention; None if it was not measured there."""
-        return next((point.ratio for point in self.points if point.length == length), None)
+    def at(self, length: int) -> TimedPoint | None:
+        """Return the point at exactly this length."""
+        return next((point for point in self.points if point.length == length), None)
 
     @property
     def faster_from(self) -> int | None:
@@ -71,7 +71,7 @@ class Speed(BaseModel):
     """Time of attention in decode steps of one request, measured on the device that the profile names.
 
     Attributes:
-        threads: of torch.
+        threads: of torch, by which times on a CPU differ; None where a GPU was measured.
         steps: that were timed at each length.
         dense: dense attention, by length.
         policies: those that were timed beside it.
@@ -79,7 +79,7 @@ class Speed(BaseModel):
 
     model_config = FROZEN
 
-    threads: Annotated[int, Field(ge=1)]
+    threads: Annotated[int, Field(ge=1)] | None
     steps: Annotated[int, Field(ge=1)]
     dense: Annotated[tuple[DenseTime, ...], Field(min_length=1)]
     policies: tuple[TimedPolicy, ...]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sglang_winnow.delta_profiles import config_hash, layer_count
-from sglang_winnow.profile_parts import FROZEN, Drafts, Speed, Stopping
+from sglang_winnow.profile_parts import FROZEN, Drafts, Speed, Stopping, TimedPoint
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 VERSION: Final = 2
@@ -163,6 +163,14 @@ class Profile(BaseModel):
     speed: Speed | None
     early_termination: Stopping | None
     drafts: Drafts | None
+
+    def time_at(self, attention: AttentionPolicy, length: int) -> TimedPoint | None:
+        """Return the time of a policy's decode steps at exactly this length; None where it was not measured.
+
+        Steps after another prefill take as long. A sparse prefill with a dense decode has no such time.
+        """
+        timed = None if self.speed is None else self.speed.of(attention)
+        return None if timed is None else timed.at(length)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -22,7 +22,7 @@ from sglang_winnow.hooks import LAUNCH, Hook, refusing_to_start
 from sglang_winnow.key_bits import index_settings
 from sglang_winnow.metrics import METRICS
 from sglang_winnow.profile_settings import default_kl, load_requests, profile, served_profile, under_load_kl
-from sglang_winnow.quality_profile import Curve, Profile
+from sglang_winnow.quality_profile import Curve, Point, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
 from sglang_winnow.sglang_versions.releases import EXPLAINS_ON_CUDA, OLDEST
@@ -105,9 +105,7 @@ class ServedModel:
             raise PolicyError(PARAMETER, f"must be dense: the server was started without --attention-backend {NAME}")
         check_served(policy, self.decode_policies, verifies=self.verifies, calibrated=self.profile is not None)
         policy = self._as_run(policy)
-        if policy.audit and not audits_on(self.device):
-            problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
-            raise PolicyError(f"{PARAMETER}.audit", problem)
+        self._check_audit(policy)
         return policy
 
     @cached_property
@@ -167,6 +165,13 @@ class ServedModel:
                 f"must be false: layer {min(self.sliding_layers)} has a sliding window, which is part of the prompt",
             )
 
+    def _check_audit(self, policy: AttentionPolicy) -> None:
+        if policy.audits_next_token and self.device != "cpu":
+            raise PolicyError(f"{PARAMETER}.audit.kl", f"must be false: on {self.device} it is not served, only on cpu")
+        if policy.audit_share and not audits_on(self.device):
+            problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
+            raise PolicyError(f"{PARAMETER}.audit", problem)
+
     def _check_chunk(self, policy: AttentionPolicy) -> None:
         # A chunk that holds no whole block would never be scheduled.
         step = block_of(policy, self.page_size)
@@ -201,15 +206,21 @@ class ServedModel:
             "under_load_kl": under_load_kl(),
             "load_requests": load_requests(),
             **profile.model_dump(mode="json", include=_TOLD_OF_PROFILE),
-            "curves": [self._describe_curve(curve) for curve in profile.curves],
+            "curves": [self._describe_curve(profile, curve) for curve in profile.curves],
         }
 
-    def _describe_curve(self, curve: Curve) -> dict[str, Any]:
+    def _describe_curve(self, profile: Profile, curve: Curve) -> dict[str, Any]:
         return {
             "attention": json.loads(curve.attention.canonical()),
             "served": curve in self.choices,
-            "points": [point.model_dump(mode="json") for point in curve.points],
+            "points": [_describe_point(profile, curve, point) for point in curve.points],
         }
+
+
+def _describe_point(profile: Profile, curve: Curve, point: Point) -> dict[str, Any]:
+    timed = profile.time_at(curve.attention, point.length)
+    time = None if timed is None else timed.model_dump(mode="json", include={"seconds", "ratio"})
+    return point.model_dump(mode="json") | {"time": time}
 
 
 def block_of(policy: AttentionPolicy, page_size: int) -> int:

@@ -46,7 +46,15 @@ COST: dict[str, Any] = {
         "early_termination": {"terminated_ratio": 0.8, "skipped_ratio": 0.3},
     },
     "verify": {"verifications": 2, "drafted": 4, "accepted": 1, "tokens_per_verification": 1.5, "dense_steps": 1},
-    "audit": {"steps": 2, "true_share": 0.75, "output_error": 0.125, "p": 0.875, "reached": 0.5},
+    "audit": {
+        "steps": 2,
+        "true_share": 0.75,
+        "output_error": 0.125,
+        "p": 0.875,
+        "reached": 0.5,
+        "next_token_kl": 0.0625,
+        "top1": 0.5,
+    },
     "prefill": {"policy": "dense", "tokens": 90, "cached_tokens": 10, "attended_ratio": 1.0, "kv_read_ratio": 1.0},
     "quality": {
         "under_load": {"kl": 0.05, "top1": None, "requests": 9},
@@ -148,6 +156,7 @@ async def test_an_answer_is_counted_once_with_all_it_tells(measured: Deployment,
     assert found[key("winnow_audited_steps_total", **quest)] == 2
     assert found[key("winnow_audited_share_sum", **quest)] == 0.75
     assert found[key("winnow_audited_output_error_sum", **quest)] == 0.125
+    assert found[key("winnow_audited_next_token_kl_sum", **quest)] == 0.0625
     assert found[key("winnow_audited_shortfall_sum", promise="p", **quest)] == 0.125
     assert found[key("winnow_audited_shortfall_sum", promise="quality", **quest)] == 0.0625
     assert found[key("winnow_quality_answers_total", quality="under_load", **quest)] == 1
@@ -382,7 +391,7 @@ def test_no_part_of_an_answer_is_parsed_twice(monkeypatch: pytest.MonkeyPatch, s
 _NAMES = (
     "meta_info attention choices usage decode prefill verify early_termination policy steps tokens context_tokens "
     "completion_tokens attended_ratio kv_read_ratio terminated_ratio verifications drafted tokens_per_verification "
-    "audit true_share output_error p quality expected left under_load"
+    "audit true_share output_error next_token_kl p quality expected left under_load"
 ).split()
 _JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),

@@ -502,6 +502,12 @@ async def test_readiness_says_degraded_while_requests_are_served(policies: Deplo
             "attention.audit",
             {"decode": {"policy": "tactic"}, "audit": 0.01},
         ),
+        (
+            {"max_audit": 0.01},
+            {"decode": {"policy": "tactic"}, "audit": {"share": 0.5, "kl": True}},
+            "attention.audit.share",
+            {"decode": {"policy": "tactic"}, "audit": {"share": 0.01, "kl": True}},
+        ),
         ({"max_kl": 0.01}, {"quality": {"kl": 0.02}}, "attention.quality.kl", {"quality": {"kl": 0.01}}),
         ({"max_kl": 0.01}, {"quality": {}}, "attention.quality.kl", {"quality": {"kl": 0.01}}),
         ({"min_top1": 0.9}, {"quality": {"top1": 0.5}}, "attention.quality.top1", {"quality": {"top1": 0.9}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import fields, replace
 from http import HTTPStatus
@@ -221,8 +222,8 @@ def test_a_request_is_audited_on_cuda_where_the_environment_sets_a_share(monkeyp
     monkeypatch.delenv(audit_share.ENVIRONMENT, raising=False)
     on_cuda = replace(LIMITS, model=replace(MODEL, device="cuda"))
 
-    def check(audit: float, limits: Limits) -> None:
-        custom = {"attention": f'{{"decode": {{"policy": "quest"}}, "audit": {audit}}}'}
+    def check(audit: Any, limits: Limits) -> None:
+        custom = {"attention": json.dumps({"decode": {"policy": "quest"}, "audit": audit})}
         check_request(GenerateReqInput(text="a", sampling_params={"custom_params": custom}), limits)
 
     check(0.5, LIMITS)
@@ -232,6 +233,11 @@ def test_a_request_is_audited_on_cuda_where_the_environment_sets_a_share(monkeyp
         check(0.5, on_cuda)
     monkeypatch.setenv(audit_share.ENVIRONMENT, "0")
     check(0.5, on_cuda)
+    # A dense pass beside the graphs was never tried there.
+    next_token = {"share": 0.5, "kl": True}
+    check(next_token, LIMITS)
+    with pytest.raises(ValueError, match=r"^attention.audit.kl: must be false: on cuda it is not served, only on cpu$"):
+        check(next_token, on_cuda)
 
 
 def test_verification_is_refused_where_the_server_does_not_verify() -> None:

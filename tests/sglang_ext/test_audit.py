@@ -219,7 +219,20 @@ def test_a_share_of_the_server_that_is_none_is_refused(monkeypatch: pytest.Monke
 
 def test_auditing_changes_no_namespace() -> None:
     kept = {"decode": {"policy": "quest"}, "keep": True}
-    assert parse_policy(kept).namespace() == parse_policy({**kept, "audit": 0.5}).namespace()
+    for audit in (0.5, {"share": 0.5, "kl": True}):
+        assert parse_policy(kept).namespace() == parse_policy({**kept, "audit": audit}).namespace()
+
+
+def test_a_share_is_the_same_in_either_form() -> None:
+    """So runtimes that know numbers alone serve it."""
+    quest = {"decode": {"policy": "quest"}}
+    number = parse_policy(quest | {"audit": 0.5})
+    for audit in ({"share": 0.5}, {"share": 0.5, "kl": False}):
+        assert parse_policy(quest | {"audit": audit}).canonical() == number.canonical()
+    compared = parse_policy(quest | {"audit": {"share": 0.5, "kl": True}})
+    assert parse_policy(compared.canonical()) == compared != number
+    assert compared.audit_share == number.audit_share == audited_share(compared) == 0.5
+    assert (compared.audits_next_token, number.audits_next_token) == (True, False)
 
 
 def test_the_answer_tells_what_was_audited() -> None:
@@ -233,7 +246,15 @@ def test_the_answer_tells_what_was_audited() -> None:
     assert 0 < told["reached"] <= 1
     assert answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 0, 0.0)["audit"] is None
     nothing = answer(torch.zeros(len(Field), dtype=torch.float64), policy, 0, 0, 0, 0, 0, 0, 0.01)["audit"]
-    assert nothing == {"steps": 0, "true_share": None, "output_error": None, "p": 0.5, "reached": None}
+    assert nothing == {
+        "steps": 0,
+        "true_share": None,
+        "output_error": None,
+        "p": 0.5,
+        "reached": None,
+        "next_token_kl": None,
+        "top1": None,
+    }
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

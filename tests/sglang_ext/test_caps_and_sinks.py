@@ -110,3 +110,16 @@ def test_reported_shares_are_true_and_audited_outputs_near_those_of_dense_attent
     assert cost["decode"]["estimated_share"] == pytest.approx(cost["audit"]["true_share"], abs=0.03)
     assert 0.93 < cost["audit"]["true_share"] <= 1
     assert cost["audit"]["output_error"] < 0.2
+
+
+def test_next_tokens_are_compared_with_those_of_the_same_attention(server: Server) -> None:
+    """With caps, sinks and windows: without them a step that attends to all would lose something, too."""
+    policies: list[Any] = [
+        {"decode": {"policy": "lowbit_top_p", "p": 0.3}},
+        {"early_termination": {"scale": 0.0001, "direction": 0.0001, "patience": 1000}},
+    ]
+    lost, nothing = (
+        server.cost(prompt(4), policy | {"audit": {"share": 1.0, "kl": True}})["audit"] for policy in policies
+    )
+    assert lost["steps"] == nothing["steps"] > 0
+    assert nothing["next_token_kl"] < min(1e-6, lost["next_token_kl"] / 100)

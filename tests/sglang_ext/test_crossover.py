@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_winnow import crossover, profile_settings
-from sglang_winnow.crossover import ENVIRONMENT, crossover_tokens, measured_here
+from sglang_winnow.crossover import ENVIRONMENT, acting_at_every_length, crossover_tokens, measured_here
 from sglang_winnow.machine import device_name
 from sglang_winnow.profile_parts import DenseTime, Speed, TimedPoint, TimedPolicy
 from sglang_winnow.quality_profile import Profile
@@ -38,7 +38,7 @@ def timed(attention: AttentionPolicy, *ratios: float, lengths: tuple[int, ...] =
     return TimedPolicy(attention=attention, points=tuple(points))
 
 
-def speed(threads: int) -> Speed:
+def speed(threads: int | None) -> Speed:
     return Speed(
         threads=threads,
         steps=1,
@@ -64,12 +64,12 @@ def _read_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Profile]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int | None], Profile]:
     """Return what makes a profile measured on a device with so many threads the server's."""
     folder = write_model(tmp_path / "model", ModelShape())
     write_weights(folder)
 
-    def serve(device: str, threads: int) -> Profile:
+    def serve(device: str, threads: int | None) -> Profile:
         made = profiles.profile(folder, LENGTHS, [], speed(threads)).model_copy(update={"device": device})
         made.write(tmp_path / "profile.json")
         monkeypatch.setenv(profile_settings.PROFILE, str(tmp_path / "profile.json"))
@@ -78,7 +78,9 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int
     return serve
 
 
-def test_the_profile_of_this_machine_says_from_where_on_a_policy_pays(serve: Callable[[str, int], Profile]) -> None:
+def test_the_profile_of_this_machine_says_from_where_on_a_policy_pays(
+    serve: Callable[[str, int | None], Profile],
+) -> None:
     serve(device_name(), torch.get_num_threads())
     assert measured_here() == speed(torch.get_num_threads())
     assert crossover_tokens(FAST) == 1023
@@ -99,7 +101,7 @@ def test_the_profile_of_this_machine_says_from_where_on_a_policy_pays(serve: Cal
     )
 
 
-def test_steps_of_a_request_go_by_it(serve: Callable[[str, int], Profile]) -> None:
+def test_steps_of_a_request_go_by_it(serve: Callable[[str, int | None], Profile]) -> None:
     serve(device_name(), torch.get_num_threads())
     state = RequestState(LATER, 4000)
     assert reads_everything(state, 4095, 16)
@@ -107,14 +109,14 @@ def test_steps_of_a_request_go_by_it(serve: Callable[[str, int], Profile]) -> No
 
 
 @pytest.mark.parametrize("another", ["device", "threads"])
-def test_times_of_another_machine_say_nothing(serve: Callable[[str, int], Profile], another: str) -> None:
+def test_times_of_another_machine_say_nothing(serve: Callable[[str, int | None], Profile], another: str) -> None:
     threads = torch.get_num_threads()
     serve("another", threads) if another == "device" else serve(device_name(), threads + 1)
     assert measured_here() is None
     assert crossover_tokens(FAST) == DECLARED
 
 
-def test_the_server_says_whether_times_are_of_its_machine(serve: Callable[[str, int], Profile]) -> None:
+def test_the_server_says_whether_times_are_of_its_machine(serve: Callable[[str, int | None], Profile]) -> None:
     model = ServedModel(2, 8192, profile=serve(device_name(), torch.get_num_threads()))
     assert model.describe()["profile"]["times_are_of_this_machine"] is True
     profile_settings.profile.cache_clear()
@@ -122,12 +124,29 @@ def test_the_server_says_whether_times_are_of_its_machine(serve: Callable[[str, 
     assert model.describe()["profile"]["times_are_of_this_machine"] is False
 
 
+def test_times_of_a_gpu_count_whatever_the_threads(serve: Callable[[str, int | None], Profile]) -> None:
+    serve(device_name(), None)
+    assert crossover_tokens(FAST) == 1023
+
+
+@pytest.mark.parametrize("before", [None, "4096"])
+def test_policies_act_at_every_length_for_a_while(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if before is not None:
+        monkeypatch.setenv(ENVIRONMENT, before)
+    usual = crossover_tokens(FAST)
+    with acting_at_every_length():
+        assert crossover_tokens(FAST) == 0
+    assert crossover_tokens(FAST) == usual == (DECLARED if before is None else 4096)
+
+
 def test_without_a_profile_the_declared_length_counts() -> None:
     assert measured_here() is None
     assert crossover_tokens(FAST) == DECLARED
 
 
-def test_the_environment_goes_before_all(serve: Callable[[str, int], Profile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_goes_before_all(
+    serve: Callable[[str, int | None], Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
     serve(device_name(), torch.get_num_threads())
     monkeypatch.setenv(ENVIRONMENT, "7")
     assert crossover_tokens(FAST) == crossover_tokens(SLOW) == 7

@@ -23,8 +23,7 @@ def test_kinds_whose_programs_meet_follow_each_other() -> None:
     selectors = {kind: selector(in_layers=kind != "streaming_llm", meet=kind in meeting) for kind in KINDS}
     first, *others = lanes_of(selectors)
     assert set(first) == set(meeting)
-    assert sorted(kind for lane in others for kind in lane) == sorted(set(KINDS) - {"streaming_llm", *meeting})
-    assert {len(lane) for lane in others} == {1}
+    assert others == [[kind] for kind in reversed(KINDS) if kind not in ("streaming_llm", *meeting)]
     assert lanes_of({"quest": selector()}) == [["quest"]]
     assert lanes_of({"streaming_llm": selector(in_layers=False)}) == []
 
@@ -52,7 +51,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("beside", found))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority: Stream(f"priority {priority}", found))
     return found
 
 
@@ -60,17 +59,32 @@ def tasks(events: list[str], count: int) -> list[Callable[[], None]]:
     return [lambda number=number: events.append(f"task {number}") for number in range(count)]  # type: ignore[misc]
 
 
-def test_in_a_graph_tasks_run_side_by_side(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_graph_tasks_run_side_by_side_the_first_before_others(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    Lanes(3, torch.device("cuda")).run(tasks(events, 2))
+    Lanes(4, torch.device("cuda")).run(tasks(events, 3))
     assert events == [
-        "beside waits for current",
-        "on beside",
+        "priority -2 waits for current",
+        "on priority -2",
+        "task 0",
+        "on current",
+        "priority -1 waits for current",
+        "on priority -1",
         "task 1",
         "on current",
-        "task 0",
-        "current waits for beside",
+        "task 2",
+        "current waits for priority -2",
+        "current waits for priority -1",
     ]
+
+
+def test_there_are_as_many_lanes_as_are_asked_for(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    Lanes(9, torch.device("cuda")).run(tasks(events, 9))
+    priorities = [int(event.split()[-1]) for event in events if event.startswith("on priority")]
+    assert priorities == [-3, -3, -3, -3, -3, -3, -2, -1]
+    assert events[-9] == "task 8"
 
 
 @pytest.mark.parametrize(("device", "capturing", "count"), [("cuda", False, 3), ("cuda", True, 1), ("cpu", True, 3)])

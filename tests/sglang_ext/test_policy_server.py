@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.models import ModelShape, write_model, write_weights
 from tests.runtime import Runtime, runtime_server
@@ -87,6 +88,53 @@ def test_an_audited_answer_is_the_same_and_tells_what_it_lost(server: Server) ->
     custom = {"custom_params": {"attention": json.dumps(STREAMING | {"audit": 1.0})}}
     told = server.post("/v1/chat/completions", chat | custom)["attention"]["audit"]
     assert told["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        {"policy": "streaming_llm", "window": 16},
+        {"policy": "quest", "budget": 64, "full_layers": 0},
+        {"policy": "lowbit_top_p", "p": 0.3},
+        {"policy": "tactic", "p": 0.5, "full_layers": 0},
+    ],
+    ids=lambda decode: str(decode["policy"]),
+)
+def test_comparing_next_tokens_leaves_the_cache_as_it_is(server: Server, decode: Any) -> None:
+    """Of two layers: the second's key and value of a token are others after dense attention in the first."""
+    vocabulary = {"return_logprob": True, "token_ids_logprob": list(range(VOCABULARY))}
+
+    def answer(policy: Any) -> tuple[Any, Any, Any]:
+        information = server.post("/generate", body(prompt(400, 3), policy, 24) | vocabulary)["meta_info"]
+        return information["output_token_ids_logprobs"], information["attention"], information["attention"]["audit"]
+
+    # The first to ask builds the index of what they share.
+    answer({"decode": decode})
+    logprobs, cost, audit = answer({"decode": decode, "audit": {"share": 1.0, "kl": True}})
+    plain_logprobs, plain_cost, plain_audit = answer({"decode": decode, "audit": 1.0})
+    assert logprobs == plain_logprobs
+    assert audit["next_token_kl"] > 1e-6
+    assert (plain_audit["next_token_kl"], plain_audit["top1"]) == (None, None)
+    audit["next_token_kl"] = audit["top1"] = None
+    assert cost == plain_cost
+
+
+def test_the_first_step_is_compared_with_the_same_step_of_a_dense_request(server: Server) -> None:
+    """Before it all that is cached is dense attention's."""
+    vocabulary = {"return_logprob": True, "token_ids_logprob": list(range(VOCABULARY))}
+
+    def first_step(policy: Any) -> tuple[torch.Tensor, Any]:
+        information = server.post("/generate", body(prompt(500, 8), policy, 2) | vocabulary)["meta_info"]
+        logprobs = [logprob for logprob, _, _ in information["output_token_ids_logprobs"][1]]
+        return torch.tensor(logprobs, dtype=torch.float64), information["attention"]["audit"]
+
+    dense, _ = first_step(None)
+    for policy in (STREAMING, {"decode": {"policy": "lowbit_top_p", "p": 0.5}}):
+        sparse, audit = first_step(policy | {"audit": {"share": 1.0, "kl": True}})
+        assert audit["steps"] == 1
+        assert audit["next_token_kl"] == pytest.approx(float((dense.exp() * (dense - sparse)).sum()), rel=1e-3)
+        assert audit["next_token_kl"] > 1e-5
+        assert audit["top1"] == float(dense.argmax() == sparse.argmax())
 
 
 def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_winnow.hooks import LAUNCH
+from sglang_winnow.profile_parts import DenseTime, Speed, TimedPoint, TimedPolicy
 from sglang_winnow.profile_settings import (
     DEFAULT_KL,
     LOAD,
@@ -155,7 +156,26 @@ def test_the_server_tells_its_profile_and_what_of_it_is_served(made: Profile, mo
     assert [curve["served"] for curve in told["curves"]] == [True, False, False, True, False]
     for curve, of_profile in zip(told["curves"], made.curves, strict=True):
         assert parse_policy(curve["attention"]) == of_profile.attention
+        assert [point.pop("time") for point in curve["points"]] == [None] * len(of_profile.points)
         assert [Point.model_validate(point) for point in curve["points"]] == list(of_profile.points)
+
+
+def test_the_server_tells_the_times_of_its_profile(made: Profile) -> None:
+    quest, alone, after_quoka, *_ = CURVES
+    timed = TimedPolicy(attention=quest.attention, points=(TimedPoint(length=2000, seconds=0.02, ratio=0.4),))
+    speed = Speed(threads=1, steps=16, dense=(DenseTime(length=2000, seconds=0.05),), policies=(timed,))
+    with_times = made.model_copy(update={"speed": speed})
+    told = json.loads(json.dumps(ServedModel(2, 8192, profile=with_times).describe()["profile"]))
+    times = {
+        (parse_policy(curve["attention"]), point["length"]): point["time"]
+        for curve in told["curves"]
+        for point in curve["points"]
+    }
+    assert times[quest.attention, 2000] == {"seconds": 0.02, "ratio": 0.4}
+    # Its steps take as long after another prefill. That prefill alone decodes densely.
+    assert times[after_quoka.attention, 2000] == {"seconds": 0.02, "ratio": 0.4}
+    assert times[alone.attention, 2000] is None
+    assert sum(time is not None for time in times.values()) == 2
     # The service reads all of it.
     assert ModelProfile.model_validate(told).model_dump(mode="json") == told
 

@@ -29,6 +29,8 @@ from winnow_kernels.policies.registry import DECODE_POLICIES
 from winnow_service.models.cache import models_folder
 
 TOKENS = 24
+# Seconds for 400 answers of 128 tokens.
+LONG = 7200
 FIELDS: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window": 32},
     "quest": {"budget": 48},
@@ -52,8 +54,8 @@ class Server:
 
 
 @contextmanager
-def client(runtime: Runtime) -> Iterator[Server]:
-    with httpx.Client(base_url=runtime.url, timeout=300) as http:
+def client(runtime: Runtime, seconds: float = 300) -> Iterator[Server]:
+    with httpx.Client(base_url=runtime.url, timeout=seconds) as http:
         yield Server(http)
 
 
@@ -146,7 +148,7 @@ def test_every_policy_answers_as_dense_attention_does(server: Server) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("name", ["needle", "smollm2"])
 def test_long_answers_are_those_of_dense_attention(name: str, tmp_path: Path) -> None:
     """200 prompts of 128 tokens; each policy drafts 1, 4 and 8 tokens, or as many as pay, for five of them or more."""
@@ -159,7 +161,7 @@ def test_long_answers_are_those_of_dense_attention(name: str, tmp_path: Path) ->
     kinds = [(kind, drafts) for kind in SPARSE for drafts in (1, 4, 8, "auto")]
     with (
         runtime_server(model, *arguments, log=tmp_path / "log", WINNOW_CROSSOVER_TOKENS="0") as runtime,
-        client(runtime) as server,
+        client(runtime, LONG) as server,
         ThreadPoolExecutor(8) as pool,
     ):
 
@@ -225,6 +227,22 @@ def test_steps_beside_drafts_are_explained_as_they_would_be_alone(server: Server
     for entry, expected in zip(beside["entries"], alone["entries"], strict=True):
         assert entry["attended"] == expected["attended"]
         np.testing.assert_allclose(entry["weights"], expected["weights"], atol=1e-4)
+
+
+def test_next_tokens_beside_drafts_are_compared_as_they_would_be_alone(server: Server) -> None:
+    text, asked = prompt(12), policy("quest") | {"audit": {"share": 1.0, "kl": True}}
+    alone = ask(server, text, asked, max_new_tokens=60)
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(ask, server, text, policy("quest", 8), max_new_tokens=160)
+        beside = ask(server, text, asked, max_new_tokens=60)
+        verified.result()
+    assert beside["output_ids"] == alone["output_ids"]
+    found, expected = (answer["meta_info"]["attention"]["audit"] for answer in (beside, alone))
+    assert expected["steps"] == 59
+    # Steps behind the end of an answer count, too, where it ends inside a burst.
+    assert 59 <= found["steps"] < 67
+    assert expected["next_token_kl"] > 1e-5
+    assert found["next_token_kl"] == pytest.approx(expected["next_token_kl"], rel=0.2)
 
 
 def test_an_answer_beside_drafts_ends_where_it_would_alone(server: Server) -> None:

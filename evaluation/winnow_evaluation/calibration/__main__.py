@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 _SHORTEST: Final = 1024
 _NO_PREFILL: Final = "dense"
-_SPEED: Final = "speed"
-_PARTS: Final = ("quality", _SPEED, "drafts", "early-termination")
+_PARTS: Final = ("quality", "speed", "drafts", "early-termination")
 """The first of them is what a server chooses by."""
 _DEFAULT_PREFILL: Final = '{"policy": "quoka", "budget_ratio": 0.25}'
 
@@ -77,7 +76,7 @@ def profile(
         str | None,
         typer.Option(
             help=f"What is measured, with commas: {', '.join(_PARTS)}. The quality always is.",
-            show_default="all, speed on a CPU alone",
+            show_default="all",
         ),
     ] = None,
     max_error: Annotated[
@@ -114,7 +113,7 @@ def profile(
         sparse = None if prefill == _NO_PREFILL else _object(prefill)
         chosen_tasks = None if tasks is None else parse_tasks(tasks, TASKS)
         given = None if lengths is None else _lengths(lengths)
-        named = None if parts is None else _named_parts(parts)
+        measured = _named_parts(parts) if parts else list(_PARTS)
         check_output(written)
         check_output(shown, "--report")
     except OptionError as error:
@@ -134,7 +133,6 @@ def profile(
     try:
         policies = candidates(asked, sparse)
         where = device_of(device)
-        measured = _parts_on(where.type, named)
         loaded = load_model(folder, where, dtype or default_dtype(where))
         sizes = given or _powers_of_two(loaded.context_length - tokens - 1)
         source, made = _prompts(loaded, sizes, tokens, count, prompts, text, chosen_tasks, seed)
@@ -181,19 +179,6 @@ def _named_parts(text: str) -> list[str]:
     if _PARTS[0] not in named:
         raise OptionError("--parts", f"{_PARTS[0]} must be among them: a server chooses by it")
     return [part for part in _PARTS if part in named]
-
-
-def _parts_on(device: str, named: list[str] | None) -> list[str]:
-    """Return the parts to measure on a kind of device: those that are named, or all that can be.
-
-    Raises:
-        ValueError: one of those that are named cannot be.
-    """
-    if device == "cpu":
-        return named or list(_PARTS)
-    if named is not None and _SPEED in named:
-        raise ValueError(f"--parts: {_SPEED} is measured on a CPU alone; winnow bench times attention on a GPU")
-    return named or [part for part in _PARTS if part != _SPEED]
 
 
 def _powers_of_two(longest: int) -> list[int]:

@@ -160,8 +160,8 @@ def _time(profile: Profile, length: int) -> Cost:
     """Return what tells the time of a policy's decode steps, of dense attention's; None where it was not measured."""
 
     def of(curve: Curve, _point: Point) -> float | None:
-        timed = None if profile.speed is None else profile.speed.of(curve.attention)
-        return None if timed is None else timed.ratio(length)
+        timed = profile.time_at(curve.attention, length)
+        return None if timed is None else timed.ratio
 
     return of
 

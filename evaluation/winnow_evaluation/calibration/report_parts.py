@@ -31,14 +31,15 @@ def speed_section(speed: Speed, lengths: Sequence[int], label: Label) -> str:
     dense = ["dense, ms a step", *(f"{1e3 * time.seconds:.1f}" for time in speed.dense), ""]
     rows = [dense]
     for timed in speed.policies:
-        ratios = (timed.ratio(length) for length in lengths)
-        shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        points = (timed.at(length) for length in lengths)
+        shown = ("" if point is None else f"{point.ratio:.2f}" for point in points)
         rows.append(
             [label(timed.attention), *shown, "no length" if timed.faster_from is None else f"{timed.faster_from:,}"]
         )
+    on = "on a GPU" if speed.threads is None else f"threads of torch: {speed.threads}"
     about = (
         "<p>Time of attention in a decode step, all layers together, relative to dense attention: medians over"
-        f" {speed.steps} steps of one request, in which policies took turns; threads of torch: {speed.threads}. A"
+        f" {speed.steps} steps of one request, in which policies took turns; {on}. A"
         " server on this very machine runs a policy's steps dense below the length from which on it was faster.</p>"
     )
     headings = ["policy", *(f"{length:,}" for length in lengths), "faster from"]

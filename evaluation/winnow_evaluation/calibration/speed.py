@@ -1,4 +1,7 @@
-"""How long attention takes in a request's decode steps, beside dense attention: on a CPU, by a CPU server's steps."""
+"""How long attention takes in a request's decode steps, beside dense attention: by the steps of a server on the device.
+
+On a GPU dense attention is Winnow's own kernel, which attends to everything.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import torch
 
 from sglang_winnow.profile_parts import DenseTime, Speed, TimedPoint, TimedPolicy
 from winnow_evaluation.calibration.parts import Advance, Found, Part
-from winnow_evaluation.fidelity.forcing import DENSE
+from winnow_evaluation.fidelity.forcing import DENSE, Forcing
+from winnow_evaluation.fidelity.prefilled import PrefilledBatch
+from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 STEPS: Final = 16
 _DENSE: Final = DENSE.canonical()
@@ -26,7 +31,7 @@ class SpeedPart(Part):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        return {"steps": STEPS, "threads": torch.get_num_threads()}
+        return {"steps": STEPS, "threads": self._threads}
 
     def measure(self, length: int, number: int, advance: Advance) -> dict[str, list[float]]:
         """Return the seconds of each step."""
@@ -37,9 +42,26 @@ class SpeedPart(Part):
             batch = subject.prefilled(length, number, tokens, policies)
             forcing = subject.forcing(batch, length, number, tokens)
             advance("dense")
-            seconds = forcing.time(policies, forcing.queries(), STEPS)
+            seconds = self._timed(forcing, batch, policies)
         advance("times")
         return {policy.canonical(): own for policy, own in zip(policies, seconds, strict=True)}
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.subject.model.device.type == "cuda"
+
+    @property
+    def _threads(self) -> int | None:
+        return None if self._on_gpu else torch.get_num_threads()
+
+    def _timed(self, forcing: Forcing, batch: PrefilledBatch, policies: Sequence[AttentionPolicy]) -> list[list[float]]:
+        queries = forcing.queries()
+        if not self._on_gpu:
+            return forcing.time(policies, queries, STEPS)
+        # Triton looks for a GPU's driver when it is imported.
+        from winnow_evaluation.fidelity.device_steps import time_steps  # noqa: PLC0415
+
+        return time_steps(batch, policies, [queries[layer] for layer in self.subject.model.full_layers], STEPS)
 
     def result(self, found: Found) -> Speed:
         """Return what a profile has of it."""
@@ -49,7 +71,7 @@ class SpeedPart(Part):
         # The longest prompt has the most policies that leave something out.
         policies = self.subject.decodes(lengths[-1])
         return Speed(
-            threads=torch.get_num_threads(),
+            threads=self._threads,
             steps=STEPS,
             dense=tuple(dense),
             policies=tuple(

@@ -153,13 +153,24 @@ class PrefilledBatch:
     def state(self, prompt: int, policy: AttentionPolicy) -> RequestState:
         """Return the state of a request of one prompt that has been prefilled."""
         state = RequestState(policy, self.lengths[prompt])
-        full_layers = self.model.full_layers
-        state.kept = kept_by(state, full_layers)
-        if state.kept is not None:
-            for layer in full_layers:
-                queries = self._last_queries[prompt][layer]
-                state.kept.record(layer, queries, state.prompt_length - len(queries))
+        self._keep(state, prompt, self.model.full_layers)
         return state
+
+    def state_on_device(self, prompt: int, policy: AttentionPolicy) -> RequestState:
+        """Return the same for ``DeviceDecode``: it knows the layers with full attention by their places among them."""
+        layers = self.model.full_layers
+        state = RequestState(policy, self.lengths[prompt])
+        state.decode = policy.decode.at_places(layers)
+        self._keep(state, prompt, range(len(layers)))
+        return state
+
+    def _keep(self, state: RequestState, prompt: int, names: Sequence[int]) -> None:
+        """Note what a policy keeps of a prompt, in the layers with full attention, under these names."""
+        state.kept = kept_by(state, names)
+        if state.kept is not None:
+            for name, layer in zip(names, self.model.full_layers, strict=True):
+                queries = self._last_queries[prompt][layer]
+                state.kept.record(name, queries, state.prompt_length - len(queries))
 
     def _empty_cache(self, dtype: torch.dtype, layer: int) -> LayerCache:
         shape = (self.slots.numel(), self.model.kv_heads, self.model.head_dim)

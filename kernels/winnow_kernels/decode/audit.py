@@ -1,7 +1,9 @@
 """Auditing decode steps: what a sparse step attended to, and came to, beside dense attention with the same queries.
 
 The dense side is computed from the KV cache as it is, in float32, and changes nothing. It says what one step lost in
-one layer: its queries, and the cache, are those of a sequence whose earlier tokens were attended to sparsely.
+one layer: its queries, and the cache, are those of a sequence whose earlier tokens were attended to sparsely. What the
+step lost by its end, over all layers, tells a dense pass of the same token behind the same cache: by the distributions
+of the next token (``next_token_divergence``).
 """
 
 from __future__ import annotations
@@ -47,6 +49,23 @@ def exact_attention(queries: Tensor, slots: Tensor, cache: LayerCache, scale: fl
     scores = capped((queries.float().unflatten(0, (cache.kv_heads, -1)) @ keys.mT) * scale, cache.softmax.cap)
     mass = scores.logsumexp(-1).flatten()
     return cache.softmax.with_sinks((scores.softmax(-1) @ values).flatten(0, 1), mass), mass
+
+
+def next_token_divergence(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare two distributions of the next token, in float64.
+
+    Args:
+        dense: logits of dense attention, as the model returns them, [rows, vocabulary].
+        sparse: those of sparse steps, the same shape.
+
+    Returns:
+        KL(dense ‖ sparse) in nats, float64 [rows], and whether the most probable token is the same, bool [rows].
+    """
+    of_dense, of_sparse = dense.double().log_softmax(-1), sparse.double().log_softmax(-1)
+    # What dense attention excludes counts nothing, whatever the step makes of it.
+    terms = (of_dense.exp() * (of_dense - of_sparse)).masked_fill(of_dense == -math.inf, 0)
+    # Rounding may make of two distributions that are the same less than nothing.
+    return terms.sum(-1).clamp_min(0), dense.argmax(-1) == sparse.argmax(-1)
 
 
 class AuditedMeter(Meter):

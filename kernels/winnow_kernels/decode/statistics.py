@@ -51,6 +51,9 @@ class Field(IntEnum):
     AUDITED_SHARE = 26  # of the attention mass
     AUDITED_ERROR = 27  # of the output, relative to dense attention's
     AUDITED_REACHED = 28  # query heads that held the share p
+    AUDITED_NEXT_TOKENS = 29  # audited steps whose next token was compared; the next two are sums over these
+    AUDITED_KL = 30  # of the next token, in nats
+    AUDITED_TOP1 = 31  # steps whose most probable next token is dense attention's
 
 
 FIELDS = len(Field)
@@ -66,6 +69,9 @@ _ALIKE_ON_ALL_RANKS: Final = (
     Field.DRAFTED,
     Field.ACCEPTED,
     Field.AUDITED_STEPS,
+    Field.AUDITED_NEXT_TOKENS,
+    Field.AUDITED_KL,
+    Field.AUDITED_TOP1,
 )
 
 

@@ -14,10 +14,11 @@ import json
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
+from winnow_kernels.contract.audit import Audit, AuditedSteps
 from winnow_kernels.contract.early_termination import EarlyTermination
 from winnow_kernels.contract.fields import Contract, ModelFacts, PolicyError, refuse
 from winnow_kernels.contract.verification import ALGORITHM, Verification
@@ -52,7 +53,17 @@ _PARTS: Final[Mapping[str, type[BaseModel]]] = {
     "early_termination": EarlyTermination,
     "verify": Verification,
     "quality": Quality,
+    "audit": Audit,
 }
+_PROBLEMS: Final = {
+    "missing": "must be given",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "tuple_type": "must be a list",
+    "too_short": "must have at least 1 item",
+    "too_long": f"must have at most {MAX_DELTA_LAYERS} items",
+}
+"""What is wrong, in Winnow's words, by pydantic's type of the error."""
 _PARTS_OF_QUALITY: Final[Mapping[str, type[BaseModel]]] = {"under_load": UnderLoad, "within": PolicyBounds}
 
 
@@ -66,6 +77,7 @@ class AttentionPolicy(Contract):
             then need not compute it. Such requests share prefixes, prompts too, among themselves alone. A dense answer
             is kept for everybody, whatever this says.
         audit: the share of decode steps that are computed densely, too, to tell what they lost; None for the server's.
+            An object says of them whether the next token is compared, too.
         quality: what the answer must keep; the runtime chooses ``decode``, ``prefill`` and ``early_termination`` by it.
     """
 
@@ -75,8 +87,7 @@ class AttentionPolicy(Contract):
     verify: Verification | None = None
     # Left out where it is false: runtimes that do not know it serve all other policies.
     keep: bool = Field(default=False, exclude_if=operator.not_)
-    audit: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, exclude_if=lambda share: share is None)
-
+    audit: AuditedSteps | None = Field(default=None, exclude_if=lambda audit: audit is None)
     quality: Quality | None = Field(default=None, exclude_if=lambda quality: quality is None)
 
     @field_validator("verify")
@@ -103,10 +114,11 @@ class AttentionPolicy(Contract):
 
     @field_validator("audit")
     @classmethod
-    def _not_of_dense_answers(cls, audit: float | None, info: ValidationInfo) -> float | None:
-        if audit and info.data.get("verify") is not None:
+    def _not_of_dense_answers(cls, audit: float | Audit | None, info: ValidationInfo) -> float | Audit | None:
+        share = _share_of(audit)
+        if share and info.data.get("verify") is not None:
             refuse("must not be given together with verify, which checks every token")
-        if audit and (decode := info.data.get("decode")) is not None and decode.releases_prompt:
+        if share and (decode := info.data.get("decode")) is not None and decode.releases_prompt:
             refuse("must not be given together with decode.release: the rest of the prompt is gone")
         return audit
 
@@ -136,6 +148,16 @@ class AttentionPolicy(Contract):
     @property
     def has_dense_prefill(self) -> bool:
         return isinstance(self.prefill, DensePrefill)
+
+    @property
+    def audit_share(self) -> float | None:
+        """The share of decode steps that is audited; None for the server's."""
+        return _share_of(self.audit)
+
+    @property
+    def audits_next_token(self) -> bool:
+        """Whether audited steps tell how far the distribution of the next token is from dense attention's."""
+        return isinstance(self.audit, Audit)
 
     def canonical(self) -> str:
         """Return compact JSON with defaults filled in and keys sorted: equal policies, equal text."""
@@ -238,6 +260,10 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **AttentionPolicy.model_json_schema()}
 
 
+def _share_of(audit: float | Audit | None) -> float | None:
+    return audit.share if isinstance(audit, Audit) else audit
+
+
 def _canonical(model: BaseModel) -> str:
     return json.dumps(
         model.model_dump(mode="json", exclude_none=True), sort_keys=True, separators=(",", ":"), allow_nan=False
@@ -278,6 +304,9 @@ def _policy_error(error: ValidationError) -> PolicyError:
     # What else is wrong shows when this is put right.
     first = error.errors(include_url=False, include_input=False)[0]
     location = first["loc"]
+    if location[:1] == ("audit",):
+        # Which of its two forms it has is pydantic's part of the path, not the client's.
+        location = (location[0], *location[2:])
     models = PARAMETERS.get(str(location[0]), {})
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return PolicyError(_path([*location, "policy"]), f"must be one of {', '.join(models)}")
@@ -295,21 +324,11 @@ def _policy_error(error: ValidationError) -> PolicyError:
 
 
 def _problem(kind: str, message: str, model: type[BaseModel]) -> str:
-    match kind:
-        case "extra_forbidden":
-            # What tells the kind comes first, wherever it is inherited from.
-            names = sorted(model.model_fields, key=lambda name: name != "policy")
-            return f"unknown field; there are {', '.join(names)}"
-        case "model_type" | "model_attributes_type":
-            return "must be an object"
-        case "tuple_type":
-            return "must be a list"
-        case "too_short":
-            return "must have at least 1 item"
-        case "too_long":
-            return f"must have at most {MAX_DELTA_LAYERS} items"
-        case _:
-            return message.removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    if kind == "extra_forbidden":
+        # What tells the kind comes first, wherever it is inherited from.
+        names = sorted(model.model_fields, key=lambda name: name != "policy")
+        return f"unknown field; there are {', '.join(names)}"
+    return _PROBLEMS.get(kind) or message.removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
 def _path(location: Sequence[str | int]) -> str:

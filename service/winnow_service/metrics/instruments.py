@@ -31,6 +31,7 @@ _WRITE_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 _RATIOS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 0.9, 1, 1.25)
 # 0 apart: nothing was terminated, or skipped.
 _SHARES: Final = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+_NATS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 _TOKENS_PER_VERIFICATION: Final = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7, 9, 13, 17)
 _HTTP: Final = ("route", "method")
 _GENERATION: Final = ("decode_policy", "model")
@@ -203,6 +204,12 @@ class Metrics:
             "winnow_audited_output_error",
             "Of each audited answer: distance of attention outputs from dense ones by the length of these.",
             _SHARES,
+            *_DECODE,
+        )
+        self.audited_kl = self._histogram(
+            "winnow_audited_next_token_kl",
+            "Of each answer whose audits go on to the next token: KL from dense attention's in nats, mean of steps.",
+            _NATS,
             *_DECODE,
         )
         self.audited_shortfall = self._histogram(

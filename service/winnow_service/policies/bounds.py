@@ -94,7 +94,10 @@ class Bounds(PolicyBounds):
             yield Violation(asked, "attention", "keep", "must be absent", None)
         if policy.verify is not None:
             yield from self._of_drafts(asked["verify"])
-        yield from out_of_range(asked, "attention", "audit", None, self.max_audit)
+        if policy.audits_next_token:
+            yield from out_of_range(asked["audit"], "attention.audit", "share", None, self.max_audit)
+        else:
+            yield from out_of_range(asked, "attention", "audit", None, self.max_audit)
 
     def _of_quality(self, part: dict[str, Any]) -> Iterator[Violation]:
         path = "attention.quality"

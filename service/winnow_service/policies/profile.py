@@ -31,6 +31,28 @@ class ProfilePoint(BaseModel):
     kv_read_ratio: float
 
 
+class ProfileTime(BaseModel):
+    """Time of attention in a decode step of one request, all layers together.
+
+    Attributes:
+        seconds: the median over steps.
+        ratio: the median over steps of what it took, relative to dense attention in the same step.
+    """
+
+    seconds: float
+    ratio: float
+
+
+class CurvePoint(ProfilePoint):
+    """A point of a curve.
+
+    Attributes:
+        time: of the policy's decode steps at this length, on the profile's device; null where it was not measured.
+    """
+
+    time: ProfileTime | None
+
+
 class ProfileCurve(BaseModel):
     """A policy at the lengths that it was measured at: those that its budget does not hold.
 
@@ -41,7 +63,7 @@ class ProfileCurve(BaseModel):
 
     attention: Inline
     served: bool
-    points: list[ProfilePoint]
+    points: list[CurvePoint]
 
 
 class ProfileData(BaseModel):
@@ -66,7 +88,8 @@ class ModelProfile(BaseModel):
         kl: the bound, in nats, that the runtime keeps for requests that leave the quality to it.
         under_load_kl: the bound that it keeps for them under load; null if that is ``kl``.
         load_requests: how many others make load; null where nothing does.
-        times_are_of_this_machine: whether the runtime goes by the crossovers that were measured.
+        times_are_of_this_machine: whether the profile has times, and they were measured on the runtime's machine. It
+            goes by them only then.
         device: that was measured on.
         dtype: of weights and activations there.
         date: when that was.

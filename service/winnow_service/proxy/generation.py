@@ -178,6 +178,8 @@ class Generation:
                     self._metrics.audited_shortfall.labels(*labels, promise).observe(max(0, promised - share))
         if error is not None:
             self._metrics.audited_error.labels(*labels).observe(error)
+        if (divergence := amount(facts, "next_token_kl")) is not None:
+            self._metrics.audited_kl.labels(*labels).observe(divergence)
 
     def _count_quality(self, policy: str, facts: Statistics) -> None:
         kept = "under_load" if section(facts, "under_load") else "asked"

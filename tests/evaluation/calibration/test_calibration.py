@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from winnow_evaluation.calibration.early_termination import THRESHOLDS, Stopping
 from winnow_evaluation.calibration.fronts import pareto_front
 from winnow_evaluation.calibration.parts import Subject
 from winnow_evaluation.calibration.quality import QualityPart
+from winnow_evaluation.calibration.speed import SpeedPart
 from winnow_evaluation.calibration.unfinished import Unfinished, Unit
 from winnow_evaluation.fidelity.policies import Measured
 from winnow_evaluation.fidelity.prompts import Continued
@@ -95,14 +97,27 @@ def test_speed_is_that_of_each_way_to_decode_beside_dense_attention(profile: Pat
     assert [time.length for time in speed.dense] == [192, 320]
     assert [timed.attention for timed in speed.policies] == [parse_policy(json.loads(each)) for each in (QUEST, LOWBIT)]
     assert [[point.length for point in timed.points] for timed in speed.policies] == [[192, 320], [320]]
-    for timed in speed.policies:
-        for point in timed.points:
-            # The median of ratios is not the ratio of medians, but near it.
-            dense = next(time.seconds for time in speed.dense if time.length == point.length)
-            assert point.ratio == pytest.approx(point.seconds / dense, rel=0.9)
     # After another prefill it decodes alike.
     assert speed.of(parse_policy(json.loads(QUEST) | {"prefill": json.loads(PREFILL)})) == speed.policies[0]
     assert speed.of(parse_policy({"decode": {"policy": "quest", "budget": 128}})) is None
+
+
+def test_times_are_medians_over_steps_and_ratios_those_of_each_step() -> None:
+    quest, lowbit = (parse_policy(json.loads(each)) for each in (QUEST, LOWBIT))
+    subject: Any = SimpleNamespace(
+        lengths=[192, 320], decodes=lambda _: [quest, lowbit], model=SimpleNamespace(device=torch.device("cuda"))
+    )
+    dense = AttentionPolicy().canonical()
+    found = {
+        (192, 0): {dense: [1.0, 8.0, 2.0], quest.canonical(): [2.0, 4.0, 4.0]},
+        (320, 0): {dense: [4.0, 2.0, 8.0], quest.canonical(): [1.0, 1.0, 1.0], lowbit.canonical(): [4.0, 4.0, 4.0]},
+    }
+    speed = SpeedPart(subject).result(found)
+    assert speed.threads is None
+    assert [(time.length, time.seconds) for time in speed.dense] == [(192, 2.0), (320, 4.0)]
+    points = [[(point.length, point.seconds, point.ratio) for point in timed.points] for timed in speed.policies]
+    assert points == [[(192, 4.0, 2.0), (320, 1.0, 0.25)], [(320, 4.0, 1.0)]]
+    assert [timed.faster_from for timed in speed.policies] == [320, None]
 
 
 def test_drafts_stand_as_often_as_they_are_dense_attentions_next_tokens(profile: Path) -> None:
@@ -288,7 +303,6 @@ def test_a_part_that_is_none_is_named(folder: Path, prompts: Path, tmp_path: Pat
         (["--policy", '{"decode": {"policy": "quest"}, "keep": true}'], "must be without verify, keep, audit"),
         (["--prefill", '{"policy": "quest"}'], "attention.prefill.policy: must be one of dense, quoka"),
         (["--lengths", "100k"], "more than the model's context"),
-        (["--parts", "quality,speed", "--device", "cuda"], "--parts: speed is measured on a CPU alone"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(

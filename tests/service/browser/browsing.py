@@ -19,7 +19,7 @@ from tests.service.control import replica
 CHROMIUM = shutil.which("chromium")
 DESKTOP, PHONE = (1440, 900), (390, 844)
 SHOWN_MS = 15_000
-POLICY = '{"decode": {"policy": "quest", "budget": 1024}, "audit": 0.1}'
+POLICY = '{"decode": {"policy": "quest", "budget": 1024}, "audit": {"share": 0.1, "kl": true}}'
 
 expect.set_options(timeout=SHOWN_MS)
 

@@ -61,6 +61,7 @@ async def test_a_refused_policy_is_shown_in_its_column_alone(opened: Console) ->
     await expect(opened.column("B").locator(".problem")).to_contain_text("status 422 · invalid_policy")
     await expect(opened.column("A").locator(".badge")).to_have_text("done")
     await expect(opened.column("C")).to_contain_text("True share93 %of the attention; p 0.9 reached by 95 %")
+    await expect(opened.column("C")).to_contain_text("Next-token KL0.0021nats; top-1 98 %")
     await opened.type_policy("B", '{"decode": ')
     await opened.send("one two three")
     await expect(opened.column("B").locator(".error")).to_contain_text("not valid JSON")

@@ -1,7 +1,7 @@
 /** What an answer says of its time and its attention, as a list of terms and figures. */
 
 import { h } from "./dom.js";
-import { number, percent, seconds } from "./format.js";
+import { nats, number, percent, seconds } from "./format.js";
 
 /**
  * The figures of a generation.
@@ -25,6 +25,7 @@ export function costs(generation, first) {
     verify && figure("Tokens a check", number(verify.tokens_per_verification), drafts(verify)),
     audit && figure("True share", percent(audit.true_share), promise(audit)),
     audit && figure("Output error", percent(audit.output_error), `in ${number(audit.steps)} audited steps`),
+    Number.isFinite(audit?.next_token_kl) && figure("Next-token KL", nats(audit.next_token_kl), `nats; top-1 ${percent(audit.top1)}`),
   );
 }
 

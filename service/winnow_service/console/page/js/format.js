@@ -27,6 +27,11 @@ export function number(value) {
   return Number(value.toPrecision(3)).toLocaleString("en");
 }
 
+/** How many times as much something is. */
+export function times(ratio) {
+  return Number.isFinite(ratio) ? `${number(ratio)}×` : NONE;
+}
+
 /** A KL, however small. */
 export function nats(value) {
   return Number.isFinite(value) ? value.toLocaleString("en", { maximumSignificantDigits: 2, useGrouping: false }) : NONE;

@@ -1,8 +1,9 @@
-/** What policies lose and read on the served model, by its profile: each point can become a policy with a name. */
+/** What policies lose, read and take on the served model, by its profile: each point can become a policy with a name. */
 
 import { askJson } from "./api.js";
 import { announce, fill, h, newId } from "./dom.js";
 import { moment, nats, number, percent } from "./format.js";
+import { KL, READ, TIME, TOP1, whyNoTimes } from "./frontier-axes.js";
 import { frontOf, groupsOf, kindOf, labelOf, lengthsOf, linesOf, measuredAt, nameFor } from "./profile.js";
 import { Scatter, markerOf } from "./scatter.js";
 import { session } from "./session.js";
@@ -12,28 +13,12 @@ const NO_PROFILE = "no_profile";
 // A logarithmic axis has no zero: what is below this is drawn at its foot.
 const MIN_KL = 1e-6;
 
-const KL = {
-  title: "KL",
-  label: "KL to dense attention, nats",
-  value: ({ kl }) => kl,
-  worse: ({ kl_high: high }) => high,
-  loss: ({ kl }) => kl,
-  words: ({ kl, kl_high: high }) => `KL ${nats(kl)}, at most ${nats(high)}`,
-};
-const TOP1 = {
-  title: "Equal first tokens",
-  label: "Tokens that dense attention ranks first, too",
-  value: ({ top1 }) => top1,
-  worse: ({ top1_low: low }) => low,
-  loss: ({ top1 }) => -top1,
-  words: ({ top1, top1_low: low }) => `equal first tokens ${percent(top1)}, at least ${percent(low)}`,
-};
-
 class Frontier {
   #app;
   #root;
   #profile = null;
-  #wanted = { group: null, length: null };
+  #costs = [READ];
+  #wanted = { group: null, length: null, cost: "read" };
   #message = h("div", { hidden: true });
   #about = h("p", { class: "muted" });
   #group = h("select", { id: newId("group"), onchange: () => this.#chosen() });
@@ -43,6 +28,13 @@ class Frontier {
     { id: newId("accuracy"), onchange: () => this.#draw() },
     h("option", { value: "kl" }, KL.title),
     h("option", { value: "top1" }, TOP1.title),
+  );
+  #whyNoTimes = h("p", { class: "muted small why", id: newId("why"), role: "status" });
+  #cost = h(
+    "select",
+    { id: newId("cost"), "aria-describedby": this.#whyNoTimes.id, onchange: () => this.#chosen() },
+    h("option", { value: "read" }, READ.title),
+    h("option", { value: "time" }, TIME.title),
   );
   #scatter = new Scatter((each) => this.#make(each));
   #legend = h("ul", { class: "legend" });
@@ -57,7 +49,19 @@ class Frontier {
     this.#body = h(
       "div",
       { class: "frontier", hidden: true },
-      h("div", { class: "card row" }, choice("Policies", this.#group), choice("Prompts of", this.#length), choice("Accuracy", this.#accuracy)),
+      h(
+        "div",
+        { class: "card" },
+        h(
+          "div",
+          { class: "row" },
+          choice("Policies", this.#group),
+          choice("Prompts of", this.#length),
+          choice("Accuracy", this.#accuracy),
+          choice("Cost", this.#cost),
+        ),
+        this.#whyNoTimes,
+      ),
       h("figure", { class: "card" }, h("figcaption", {}, this.#title, this.#legend), this.#scatter.element),
       this.#table,
     );
@@ -85,7 +89,9 @@ class Frontier {
   }
 
   #chosen() {
-    this.#wanted = { group: this.#group.value, length: Number(this.#length.value) };
+    // Where there is no choice of the cost, the one that was made holds until there is.
+    const cost = this.#cost.disabled ? this.#wanted.cost : this.#cost.value;
+    this.#wanted = { group: this.#group.value, length: Number(this.#length.value), cost };
     this.#list(groupsOf(this.#profile));
   }
 
@@ -105,28 +111,42 @@ class Frontier {
     const length = Number(this.#length.value);
     const accuracy = this.#accuracy.value === "kl" ? KL : TOP1;
     const measured = measuredAt(group, length);
-    const front = frontOf(measured.filter(({ served }) => served), accuracy.loss);
-    this.#title.textContent = `${group.title}, prompts of ${number(length)} tokens: ${accuracy.title} against KV read`;
-    this.#plot(measured, front, accuracy, length);
-    this.#tabulate(measured, front, length);
+    const cost = this.#offerCosts(measured);
+    const front = frontOf(measured.filter(({ served }) => served), cost.value, accuracy.loss);
+    this.#title.textContent = `${group.title}, prompts of ${number(length)} tokens: ${accuracy.title} against ${cost.name}`;
+    this.#plot(measured, front, { accuracy, cost, length });
+    this.#tabulate(measured, front, { cost, length });
   }
 
-  #plot(measured, front, accuracy, length) {
-    const lines = linesOf(measured);
+  /** Let costs be chosen as far as there are figures of them, and return the one that is shown. */
+  #offerCosts(measured) {
+    const why = whyNoTimes(this.#profile, measured);
+    this.#costs = why === "" ? [READ, TIME] : [READ];
+    this.#cost.disabled = why !== "";
+    this.#cost.value = why === "" ? this.#wanted.cost : "read";
+    // A text that is set again is read out again.
+    if (this.#whyNoTimes.textContent !== why) this.#whyNoTimes.textContent = why;
+    return this.#cost.value === "time" ? TIME : READ;
+  }
+
+  #plot(all, front, { accuracy, cost, length }) {
+    const measured = all.filter(({ point }) => Number.isFinite(cost.value(point)));
+    // A policy keeps its marker whatever it is set against.
+    const lines = linesOf(all).map((line) => line.filter((each) => measured.includes(each)));
     const bound = this.#profile.kl;
     const floor = this.#profile.floor.find((point) => point.length === length)?.kl ?? 0;
     const isKl = accuracy === KL;
     const rules = isKl ? [bound, floor].filter((value) => value > MIN_KL) : [];
     const values = measured.flatMap(({ point }) => [accuracy.value(point), accuracy.worse(point)]);
     const range = isKl ? decades([...values, ...rules]) : shares(values);
+    const xRange = cost.range(measured.map(({ point }) => cost.value(point)));
     const drawn = (value) => Math.max(value, range[0]);
     this.#scatter.show({
-      x: { label: "KV read, of what dense attention reads", range: [0, Math.max(1, ...measured.map(({ point }) => point.kv_read_ratio)) * 1.04], format: percent },
-      y: { label: accuracy.label, range, format: isKl ? nats : percent, isLog: isKl },
-      rules,
+      x: { ...cost, range: xRange, labelled: cost.labelled?.(xRange) },
+      y: { label: accuracy.label, range, format: isKl ? nats : percent, isLog: isKl, rules },
       lines: lines.map((line) =>
         line.map((each) => ({
-          x: each.point.kv_read_ratio,
+          x: cost.value(each.point),
           y: drawn(accuracy.value(each.point)),
           worse: drawn(accuracy.worse(each.point)),
           words: this.#inWords(each),
@@ -137,14 +157,17 @@ class Frontier {
     });
     fill(
       this.#legend,
-      ...lines.map(([{ attention }], line) => h("li", {}, h("span", { class: markerOf(line), "aria-hidden": "true" }), kindOf(attention))),
-      h("li", {}, h("span", { class: "swatch front", "aria-hidden": "true" }), "the front: nothing that is served reads less and loses less"),
+      ...lines.map(([first], line) => first && h("li", {}, h("span", { class: markerOf(line), "aria-hidden": "true" }), kindOf(first.attention))),
+      front.length > 0 && h("li", {}, h("span", { class: "swatch front", "aria-hidden": "true" }), `the front: nothing that is served ${cost.less} and loses less`),
+      front.length === 0 && h("li", {}, `no front: nothing that is served ${cost.less} than dense attention`),
+      cost === TIME && h("li", {}, h("span", { class: "swatch upright", "aria-hidden": "true" }), "dense attention's time"),
       isKl && h("li", {}, h("span", { class: "swatch dashed", "aria-hidden": "true" }), rulesInWords(bound, floor)),
     );
   }
 
-  #tabulate(measured, front, length) {
-    const rows = measured.map((each) => {
+  #tabulate(measured, front, { cost, length }) {
+    const byCost = [...measured].sort((one, other) => sortable(cost.value(one.point)) - sortable(cost.value(other.point)));
+    const rows = byCost.map((each) => {
       const { attention, served, point } = each;
       const label = labelOf(attention);
       const badges = [
@@ -155,14 +178,14 @@ class Frontier {
       return [
         [label, ...badges.flatMap((badge) => [" ", badge])],
         this.#mayMake(each) ? make : "",
-        percent(point.kv_read_ratio),
+        ...this.#costs.map(({ cell }) => withAside(...cell(point))),
         [nats(point.kl), h("span", { class: "muted" }, ` to ${nats(point.kl_high)}`)],
         [percent(point.top1), h("span", { class: "muted" }, ` from ${percent(point.top1_low)}`)],
         percent(point.true_share ?? NaN),
         point.kl_high <= this.#profile.kl ? "yes" : "no",
       ];
     });
-    const heads = ["Policy", "Use", "KV read", "KL, nats", "Equal first tokens", "True share", `KL within ${nats(this.#profile.kl)}`];
+    const heads = ["Policy", "Use", ...this.#costs.map(({ head }) => head), "KL, nats", "Equal first tokens", "True share", `KL within ${nats(this.#profile.kl)}`];
     fill(this.#table, table(`${this.#group.value}, prompts of ${number(length)} tokens`, heads, rows, "Nothing was measured."));
   }
 
@@ -171,12 +194,16 @@ class Frontier {
   }
 
   #inWords({ attention, point }) {
-    return `${labelOf(attention)}: KV read ${percent(point.kv_read_ratio)}, ${KL.words(point)}, ${TOP1.words(point)}`;
+    return `${labelOf(attention)}: ${this.#costsInWords(point)}, ${KL.words(point)}, ${TOP1.words(point)}`;
+  }
+
+  #costsInWords(point) {
+    return this.#costs.filter(({ value }) => Number.isFinite(value(point))).map(({ words }) => words(point)).join(", ");
   }
 
   #make(each) {
     const { attention, point } = each;
-    const measured = `KV read ${percent(point.kv_read_ratio)}, ${KL.words(point)}, at ${number(point.length)} tokens`;
+    const measured = `${this.#costsInWords(point)}, ${KL.words(point)}, at ${number(point.length)} tokens`;
     this.#app.makePolicy({ name: nameFor(attention), description: `By the profile of ${this.#profile.model}: ${measured}.`, attention });
     announce(`${labelOf(attention)} is filled in as a new policy.`);
   }
@@ -188,6 +215,15 @@ function aboutInWords({ model, device, dtype, date, data }, isUseful) {
     ? "A point is the mean over prompts. The line from it goes to the worse end of the 95 % interval, which the server chooses by."
     : "The profile has no policies.";
   return `${measured} ${rest}`;
+}
+
+/** What was not measured comes last. */
+function sortable(cost) {
+  return Number.isFinite(cost) ? cost : Number.MAX_VALUE;
+}
+
+function withAside(figure, aside) {
+  return [figure, aside && h("span", { class: "muted" }, aside)].filter(Boolean);
 }
 
 function rulesInWords(bound, floor) {

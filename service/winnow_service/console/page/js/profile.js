@@ -43,16 +43,19 @@ export function measuredAt({ curves }, length) {
 }
 
 /**
- * Those that no other of them beats: none loses less and reads no more, or reads less and loses no more.
+ * Those that cost less than dense attention, which loses nothing, and that no other of them beats: none loses less and
+ * costs no more, or costs less and loses no more.
  *
+ * @param cost of a point, relative to dense attention; NaN where it is not known.
  * @param loss of a point.
  */
-export function frontOf(measured, loss) {
+export function frontOf(measured, cost, loss) {
   const beats = (one, other) => {
-    const [read, lost] = [one.point.kv_read_ratio - other.point.kv_read_ratio, loss(one.point) - loss(other.point)];
-    return read <= 0 && lost <= 0 && (read < 0 || lost < 0);
+    const [spent, lost] = [cost(one.point) - cost(other.point), loss(one.point) - loss(other.point)];
+    return spent <= 0 && lost <= 0 && (spent < 0 || lost < 0);
   };
-  return measured.filter((each) => !measured.some((other) => beats(other, each)));
+  const cheaper = measured.filter(({ point }) => cost(point) < 1);
+  return cheaper.filter((each) => !cheaper.some((other) => beats(other, each)));
 }
 
 /** The kind of a policy, that its line is called by. */

@@ -8,6 +8,9 @@ const HEIGHT = 340;
 const COLOURS = 5;
 const SHAPES = 4;
 const DASH = [5, 4];
+// uPlot's numbers for scales.
+const LINEAR = 1;
+const LOGARITHMIC = 3;
 
 /** The classes that a line's points and its swatch have, so that neither colour nor shape alone tells lines apart. */
 export function markerOf(line) {
@@ -32,9 +35,9 @@ export class Scatter {
   /**
    * Show points.
    *
-   * @param shown `x` and `y`, each with a `label`, a `range` and a `format`, y also `isLog`; `lines`, each of points with
-   *   `x`, `y`, `worse` (where the interval of y ends), `words`, `item` (null if it cannot be chosen) and `isOnFront`;
-   *   `rules`, the values of y that get a line from side to side.
+   * @param shown `x` and `y`, each with a `label`, a `range`, a `format`, `isLog`, `rules` (the values that get a line across
+   *   the plot) and, where uPlot is not to choose them, `labelled` (the values that get a label); `lines`, each of points
+   *   with `x`, `y`, `worse` (where the interval of y ends), `words`, `item` (null if it cannot be chosen) and `isOnFront`.
    */
   show(shown) {
     this.#shown = shown;
@@ -58,13 +61,18 @@ export class Scatter {
     const [muted, line] = [colour("--muted"), colour("--line")];
     const font = "11px system-ui, sans-serif";
     const style = { stroke: muted, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font, labelFont: font, labelSize: 18 };
-    const axis = ({ label, format }) => ({ ...style, label, values: (_, values) => values.map((value) => (value === null ? "" : format(value))) });
+    const axis = ({ label, format, labelled }) => ({
+      ...style,
+      label,
+      values: (_, values) => values.map((value) => (value === null ? "" : format(value))),
+      ...(labelled && { splits: () => labelled, filter: (_, values) => values }),
+    });
     this.#plot = new uPlot(
       {
         ...this.#size(),
         legend: { show: false },
         cursor: { show: false },
-        scales: { x: { time: false, range: () => x.range }, y: { distr: y.isLog ? 3 : 1, range: () => y.range } },
+        scales: { x: { time: false, distr: x.isLog ? LOGARITHMIC : LINEAR, range: () => x.range }, y: { distr: y.isLog ? LOGARITHMIC : LINEAR, range: () => y.range } },
         axes: [{ ...axis(x), size: 30, space: 70 }, { ...axis(y), size: 58 }],
         series: [{}, { show: true, points: { show: false }, stroke: "transparent" }],
         hooks: { draw: [(plot) => this.#draw(plot)], ready: [(plot) => this.#mark(plot)] },
@@ -96,7 +104,7 @@ export class Scatter {
 
   #draw(plot) {
     const { ctx, bbox } = plot;
-    const { lines, rules } = this.#shown;
+    const { x, y, lines } = this.#shown;
     ctx.save();
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
@@ -111,9 +119,14 @@ export class Scatter {
       places.forEach(([left, top], index) => (index === 0 ? ctx.moveTo(left, top) : ctx.lineTo(left, top)));
       ctx.stroke();
     };
-    for (const value of rules) {
+    const rule = (from, to) => stroke([from, to], { property: "--muted", width: 1, dash: DASH });
+    for (const value of y.rules) {
       const top = plot.valToPos(value, "y", true);
-      stroke([[bbox.left, top], [bbox.left + bbox.width, top]], { property: "--muted", width: 1, dash: DASH });
+      rule([bbox.left, top], [bbox.left + bbox.width, top]);
+    }
+    for (const value of x.rules) {
+      const left = plot.valToPos(value, "x", true);
+      rule([left, bbox.top], [left, bbox.top + bbox.height]);
     }
     const front = lines.flat().filter(({ isOnFront }) => isOnFront).sort((one, other) => one.x - other.x);
     stroke(front.map((point) => at(point, point.y)), { property: "--line-strong", width: 5 });
