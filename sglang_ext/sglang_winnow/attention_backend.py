@@ -12,6 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from sglang_winnow.borrowed_slots import borrowed
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.dense_pass_plan import DensePassPlan
 from sglang_winnow.forward_pass import context_of, scaled_output, scaled_queries, window_of, write_keys_and_values
@@ -190,14 +191,10 @@ class WinnowAttentionBackend(AttentionBackend):
             slots: int64 [requests]; those that the passes write.
         """
         plan, self._attends_densely = self._plan, True
-        # By bytes: torch writes no numbers of narrow dtypes to places of its choice.
-        pools = [pool.view(torch.uint8) for cache in self.indexes.caches for pool in (cache.keys, cache.values)]
-        before = [pool[slots] for pool in pools]
         try:
-            yield
+            with borrowed(slots, self.indexes.caches):
+                yield
         finally:
-            for pool, kept in zip(pools, before, strict=True):
-                pool[slots] = kept
             self._plan, self._attends_densely = plan, False
 
     def _context(self, batch: ForwardBatch) -> Context:

@@ -1,4 +1,4 @@
-"""Which rows of a decode batch are audited, and of which the next token is compared."""
+"""Which rows of a decode batch are audited."""
 
 from __future__ import annotations
 
@@ -25,13 +25,4 @@ def audited_rows(states: Sequence[RequestState | None], lengths: Sequence[int], 
         and (share := audited_share(state.policy))
         and is_audited(length - state.prompt_length, share, state.audit_phase)
         and not reads_everything(state, length, page_size)
-    ]
-
-
-def compared_rows(states: Sequence[RequestState | None], lengths: Sequence[int], page_size: int) -> list[int]:
-    """Return the audited rows whose next token is compared with dense attention's; arguments as of ``audited_rows``."""
-    return [
-        audited.row
-        for audited in audited_rows(states, lengths, page_size)
-        if (state := states[audited.row]) is not None and state.policy.audits_next_token
     ]

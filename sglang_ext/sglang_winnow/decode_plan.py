@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.auditing import audited_rows, compared_rows
+from sglang_winnow.auditing import audited_rows
 from sglang_winnow.explaining import explained_rows, note_dense_steps
 from sglang_winnow.request_policy import drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
@@ -41,6 +41,7 @@ class _Group:
         drafts: bool [n], whose tokens are drafts.
         audit: of those of its rows whose step is audited; None if there are none.
         explanation: likewise of those whose step is explained.
+        compared: of the audited ones the rows in the batch whose next token is to be compared with dense attention's.
     """
 
     rows: Tensor | None
@@ -50,6 +51,7 @@ class _Group:
     drafts: Tensor
     audit: Audit | None
     explanation: StepExplanation | None
+    compared: Sequence[int]
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache) -> Tensor:
         """Attend in a layer, and audit and explain it."""
@@ -87,7 +89,6 @@ class DecodePlan:
         self._context = context
         self._statistics = statistics
         self._layers = 0
-        self.compared = compared_rows(states, lengths, indexes.page_size)
         drafting = torch.tensor(
             [
                 state is not None and drafts(state, length, indexes.page_size)
@@ -105,6 +106,7 @@ class DecodePlan:
             _group(name, rows, context, lengths, table_rows, states, drafting, scale, indexes, statistics)
             for name, rows in members.items()
         ]
+        self.compared = sorted(row for group in self._groups for row in group.compared)
         _note_step(states, lengths, table_rows, members[_DENSE], drafting, indexes, statistics)
 
     def attend(self, layer: int, queries: Tensor, cache: LayerCache, scale: float, window: int | None) -> Tensor:
@@ -157,12 +159,14 @@ def _group(
     own_lengths = [lengths[i] for i in rows]
     explained = explained_rows([states[i] for i in rows], own_lengths)
     audited: list[AuditedRow] = []
+    compared: list[int] = []
     if name == _DENSE:
         step: DecodeStep = DenseStep(own, scale, None)
         note_dense_steps([states[i] for i in rows], own_lengths)
     else:
         own_states = [state for i in rows if (state := states[i]) is not None]
         audited = audited_rows(own_states, own_lengths, indexes.page_size)
+        compared = [rows[of_group.row] for of_group in audited if own_states[of_group.row].policy.audits_next_token]
         termination = Termination.of([state.policy.early_termination for state in own_states], context.device)
         batch = PolicyBatch(own, own_lengths, own_states, scale, termination, indexes, own_table_rows, statistics)
         step = declaration_of(own_states[0].decode).step(batch)
@@ -175,7 +179,8 @@ def _group(
         meter = AuditedMeter(len(rows), context.device)
     if audited and isinstance(meter, AuditedMeter):
         audit = Audit(audited, own, meter)
-    return _Group(None if everything else index, own_table_rows, step, meter, drafting[index], audit, explanation)
+    in_batch = None if everything else index
+    return _Group(in_batch, own_table_rows, step, meter, drafting[index], audit, explanation, compared)
 
 
 def _note_step(

@@ -136,7 +136,7 @@ def _hide_keys(shown: str, arguments: ServerArgs) -> str:
 
 def _hooks_on_device() -> tuple[Hook, ...]:
     if not torch.cuda.is_available():
-        return next_token_audit.HOOKS
+        return ()
     from sglang_winnow.device import memory, variants  # noqa: PLC0415
 
     return (*memory.HOOKS, *variants.HOOKS)
@@ -155,6 +155,7 @@ HOOKS: Final = (
     *released_prompts.HOOKS,
     *chunk_ends.HOOKS,
     *block_states.HOOKS,
+    *next_token_audit.HOOKS,
     *reporting.HOOKS,
     *token_logprobs.HOOKS,
     *openai_forms.HOOKS,

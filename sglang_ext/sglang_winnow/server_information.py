@@ -25,7 +25,7 @@ from sglang_winnow.profile_settings import default_kl, load_requests, profile, s
 from sglang_winnow.quality_profile import Curve, Point, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
-from sglang_winnow.sglang_versions.releases import EXPLAINS_ON_CUDA, OLDEST
+from sglang_winnow.sglang_versions.releases import PASSES_WITHOUT_GRAPH, OLDEST
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.indexes.settings import DEFAULT
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy
@@ -139,7 +139,7 @@ class ServedModel:
         """Where explanations are not served, if this server is such a place."""
         if not self.has_policies:
             return f"without --attention-backend {NAME}"
-        if self.device != "cpu" and not EXPLAINS_ON_CUDA:
+        if self.device != "cpu" and not PASSES_WITHOUT_GRAPH:
             return f"on {self.device} with this SGLang (use {OLDEST})"
         return f"with --tp-size {self.ranks}: no rank sees all heads" if self.ranks > 1 else None
 
@@ -166,8 +166,12 @@ class ServedModel:
             )
 
     def _check_audit(self, policy: AttentionPolicy) -> None:
-        if policy.audits_next_token and self.device != "cpu":
-            raise PolicyError(f"{PARAMETER}.audit.kl", f"must be false: on {self.device} it is not served, only on cpu")
+        if policy.audits_next_token and self.device != "cpu" and not PASSES_WITHOUT_GRAPH:
+            problem = f"must be false: it is not served on {self.device} with this SGLang (use {OLDEST})"
+            raise PolicyError(f"{PARAMETER}.audit.kl", problem)
+        if policy.audits_next_token and self.linear_layers:
+            problem = f"must be false: layer {min(self.linear_layers)} has linear attention, whose state one more pass moves on"
+            raise PolicyError(f"{PARAMETER}.audit.kl", problem)
         if policy.audit_share and not audits_on(self.device):
             problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
             raise PolicyError(f"{PARAMETER}.audit", problem)

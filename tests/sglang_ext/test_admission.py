@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_winnow import admission, audit_share, plugin
+from sglang_winnow import admission, audit_share, plugin, server_information
 from sglang_winnow.admission import Limits, attach_policy, check_request, check_tokens
 from sglang_winnow.sampling_parameters import SamplingParameters
 from sglang_winnow.server_information import ServedModel
@@ -233,11 +233,18 @@ def test_a_request_is_audited_on_cuda_where_the_environment_sets_a_share(monkeyp
         check(0.5, on_cuda)
     monkeypatch.setenv(audit_share.ENVIRONMENT, "0")
     check(0.5, on_cuda)
-    # A dense pass beside the graphs was never tried there.
     next_token = {"share": 0.5, "kl": True}
-    check(next_token, LIMITS)
-    with pytest.raises(ValueError, match=r"^attention.audit.kl: must be false: on cuda it is not served, only on cpu$"):
+    for limits, without_graph in ((LIMITS, False), (on_cuda, True)):
+        monkeypatch.setattr(server_information, "PASSES_WITHOUT_GRAPH", without_graph)
+        check(next_token, limits)
+    monkeypatch.setattr(server_information, "PASSES_WITHOUT_GRAPH", False)
+    problem = r"^attention.audit.kl: must be false: it is not served on cuda with this SGLang \(use 0\.5\.16\)$"
+    with pytest.raises(ValueError, match=problem):
         check(next_token, on_cuda)
+    with_states = replace(LIMITS, model=replace(LIMITS.model, linear_layers=frozenset({1, 2})))
+    check(0.5, with_states)
+    with pytest.raises(ValueError, match=r"^attention.audit.kl: must be false: layer 1 has linear attention"):
+        check(next_token, with_states)
 
 
 def test_verification_is_refused_where_the_server_does_not_verify() -> None:

@@ -162,12 +162,13 @@ def test_answers_and_costs_are_those_of_the_torch_path(
 def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
     shape: ModelShape, policies: Mapping[str, Mapping[str, Any]], tmp_path: Path
 ) -> None:
-    """By the share of the request, or else of the server; alone, and then together."""
+    """By the share of the request, which compares next tokens, or else of the server; alone, and then together."""
     model = write_model(tmp_path / "model", shape)
     write_weights(model)
     tokens, server_share = 4, 0.5
+    compared = {"share": 1.0, "kl": True}
     named = ("quest", "delta", "streaming_llm", "lowbit_top_p")
-    asked = [{**policies[name], **audit} for name in named for audit in ({}, {"audit": 1.0}, {"audit": 0.0})]
+    asked = [{**policies[name], **audit} for name in named for audit in ({}, {"audit": compared}, {"audit": 0.0})]
 
     def all_answers(http: httpx.Client) -> list[Any]:
         def answer(number: int, *, alone: bool) -> Any:
@@ -194,6 +195,7 @@ def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
             continue
         assert_equal_costs(audit, wanted_cost["audit"])
         assert audit["output_error"] > 0.01
+        assert (audit["next_token_kl"] is not None) == (asked[number % len(asked)].get("audit") == compared)
     of_whole_steps = [answer["meta_info"]["attention"]["audit"]["steps"] for answer in got[1::3]]
     assert set(of_whole_steps) == {tokens - 1}
     for first in range(0, len(asked), 3):

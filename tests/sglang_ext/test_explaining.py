@@ -300,21 +300,22 @@ def test_what_is_not_explained_is_refused(changes: dict[str, Any], policy: dict[
 
 def test_on_cuda_the_oldest_release_alone_explains(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda = replace(MODEL, device="cuda")
-    monkeypatch.setattr(server_information, "EXPLAINS_ON_CUDA", True)
+    monkeypatch.setattr(server_information, "PASSES_WITHOUT_GRAPH", True)
     assert explanation_of({PARAMETER: TEXT}, on_cuda, AttentionPolicy()) == parse_explain(TEXT)
-    monkeypatch.setattr(server_information, "EXPLAINS_ON_CUDA", False)
+    monkeypatch.setattr(server_information, "PASSES_WITHOUT_GRAPH", False)
     problem = r"^attention_explain: is not served on cuda with this SGLang \(use 0\.5\.16\)$"
     with pytest.raises(PolicyError, match=problem):
         explanation_of({PARAMETER: TEXT}, on_cuda, AttentionPolicy())
 
 
-@pytest.mark.parametrize("explains", [False, True])
-def test_no_graph_serves_a_step_that_is_explained(explains: bool) -> None:
+@pytest.mark.parametrize("without_graph", [False, True])
+def test_no_graph_serves_a_pass_that_runs_without(without_graph: bool) -> None:
     runner, other = (
-        SimpleNamespace(attn_backend=backend) for backend in (SimpleNamespace(explains=explains), object())
+        SimpleNamespace(attn_backend=backend)
+        for backend in (SimpleNamespace(runs_without_graph=without_graph), object())
     )
     for could in (False, True):
-        assert variants._can_run(lambda *_, could=could: could, runner, Any) == (could and not explains)
+        assert variants._can_run(lambda *_, could=could: could, runner, Any) == (could and not without_graph)
         assert variants._can_run(lambda *_, could=could: could, other, Any) == could
 
 

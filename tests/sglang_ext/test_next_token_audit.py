@@ -19,6 +19,7 @@ from tests.runtime import runtime_server
 from tests.sglang_ext.answers import prompt_of
 from tests.sglang_ext.conftest import ENVIRONMENT
 from tests.sglang_ext.reference import Reference
+from tests.sglang_ext.test_device_server import interpreted
 from winnow_kernels.decode.audit import next_token_divergence
 from winnow_kernels.decode.statistics import Field
 from winnow_kernels.policies.attention_policy import parse_policy
@@ -83,16 +84,22 @@ class Server:
         return sparse, dense
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["torch", pytest.param("kernels", marks=pytest.mark.full)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """On the torch path, and with the kernels of a GPU, which Triton interprets where there is none."""
     folder = tmp_path_factory.mktemp("next_tokens")
     model = write_model(folder / "model", SHAPE)
     write_weights(model)
     arguments = ["--attention-backend", "winnow", "--max-total-tokens", "8192", "--chunked-prefill-size", str(CHUNK)]
-    arguments += ["--enable-mixed-chunk", "--disable-radix-cache"]
+    arguments += ["--disable-radix-cache"]
+    kernels = {}
+    if request.param == "torch":
+        arguments += ["--enable-mixed-chunk"]
+    elif not torch.cuda.is_available():
+        kernels = interpreted()
     with (
-        runtime_server(model, *arguments, log=folder / "log", **ENVIRONMENT) as runtime,
-        httpx.Client(base_url=runtime.url, timeout=60) as http,
+        runtime_server(model, *arguments, log=folder / "log", **ENVIRONMENT, **kernels) as runtime,
+        httpx.Client(base_url=runtime.url, timeout=900) as http,
     ):
         yield Server(http, Reference(model))
 

@@ -113,7 +113,7 @@ def profile(
         sparse = None if prefill == _NO_PREFILL else _object(prefill)
         chosen_tasks = None if tasks is None else parse_tasks(tasks, TASKS)
         given = None if lengths is None else _lengths(lengths)
-        measured = _named_parts(parts) if parts else list(_PARTS)
+        measured = list(_PARTS) if parts is None else _named_parts(parts)
         check_output(written)
         check_output(shown, "--report")
     except OptionError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_winnow.audit_share import audits_on
+from sglang_winnow.borrowed_slots import borrowed
 from sglang_winnow.dense_backend import dense_backend, mend_windows
 from sglang_winnow.device.check import CheckBackend
 from sglang_winnow.device.construction import build_decode, enabled_kinds, profiled_layers
@@ -60,6 +62,7 @@ class WinnowDeviceBackend(AttentionBackend):
         check: attention of the passes that check drafts; None on a server that does not.
         label: of the batch that SGLang runs or is about to run.
         capturing: label of the variant whose graph is being captured.
+        compared: the rows of the last pass whose next token is to be compared with dense attention's.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -82,6 +85,7 @@ class WinnowDeviceBackend(AttentionBackend):
         by_number = {
             layer.layer_id: layer_cache(self.token_to_kv_pool, layer, sinks.get(layer.layer_id)) for layer in layers
         }
+        self._every_cache = list(by_number.values())
         self._caches = [by_number[layer.layer_id] for layer in full]
         self.indexes = Indexes(self._caches, runner.page_size, self.device, index_settings())
         table = self.req_to_token_pool.req_to_token
@@ -103,6 +107,8 @@ class WinnowDeviceBackend(AttentionBackend):
         )
         self.label = DENSE
         self.capturing: str | None = None
+        self.compared: list[int] = []
+        self._attends_densely = False
         self._states: list[RequestState] = []
         self._slots: list[int] = []
         self._lengths: list[int] = []
@@ -142,6 +148,7 @@ class WinnowDeviceBackend(AttentionBackend):
         # planned the next one: who has ended is in that one, too, and has given its slot back.
         self._slots = [state.slot for state in self._states]
         self._explained = []
+        self.compared = []
         if batch.forward_mode.is_decode():
             self._lengths = batch.seq_lens_cpu.tolist()
             self._explained = explained_rows(self._states, self._lengths)
@@ -151,9 +158,23 @@ class WinnowDeviceBackend(AttentionBackend):
                 METRICS.add(SUPERSET_STEPS, graph=self.label)
 
     @property
-    def explains(self) -> bool:
-        """Whether the pass that runs next is explained, which no graph can be."""
-        return bool(self._explained)
+    def runs_without_graph(self) -> bool:
+        """Whether no graph may serve the pass that runs next: it is explained, or compares next tokens."""
+        return bool(self._explained) or self._attends_densely
+
+    @contextmanager
+    def attending_densely(self, slots: Tensor) -> Iterator[None]:
+        """Let the decode passes within attend to everything, count nothing, and leave the KV cache as it was.
+
+        Args:
+            slots: int64 [requests]; those that the passes write.
+        """
+        self._attends_densely = True
+        try:
+            with borrowed(slots, self._every_cache):
+                yield
+        finally:
+            self._attends_densely = False
 
     def can_decode_ahead(self, states: Sequence[RequestState], length_bounds: Sequence[int]) -> bool:
         """Return whether a decode pass could be launched that has contexts of up to so many tokens."""
@@ -167,7 +188,7 @@ class WinnowDeviceBackend(AttentionBackend):
         """Plan a forward pass that no CUDA graph serves."""
         self._prefill = None
         mode = forward_batch.forward_mode
-        if mode.is_idle():
+        if mode.is_idle() or self._attends_densely:
             self._dense_plans.plan(forward_batch)
             return
         self.indexes.generations.written(forward_batch.out_cache_loc)
@@ -222,6 +243,8 @@ class WinnowDeviceBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Attend with one query a request. Returns [requests, query heads × head dim]."""
+        if self._attends_densely:
+            return self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
         place = self._layers.place(layer.layer_id)
         if self._is_dense or place is None:
             output = self._dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
@@ -299,6 +322,9 @@ class WinnowDeviceBackend(AttentionBackend):
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
         )
+        if known:
+            audited = (row.row for row in self._decode.audited)
+            self.compared = [row for row in audited if self._states[row].policy.audits_next_token]
 
     def _explain(self, place: int, number: int, queries: Tensor) -> None:
         for explained in self._explained:

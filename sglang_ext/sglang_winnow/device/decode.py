@@ -96,6 +96,7 @@ class DeviceDecode:
         variant: what the step launches.
         buffers: of steps.
         lanes: on which selectors run side by side.
+        audited: the rows of the step that is prepared whose step is audited.
         observers: the selectors that observe passes which check drafts.
     """
 
@@ -137,6 +138,7 @@ class DeviceDecode:
         self._without_room: set[int] = set()
         self._has_noted = False
         self.variant = Variant(frozenset())
+        self.audited: list[AuditedRow] = []
         self._of_kinds: dict[frozenset[str], _Selectors] = {}
         self._step = buffers.largest
 
@@ -191,10 +193,12 @@ class DeviceDecode:
             self._own(state, slot)
             if state is not None and not variant.is_dense and self._acts(state, length):
                 self._enter(state, slot, length)
+        self.audited = []
         if (audit := self._own_audit) is not None:
             # Only now it is known who has no room, and runs dense.
             rows = self._audited_rows(states, lengths)
-            audit.audit([row for row in rows if slots[row.row] not in self._without_room], step)
+            self.audited = [row for row in rows if slots[row.row] not in self._without_room]
+            audit.audit(self.audited, step)
         if variant.is_dense:
             step.batch.lengths.copy_(lengths_on_device)
         else:

@@ -12,7 +12,7 @@ from sglang_winnow.device.decode import Variant
 from sglang_winnow.graph_sets import ALL, EARLY_TERMINATION, GraphSet
 from sglang_winnow.hooks import Hook
 from sglang_winnow.own_backend import own_backend
-from sglang_winnow.sglang_versions.releases import ATTENTION_GRAPH_VARIANTS, EXPLAINS_ON_CUDA, runs
+from sglang_winnow.sglang_versions.releases import ATTENTION_GRAPH_VARIANTS, PASSES_WITHOUT_GRAPH, runs
 from winnow_kernels.policies.declarations import DECLARATIONS, in_order
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def _label_of(resolve: Callable[..., str | None], runner: Any, forward_batch: Fo
 
 
 def _can_run(can_run: Callable[..., bool], runner: Any, forward_batch: ForwardBatch) -> bool:
-    # What a step attends to is read back layer by layer.
-    return not getattr(own_backend(runner), "explains", False) and can_run(runner, forward_batch)
+    return not getattr(own_backend(runner), "runs_without_graph", False) and can_run(runner, forward_batch)
 
 
 _RUNNER: Final = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
@@ -157,4 +156,4 @@ HOOKS: Final = (
         Hook(f"{_RUNNER}.capture_one_shape", _capture_all, HookType.AROUND),
         Hook(f"{_RUNNER}._resolve_lora_variant", _label_of, HookType.AROUND),
     )
-) + ((Hook(f"{_RUNNER}.can_run_graph", _can_run, HookType.AROUND),) if EXPLAINS_ON_CUDA else ())
+) + ((Hook(f"{_RUNNER}.can_run_graph", _can_run, HookType.AROUND),) if PASSES_WITHOUT_GRAPH else ())

@@ -16,8 +16,11 @@ RUNNING: Final = Version(version("sglang"))
 
 VERIFIES_ON_CUDA: Final = RUNNING == OLDEST
 """Whether drafts can be verified on CUDA: there that ran on the oldest release alone."""
-EXPLAINS_ON_CUDA: Final = RUNNING == OLDEST
-"""Whether decode steps can be explained on CUDA: how other releases choose between graphs and none was not read."""
+PASSES_WITHOUT_GRAPH: Final = RUNNING == OLDEST
+"""Whether a decode pass on CUDA can be kept from graphs: how other releases choose between graphs and none was not read.
+
+Explained steps need it, and dense passes that compare next tokens.
+"""
 WINDOWS_ON_CUDA: Final = RUNNING == OLDEST
 """Whether layers with a sliding window can be left to a dense backend: those of other releases were not read."""
 LINEAR_ATTENTION_ON_CUDA: Final = RUNNING == OLDEST

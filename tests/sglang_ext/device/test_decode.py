@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_winnow import crossover
+from sglang_winnow.crossover import acting_at_every_length
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.device.decode import DeviceDecode, Variant
 from sglang_winnow.device.variants import variant_for, variants_of
@@ -61,11 +61,9 @@ REQUEST_SLOTS = len(POLICIES) + 1
 
 
 @pytest.fixture(autouse=True)
-def policies_act_at_every_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(crossover.ENVIRONMENT, "0")
-    crossover.of_all_policies.cache_clear()
-    yield
-    crossover.of_all_policies.cache_clear()
+def policies_act_at_every_length() -> Iterator[None]:
+    with acting_at_every_length():
+        yield
 
 
 class Shape(NamedTuple):
