@@ -25,7 +25,7 @@ from sglang_winnow.profile_settings import default_kl, load_requests, profile, s
 from sglang_winnow.quality_profile import Curve, Point, Profile
 from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
-from sglang_winnow.sglang_versions.releases import PASSES_WITHOUT_GRAPH, OLDEST
+from sglang_winnow.sglang_versions.releases import OLDEST, PASSES_WITHOUT_GRAPH
 from winnow_kernels.contract.fields import PolicyError
 from winnow_kernels.indexes.settings import DEFAULT
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy

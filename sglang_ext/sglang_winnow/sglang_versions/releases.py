@@ -17,7 +17,7 @@ RUNNING: Final = Version(version("sglang"))
 VERIFIES_ON_CUDA: Final = RUNNING == OLDEST
 """Whether drafts can be verified on CUDA: there that ran on the oldest release alone."""
 PASSES_WITHOUT_GRAPH: Final = RUNNING == OLDEST
-"""Whether a decode pass on CUDA can be kept from graphs: how other releases choose between graphs and none was not read.
+"""Whether a decode pass on CUDA can be kept from graphs: how other releases choose between them and none was not read.
 
 Explained steps need it, and dense passes that compare next tokens.
 """
