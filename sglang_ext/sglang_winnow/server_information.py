@@ -170,7 +170,8 @@ class ServedModel:
             problem = f"must be false: it is not served on {self.device} with this SGLang (use {OLDEST})"
             raise PolicyError(f"{PARAMETER}.audit.kl", problem)
         if policy.audits_next_token and self.linear_layers:
-            problem = f"must be false: layer {min(self.linear_layers)} has linear attention, whose state one more pass moves on"
+            layer = min(self.linear_layers)
+            problem = f"must be false: layer {layer} has linear attention, whose state one more pass moves on"
             raise PolicyError(f"{PARAMETER}.audit.kl", problem)
         if policy.audit_share and not audits_on(self.device):
             problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
