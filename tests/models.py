@@ -39,6 +39,7 @@ class ModelShape:
         sliding_window: tokens that layers of Gemma and gpt-oss see: Gemma 3's but for every third one, which sees all,
             and of the others the first, the third and so on.
         logit_cap: what bounds the attention scores of Gemma 2.
+        chosen_experts: of the four in a layer of gpt-oss, how many compute a token.
     """
 
     family: Family = "llama"
@@ -52,6 +53,7 @@ class ModelShape:
     context_length: int = 8192
     sliding_window: int = 64
     logit_cap: float = 50.0
+    chosen_experts: int = 2
     dtype: Literal["bfloat16", "float32"] = "float32"
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class ModelShape:
             "sliding_window": self.sliding_window,
             "layer_types": self._alternating(),
             "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": self.chosen_experts,
             "attention_bias": True,
             "rope_scaling": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
@@ -117,7 +119,7 @@ class ModelShape:
             "linear_key_head_dim": 64,
             "linear_value_head_dim": 64,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": self.chosen_experts,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
             "tie_word_embeddings": False,

@@ -207,11 +207,12 @@ class PrefilledBatch:
                 known = queries[0, -window:] if not len(before) else torch.cat((before, queries[0]))[-window:]
                 self._last_queries[row][layer] = known.clone()
             self.scale = scale
-            if kernels is None:
-                return plan.attend(layer, queries[0], cache, scale, self.model.windows[layer])[None]
+            sliding = self.model.windows[layer]
+            if kernels is None or sliding is not None:
+                return plan.attend(layer, queries[0], cache, scale, sliding)[None]
             own = queries[0].contiguous()
             output = torch.empty_like(own)
-            kernels.attend(layer, own, scale, output)
+            kernels.attend(self.model.full_layers.index(layer), own, scale, output)
             return output[None]
 
         hidden = self.model.hidden(tokens, positions, attend)
@@ -227,7 +228,8 @@ class PrefilledBatch:
         from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace  # noqa: PLC0415
 
         workspace = QuokaPrefillWorkspace.empty(self.model.kv_heads, self.slots.shape[1], self.model.device)
-        kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, self.caches, workspace)
+        caches = [self.caches[layer] for layer in self.model.full_layers]
+        kernels = DevicePrefill(plan, None, self.slots.int(), PAGE_SIZE, caches, workspace)
         return None if kernels.is_dense else kernels
 
 

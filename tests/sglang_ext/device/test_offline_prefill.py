@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.models import ModelShape, write_model, write_weights
@@ -14,8 +15,16 @@ from winnow_kernels.policies.attention_policy import parse_policy
 POLICY = {"prefill": {"policy": "quoka", "budget": 64, "block": 64, "queries": 32}}
 
 
-def test_kernels_prefill_as_the_reference(device: torch.device, tmp_path: Path) -> None:
-    write_model(tmp_path, ModelShape(kv_heads=2))
+SHAPES = {
+    "all full": ModelShape(kv_heads=2),
+    # Of six layers the third and the last see the whole context.
+    "windowed": ModelShape(family="gemma3_text", layers=6, query_heads=4, kv_heads=2, sliding_window=64),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_kernels_prefill_as_the_reference(shape: ModelShape, device: torch.device, tmp_path: Path) -> None:
+    write_model(tmp_path, shape)
     write_weights(tmp_path)
     model = OfflineModel(tmp_path, device, torch.float32)
     generator = torch.Generator().manual_seed(0)
