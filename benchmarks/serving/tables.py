@@ -303,7 +303,8 @@ def cuda_answers_table(path: Path) -> str:
     header, verified = record["header"], record["verified"]
     gaps = [row["gap"] for row in verified if row["gap"] is not None]
     parting = f", at gaps up to {max(gaps):.4f}" if gaps else ""
+    server = f"{header['device']}, {header['dtype']}, dense backend {header['dense_backend']}"
     return markdown_table(headings, rows) + (
-        f"\n{header['device']}, {header['dtype']}, dense backend {header['dense_backend']},"
-        f" {commit_of(header['commit'])}. Of {len(verified)} verified answers {len(gaps)} part from the server's dense ones{parting}.\n"
+        f"\n{server}, {commit_of(header['commit'])}."
+        f" Of {len(verified)} verified answers {len(gaps)} part from the server's dense ones{parting}.\n"
     )

@@ -183,7 +183,7 @@ def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
     environment = {audit_share.ENVIRONMENT: str(server_share)}
     with serve(model, tmp_path / "torch.log", **environment) as http:
         expected = all_answers(http)
-    with serve(model, tmp_path / "device.log", **environment, **interpreted()) as http:
+    with serve(model, tmp_path / "device.log", **environment, **interpreted(shape)) as http:
         got = all_answers(http)
     for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
         assert equal_steps(own, wanted, TOLERANCE_OF_SELECTIONS) == tokens
@@ -202,7 +202,11 @@ def test_audited_answers_are_the_same_and_audits_those_of_the_torch_path(
         plain = got[first + 2]
         for audited in got[first : first + 2]:
             assert audited["output_ids"] == plain["output_ids"]
-            assert audited["meta_info"]["output_token_logprobs"] == plain["meta_info"]["output_token_logprobs"]
+            # The plain prompt is cached, and what is left of it is a smaller batch for the experts.
+            own, wanted = (
+                [step[0] for step in each["meta_info"]["output_token_logprobs"]] for each in (audited, plain)
+            )
+            assert own == (pytest.approx(wanted, abs=1e-5) if shape is WITH_SINKS else wanted)
             assert audited["meta_info"]["attention"]["decode"] == plain["meta_info"]["attention"]["decode"]
 
 
@@ -229,7 +233,7 @@ def test_explanations_are_those_of_the_torch_path(
 
     with serve(model, tmp_path / "torch.log") as http:
         expected = all_answers(http)
-    with serve(model, tmp_path / "device.log", **interpreted()) as http:
+    with serve(model, tmp_path / "device.log", **interpreted(shape)) as http:
         got = all_answers(http)
     for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
         assert len(own["entries"]) == len(full) * shape.kv_heads

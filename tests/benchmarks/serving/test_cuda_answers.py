@@ -28,7 +28,7 @@ def test_equal_answers_part_nowhere() -> None:
 
 def test_the_table_tells_how_many_verified_answers_part(tmp_path: Path) -> None:
     rows = [vars(compare(answer(3, 4), answer(3, 4))), vars(compare(answer(3, 5), answer(3, 4)))]
-    header = {"device": "a GPU", "dense_backend": "triton", "commit": None}
+    header = {"device": "a GPU", "dtype": "float32", "dense_backend": "triton", "commit": None}
     write_json(tmp_path / "record.json", {"header": header, "answers": rows, "verified": rows})
     table = cuda_answers_table(tmp_path / "record.json")
     assert "| quest |  | 0.0000 | 50.0 | 50.0 |" in table
