@@ -39,7 +39,7 @@ class ModelShape:
         sliding_window: tokens that layers of Gemma and gpt-oss see: Gemma 3's but for every third one, which sees all,
             and of the others the first, the third and so on.
         logit_cap: what bounds the attention scores of Gemma 2.
-        chosen_experts: of the four in a layer of gpt-oss, how many compute a token.
+        chosen_experts: of the four in a layer of gpt-oss or Qwen3-Next, how many compute a token.
     """
 
     family: Family = "llama"

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sglang_winnow import crossover
+from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, TRITON
 from tests.models import ModelShape, write_model, write_weights
 from tests.policy_rows import ROWS, small_policies
 from tests.runtime import runtime_server
@@ -35,8 +36,14 @@ from tests.sglang_ext.test_device_server import interpreted
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 ON_CUDA: Final = torch.cuda.is_available()
+# All experts compute: in 16 bits rounding would choose among those that score alike.
 SHAPE: Final = ModelShape(
-    family="qwen3_next", layers=4, kv_heads=2, context_length=2048, dtype="bfloat16" if ON_CUDA else "float32"
+    family="qwen3_next",
+    layers=4,
+    kv_heads=2,
+    context_length=2048,
+    chosen_experts=4,
+    dtype="bfloat16" if ON_CUDA else "float32",
 )
 LINEAR, FULL = [0, 2], [1, 3]
 CHUNK, INTERVAL, STATES_EVERY, PAGE = 512, 32, 64, 16
@@ -66,7 +73,8 @@ _ARGUMENTS: Final = (
     *("--mamba-track-interval", str(INTERVAL), "--grammar-backend", "none", "--sampling-backend", "pytorch"),
 )
 _DEVICE: Final = ("--mem-fraction-static", "0.3", "--cuda-graph-bs-decode", "1", "2", "4") if ON_CUDA else ()
-_DENSE: Final = () if ON_CUDA else ("--attention-backend", "torch_native")
+# The same dense kernels in both servers: what differs is Winnow's.
+_DENSE: Final = ("--attention-backend", TRITON if ON_CUDA else "torch_native")
 
 
 class Server:
@@ -98,7 +106,7 @@ def _serve(model: Path, log: Path, *arguments: str, **environment: str) -> Itera
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    environment = {} if ON_CUDA else interpreted(SHAPE, IN_TORCH)
+    environment = {DENSE_ENVIRONMENT: TRITON} if ON_CUDA else interpreted(SHAPE, IN_TORCH)
     yield from _serve(model, tmp_path_factory.mktemp("own") / "log", "--attention-backend", "winnow", **environment)
 
 
