@@ -39,7 +39,7 @@ class ModelShape:
         sliding_window: tokens that layers of Gemma and gpt-oss see: Gemma 3's but for every third one, which sees all,
             and of the others the first, the third and so on.
         logit_cap: what bounds the attention scores of Gemma 2.
-        chosen_experts: of the four in a layer of gpt-oss, how many compute a token.
+        chosen_experts: of the four in a layer of gpt-oss or Qwen3-Next, how many compute a token.
     """
 
     family: Family = "llama"
@@ -182,6 +182,7 @@ def write_weights(folder: Path, seed: int = 0) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(seed)
+    written = json.loads((folder / "config.json").read_text())
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     for name, parameter in model.named_parameters():
@@ -193,6 +194,10 @@ def write_weights(folder: Path, seed: int = 0) -> None:
             # Numbers are multiplied by one more than that.
             parameter.data.fill_(19)
     model.save_pretrained(folder)
+    # transformers leaves out what it does not read; SGLang reads it.
+    saved = json.loads((folder / "config.json").read_text())
+    if (interval := written.get("full_attention_interval")) is not None:
+        _write_json(folder / "config.json", saved | {"full_attention_interval": interval})
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

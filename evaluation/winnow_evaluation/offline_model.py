@@ -40,13 +40,15 @@ class OfflineModel:
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises OSError or ValueError if transformers cannot load the model in ``folder``."""
+        """Raises OSError or ValueError if transformers cannot load the model, or it has linear attention."""
         self.folder, self.device, self.dtype, self.cache_dtype = folder, device, dtype, cache_dtype or dtype
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=_ATTENTION)
         self._network = self._network.eval().to(device)
         config = self._network.config
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        if "linear_attention" in kinds:
+            raise ValueError(f"{folder}: models with linear attention are not measured offline")
         self.windows: list[int | None] = [
             config.sliding_window - 1 if kind == "sliding_attention" else None for kind in kinds
         ]

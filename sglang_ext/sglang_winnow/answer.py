@@ -20,6 +20,7 @@ def answer(
     released_tokens: int,
     retracted: int,
     sliding_layers: int | None,
+    linear_layers: int | None,
     audited_share: float,
     choice: Choice | None = None,
 ) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def answer(
         released_tokens: tokens of its prompt that it gave back while it ran, if it asked to.
         retracted: how often the request was retracted and its generated tokens prefilled anew.
         sliding_layers: how many layers have a sliding window, and are in no ratio; None if it never ran.
+        linear_layers: how many have linear attention, and are in no ratio, either; None likewise.
         audited_share: of its decode steps, as it or the server asked for.
         choice: how its policy was chosen; None if the request named it.
     """
@@ -76,6 +78,7 @@ def answer(
         },
         "quality": None if choice is None else choice.told(),
         "sliding_layers": sliding_layers,
+        "linear_layers": linear_layers,
         "index_built_tokens": count(Field.INDEX_BUILT_TOKENS),
         "retracted": retracted,
         "warnings": [*policy.warnings(), *([] if choice is None else choice.warnings)],

@@ -15,6 +15,7 @@ from sglang.srt.server_args import add_attention_backend_choices
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.hooks import Hook
+from sglang_winnow.own_backend import own_backend
 from sglang_winnow.sglang_versions.arguments import decide, decide_graph_backends, resolved
 from sglang_winnow.sglang_versions.hook_targets import target
 from sglang_winnow.sglang_versions.releases import MIXED_POSITIONS, runs
@@ -59,7 +60,7 @@ def _note_requests(
 ) -> None:
     if resolved(model_runner.server_args).attention_backend == NAME and batch.reqs:
         decoding = len(batch.decoding_reqs) if forward_batch.forward_mode.is_mixed() else 0
-        model_runner.attn_backend.note(batch.reqs, forward_batch, decoding)
+        own_backend(model_runner).note(batch.reqs, forward_batch, decoding)
 
 
 def _place_decoding_rows(_nothing: None, batch: ScheduleBatch, running: ScheduleBatch, *_: Any) -> None:

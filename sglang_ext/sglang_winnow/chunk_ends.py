@@ -28,7 +28,7 @@ def add_request(
     truncation_align_size: int | None,
 ) -> AddReqResult:
     """Add a request to a prefill batch; its first chunk ends between blocks."""
-    if (block := _prefill_block(req, adder.page_size)) is not None:
+    if (block := prefill_block(req, adder.page_size)) is not None:
         truncation_align_size = math.lcm(block, truncation_align_size or 1)
     result = add_one_req(adder, req, has_chunked_req, truncation_align_size)
     if block is not None and adder.new_chunked_req is req:
@@ -42,7 +42,7 @@ def add_request_without_cache(
     add_one_req_ignore_eos: Callable[..., AddReqResult], adder: PrefillAdder, req: Req
 ) -> AddReqResult:
     """Add a request to a prefill batch of a server without radix cache; its first chunk ends between blocks."""
-    block, room = _prefill_block(req, adder.page_size), adder.rem_chunk_tokens
+    block, room = prefill_block(req, adder.page_size), adder.rem_chunk_tokens
     if block is None or room is None or len(req.full_untruncated_fill_ids) - cached_length(req) <= room:
         return add_one_req_ignore_eos(adder, req)
     adder.rem_chunk_tokens = _whole(room, block)
@@ -55,7 +55,7 @@ def add_request_without_cache(
 def add_next_chunk(add_chunked_req: Callable[..., Req | None], adder: PrefillAdder, req: Req) -> Req | None:
     """Add a request's next chunk to a prefill batch, ending between blocks; return it if there is more to come."""
     remaining = add_chunked_req(adder, req)
-    block = _prefill_block(req, adder.page_size)
+    block = prefill_block(req, adder.page_size)
     if remaining is None or block is None:
         return remaining
     start, end = computed_range(req)
@@ -73,7 +73,7 @@ def add_next_chunk(add_chunked_req: Callable[..., Req | None], adder: PrefillAdd
     return remaining
 
 
-def _prefill_block(req: Req, page_size: int) -> int | None:
+def prefill_block(req: Req, page_size: int) -> int | None:
     """Return the grid of a request's sparse prefill, in tokens; None if it is dense."""
     state: RequestState | None = getattr(req, "winnow_state", None)
     if state is None or not isinstance(state.policy.prefill, QuokaPrefill):

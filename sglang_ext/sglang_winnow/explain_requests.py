@@ -29,7 +29,7 @@ def explanation_of(
     if model.explains_not is not None:
         raise PolicyError(PARAMETER, f"is not served {model.explains_not}")
     asked = parse_explain(text)
-    asked.check_model(model.layers, model.sliding_layers, model.kv_heads)
+    asked.check_model(model.layers, model.sliding_layers, model.kv_heads, model.linear_layers)
     if policy.verify is not None:
         raise PolicyError(
             PARAMETER, "must not be given together with attention.verify: its answer is dense attention's"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_winnow import linear_attention
 from sglang_winnow.attention_registration import is_chosen
 from sglang_winnow.hooks import Hook
 from sglang_winnow.sglang_versions.arguments import decide, model_config_of, resolved
@@ -33,15 +34,15 @@ def _adjust(adjust: Callable[[ServerArgs], None], arguments: ServerArgs) -> None
         adjust(arguments)
         return
     # What they import waits for SGLang to have chosen its platform.
-    from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: PLC0415
-
-    from sglang_winnow.refusals import LINEAR_ATTENTION, refusal  # noqa: PLC0415
+    from sglang_winnow.refusals import refusal  # noqa: PLC0415
     from sglang_winnow.softmaxes import has_sinks  # noqa: PLC0415
 
     config = model_config_of(arguments)
-    if mambaish_config(config) is not None:
+    if linear_attention.has_linear_attention(config):
         # SGLang would say of its radix cache for such models what that needs.
-        raise SystemExit(refusal(LINEAR_ATTENTION))
+        for reason in linear_attention.reasons(arguments, config):
+            raise SystemExit(refusal(reason))
+        linear_attention.decide_arguments(arguments)
     if not has_sinks(config):
         adjust(arguments)
         return

@@ -13,6 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow import (
     attention_registration,
+    block_states,
     chunk_ends,
     messages_form,
     metrics,
@@ -153,6 +154,7 @@ HOOKS: Final = (
     *radix.HOOKS,
     *released_prompts.HOOKS,
     *chunk_ends.HOOKS,
+    *block_states.HOOKS,
     *next_token_audit.HOOKS,
     *reporting.HOOKS,
     *token_logprobs.HOOKS,

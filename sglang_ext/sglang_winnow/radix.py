@@ -7,6 +7,8 @@
   unless the request asks to keep it: then all of the request lives in a namespace of its whole policy.
 - A request that gives back what it will not read again of its prompt (``released_prompts``) inserts nothing.
 - A policy that observes the end of the prompt gets to compute it, whatever was cached.
+- The state of layers with linear attention is kept if all tokens before it may be shared and, in a namespace of blocks,
+  if it lies between two of them.
 
 All of it is in what the cache is asked, never in how it keeps its tree: SGLang has trees in Python and in Rust.
 """
@@ -23,7 +25,13 @@ from sglang_winnow.hooks import Hook, around
 from sglang_winnow.metrics import KEPT_TOKENS, METRICS, UNCACHED_TOKENS
 from sglang_winnow.server_information import block_of
 from sglang_winnow.sglang_versions.arguments import attention_backends
-from sglang_winnow.sglang_versions.prefix_cache import Insertion, default_caches, functions_on_keys, shared_length
+from sglang_winnow.sglang_versions.prefix_cache import (
+    WITH_STATES,
+    Insertion,
+    default_caches,
+    functions_on_keys,
+    shared_length,
+)
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 if TYPE_CHECKING:
@@ -57,6 +65,14 @@ def insertable_length(req: Req, length: int, page_size: int) -> int:
     return min(length, max(shareable // block * block, shared_length(req)))
 
 
+def keeps_state(req: Req, position: int, page_size: int) -> bool:
+    """Return whether others may go on from the state that ``req`` had behind its first ``position`` tokens."""
+    state = _state(req)
+    if state is None:
+        return True
+    return position % block_of(state.policy, page_size) == 0 and position <= insertable_length(req, position, page_size)
+
+
 def count_answer(req: Req, computed: int, inserted: int) -> None:
     """Count the generated tokens of a request that ends: those whose KV is kept for later turns, and the others."""
     state = _state(req)
@@ -78,7 +94,8 @@ def limit_prefix(longest: int, req: Req, _input_length: int) -> int:
 def require_served_cache(cache: BasePrefixCache, context: TreeCacheBuildContext) -> None:
     """Raise SystemExit if SGLang has chosen a cache that would share what must not be shared."""
     chosen = type(cache)
-    served = f"{chosen.__module__}.{chosen.__qualname__}" in default_caches()
+    classes = (*default_caches(), *(WITH_STATES if getattr(context, "is_hybrid_ssm", False) else ()))
+    served = f"{chosen.__module__}.{chosen.__qualname__}" in classes
     if NAME in attention_backends(context.server_args) and not served:
         raise SystemExit(
             f"Winnow: the server does not start, because --attention-backend {NAME}"
@@ -94,5 +111,5 @@ HOOKS: Final[tuple[Any, ...]] = (
     Hook("sglang.srt.mem_cache.registry.create_tree_cache", require_served_cache, HookType.AFTER),
     Hook("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER),
     *around(functions_on_keys(match_in_blocks, insert_in_blocks)),
-    *around(Insertion(insertable_length, count_answer).functions()),
+    *around(Insertion(insertable_length, count_answer, keeps_state).functions()),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, WITH_CAPS_AND_SINKS, WITH_WINDOWS, dense_backend
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 PAGE_SIZES_ON_CUDA = (16, 32, 64)
-LINEAR_ATTENTION: Final = (
-    "models with linear attention (Qwen3-Next): beside keys and values they keep states, of which its rules for the"
-    " radix cache know nothing"
-)
 # SGLang's name for attention that is bidirectional among the tokens of an image, which these models do not have. Other
 # models are bidirectional in the whole prompt under the same name.
 CAUSAL_IN_FACT = frozenset({"Gemma3ForCausalLM"})
@@ -68,6 +64,10 @@ def _reasons(runner: ModelRunner) -> Iterator[str]:
         yield from _reasons_on_cuda(runner)
     yield from _reasons_of_indexes(runner)
     pool, layers = runner.token_to_kv_pool, attention_layers(runner)
+    if isinstance(pool, HybridLinearKVPool):
+        if pool.full_attention_layer_id_mapping.keys() != {layer.layer_id for layer in layers}:
+            yield "models that do not say which of their layers have full attention"
+        pool = pool.full_kv_pool
     if type(pool) is not MHATokenToKVPool:
         yield f"a KV cache of the kind {type(pool).__name__}"
     elif pool.dtype not in (*KV_DTYPES, *NARROW):

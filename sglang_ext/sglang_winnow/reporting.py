@@ -30,6 +30,7 @@ from sglang_winnow.metrics import (
     UNDER_LOAD_REQUESTS,
     VERIFICATIONS,
 )
+from sglang_winnow.own_backend import own_backend
 from sglang_winnow.sglang_versions.arguments import resolved
 from sglang_winnow.text_offsets import text_and_offsets
 
@@ -53,7 +54,7 @@ def note_rows(
 ) -> None:
     """After a forward pass, note the counters of the batch's requests on its result, as ``winnow_rows``."""
     if batch is not None and resolved(worker.server_args).attention_backend == NAME:
-        result.winnow_rows = worker.model_runner.attn_backend.statistics.snapshot(batch.req_pool_indices)
+        result.winnow_rows = own_backend(worker.model_runner).statistics.snapshot(batch.req_pool_indices)
 
 
 def copy_rows(result: GenerationBatchResult, *_: object, **__: object) -> None:
@@ -114,6 +115,7 @@ def _with_cost(reason: dict[str, Any], req: Any) -> dict[str, Any]:
         0 if state.released is None else state.released.tokens,
         req.retraction_count,
         state.sliding_layers,
+        state.linear_layers,
         audited_share(policy),
         state.choice,
     )

@@ -57,6 +57,7 @@ class RequestState:
         stood: of those with penalties, the drafts that stood in its last check; SGLang takes them over a step later.
         anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
         sliding_layers: how many layers have a sliding window: they are dense and not counted. None before it has run.
+        linear_layers: how many have linear attention, and are not counted; None likewise.
         shared: how many of its first tokens lie in pages of the prefix cache.
         audit_phase: which of its decode steps are audited (``is_audited``), if some are.
         explanation: of some of its decode steps, if it asks for one.
@@ -80,6 +81,7 @@ class RequestState:
     stood: Sequence[int] = ()
     anew_from: int | None = None
     sliding_layers: int | None = None
+    linear_layers: int | None = None
     audit_phase: float = 0.0
     explanation: Explanation | None = None
     shared: int = 0
@@ -118,7 +120,11 @@ class RequestTable:
     """
 
     def __init__(
-        self, statistics: Statistics, sliding_layers: int = 0, placed_layers: Sequence[int] | None = None
+        self,
+        statistics: Statistics,
+        sliding_layers: int = 0,
+        placed_layers: Sequence[int] | None = None,
+        linear_layers: int = 0,
     ) -> None:
         """
         Args:
@@ -126,9 +132,11 @@ class RequestTable:
             sliding_layers: how many layers of the model have a sliding window.
             placed_layers: the numbers of the others, where these are known by their places among them; None where all
                 layers are known by their numbers.
+            linear_layers: how many layers of the model have linear attention.
         """
         self.statistics = statistics
         self._sliding_layers = sliding_layers
+        self._linear_layers = linear_layers
         self._placed_layers = placed_layers
         self._by_slot: WeakValueDictionary[int, RequestState] = WeakValueDictionary()
 
@@ -153,6 +161,7 @@ class RequestTable:
             state.saved = None
             state.slot = slot
             state.sliding_layers = self._sliding_layers
+            state.linear_layers = self._linear_layers
             if self._placed_layers is not None:
                 state.decode = state.policy.decode.at_places(self._placed_layers)
             self._by_slot[slot] = state

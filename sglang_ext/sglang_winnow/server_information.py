@@ -60,6 +60,7 @@ class ServedModel:
     Attributes:
         delta_layers: the Δ-layers calibrated for the model; None if it has not been calibrated.
         sliding_layers: those with a sliding window, which cannot be Δ-layers.
+        linear_layers: those with linear attention, which cannot be Δ-layers, either.
         page_size: of the KV cache.
         chunk: most tokens of a prompt in one forward pass; None for no limit.
         has_policies: whether the server computes attention with Winnow; if not, every request is dense.
@@ -76,6 +77,7 @@ class ServedModel:
     context_length: int
     delta_layers: tuple[int, ...] | None = None
     sliding_layers: frozenset[int] = frozenset()
+    linear_layers: frozenset[int] = frozenset()
     page_size: int = 16
     chunk: int | None = None
     has_policies: bool = True
@@ -148,6 +150,11 @@ class ServedModel:
                 f"{PARAMETER}.decode.delta_layers",
                 f"must be layers that see the whole context: layer {min(sliding)} has a sliding window",
             )
+        if linear := self.linear_layers.intersection(layers):
+            raise PolicyError(
+                f"{PARAMETER}.decode.delta_layers",
+                f"must be layers that attend to tokens: layer {min(linear)} has linear attention",
+            )
 
     def _check_release(self, policy: AttentionPolicy) -> None:
         if not policy.decode.releases_prompt:
@@ -161,6 +168,10 @@ class ServedModel:
     def _check_audit(self, policy: AttentionPolicy) -> None:
         if policy.audits_next_token and self.device != "cpu" and not PASSES_WITHOUT_GRAPH:
             problem = f"must be false: it is not served on {self.device} with this SGLang (use {OLDEST})"
+            raise PolicyError(f"{PARAMETER}.audit.kl", problem)
+        if policy.audits_next_token and self.linear_layers:
+            layer = min(self.linear_layers)
+            problem = f"must be false: layer {layer} has linear attention, whose state one more pass moves on"
             raise PolicyError(f"{PARAMETER}.audit.kl", problem)
         if policy.audit_share and not audits_on(self.device):
             problem = f"must be 0: the server, on {self.device}, was started without {ENVIRONMENT}"
@@ -180,6 +191,7 @@ class ServedModel:
         return {
             "layers": self.layers,
             "sliding_layers": sorted(self.sliding_layers),
+            "linear_layers": sorted(self.linear_layers),
             "context_length": self.context_length,
             "delta_layers": None if self.delta_layers is None else list(self.delta_layers),
             "policies": list(self.decode_policies) if self.has_policies else ["dense"],
@@ -231,6 +243,7 @@ def served_model(arguments: ServerArgs, config: ModelConfig) -> ServedModel:
         context_length=config.context_len,
         delta_layers=delta_profile(_folder(config.model_path)),
         sliding_layers=sliding_layers(config),
+        linear_layers=linear_layers(config),
         page_size=resolved(arguments).page_size,
         chunk=chunk if chunk is not None and chunk > 0 else None,
         has_policies=has_policies,
@@ -258,6 +271,11 @@ def sliding_layers(config: ModelConfig) -> frozenset[int]:
     """Return the layers that have a sliding window by the model's configuration."""
     kinds = getattr(config.hf_text_config, "layer_types", None) or ()
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def linear_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the layers that have linear attention by the model's configuration."""
+    return frozenset(getattr(config.hf_text_config, "linear_layer_ids", ()))
 
 
 def _folder(model: str) -> Path:

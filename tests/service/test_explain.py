@@ -27,6 +27,7 @@ SERVED: dict[str, Any] = {
     "prefill_policies": list(PREFILL_POLICIES),
     "verifies": True,
     "sliding_layers": [0, 1],
+    "linear_layers": [3],
     "kv_heads": 8,
     "explains": True,
 }
@@ -70,7 +71,7 @@ async def test_each_policy_is_asked_for_and_explained(explaining: Deployment) ->
     found = answer.json()
     Explanation.model_validate_json(answer.content)
     assert found["prompt"] == PROMPT
-    assert (found["steps"], found["layers"], found["heads"]) == ([1, 8], [2, 5, 8, 11], [0, 7])
+    assert (found["steps"], found["layers"], found["heads"]) == ([1, 8], [2, 6, 8, 11], [0, 7])
     quest, fast = found["policies"]
     assert (quest["policy"], fast["policy"]) == (None, "fast")
     assert quest["attention"] == json.loads(parse_policy(QUEST).canonical())
@@ -86,7 +87,7 @@ async def test_each_policy_is_asked_for_and_explained(explaining: Deployment) ->
         assert json.loads(custom["attention"]) == policy["attention"]
         assert json.loads(custom["attention_explain"]) == {
             "steps": [1, 8],
-            "layers": [2, 5, 8, 11],
+            "layers": [2, 6, 8, 11],
             "heads": [0, 7],
         }
 
@@ -143,6 +144,7 @@ async def test_a_conversation_goes_through_the_chat_form(explaining: Deployment)
         ({"steps": []}, "steps", "at least 1 item"),
         ({"layers": [12]}, "layers", "must be at most 11; there is no layer 12"),
         ({"layers": [1]}, "layers", "layer 1 has a sliding window"),
+        ({"layers": [3]}, "layers", "layer 3 has linear attention"),
         ({"heads": [8]}, "heads", "must be at most 7, KV heads; there is no head 8"),
         ({"heads": [-1]}, "heads.0", "greater than or equal to 0"),
         ({"step": [1]}, "step", "unknown field; there are prompt, messages, policies, decode_steps"),

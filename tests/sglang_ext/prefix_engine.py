@@ -23,7 +23,7 @@ from sglang.srt.plugins.hook_registry import _wrap_fn
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_winnow import chunk_ends, radix
+from sglang_winnow import block_states, chunk_ends, radix
 from sglang_winnow.allocator import TorchPagedAllocator
 from sglang_winnow.hooks import Hook
 from sglang_winnow.sglang_versions.prefill import cached_length, computed_range
@@ -34,10 +34,17 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy
 
 PAGE: Final = 16
 CONTEXT: Final = 1024
+STATES: Final[dict[str, Any]] = {
+    "mamba_radix_cache_strategy": "extra_buffer",
+    "mamba_track_interval": 64,
+    # SGLang would look it up in the model's configuration.
+    "_mamba_cache_chunk_size": 64,
+}
+"""How a server of a model with linear attention keeps states: copies in decode, and how long chunks of prefill are."""
 CORE_SETTING: Final = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 # The ``cache_salt`` and the ``extra_key`` that a client chose.
 Client = tuple[str | None, str | None]
-HOOKS: Final = (*radix.HOOKS, *chunk_ends.HOOKS)
+HOOKS: Final = (*radix.HOOKS, *chunk_ends.HOOKS, *block_states.HOOKS)
 
 
 def tree_cores() -> list[str]:
@@ -62,7 +69,7 @@ class Engine:
     disable: bool = False
 
     def __post_init__(self) -> None:
-        self.pool = ReqToTokenPool(16, CONTEXT, "cpu", enable_memory_saver=False)
+        self.pool = self._request_pool()
         self.allocator = TorchPagedAllocator(
             self.tokens, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False
         )
@@ -70,6 +77,9 @@ class Engine:
         self.notes: dict[int, Any] = {}
         self.computed: dict[Any, list[tuple[int, int]]] = {}
         self.clients: dict[Any, Client] = {}
+
+    def _request_pool(self) -> Any:
+        return ReqToTokenPool(16, CONTEXT, "cpu", enable_memory_saver=False)
 
     def _cache(self) -> Any:
         parameters = CacheInitParams(
@@ -141,7 +151,7 @@ class Engine:
             self.cache.evict(EvictParams(num_tokens=new + PAGE))
         prefix = self._prefix(req, start)
         if slot_of(req) is None:
-            self.pool.alloc([req])
+            self._take_slot(req)
         row = self.pool.req_to_token[slot_of(req)]
         row[:start] = prefix.int()
         last = prefix[-1:].long() if start else torch.tensor([-1])
@@ -154,6 +164,9 @@ class Engine:
         for position, slot in zip(range(start, end), slots.tolist(), strict=True):
             self._note(slot, req, prefilled(req.winnow_state.policy, ids, position, start, end))
         self._commit(req, end)
+
+    def _take_slot(self, req: Any) -> None:
+        self.pool.alloc([req])
 
     def _prefix(self, req: Any, length: int) -> Any:
         if not runs(CACHE_CHECKPOINTS):
@@ -255,10 +268,18 @@ def _sharing(policy: AttentionPolicy) -> AttentionPolicy | None:
     return policy if policy.keeps_sparse_answer else None
 
 
+def server_arguments() -> ServerArgs:
+    """Return the arguments of a server; what they say of states counts where a model has some."""
+    arguments = ServerArgs(model_path="dummy", page_size=PAGE)
+    for name, value in STATES.items():
+        setattr(arguments, name, value)
+    return arguments
+
+
 @contextmanager
 def hooked(hooks: tuple[Hook, ...] = HOOKS) -> Iterator[None]:
     """Have hooks in force."""
-    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=PAGE))
+    set_global_server_args_for_scheduler(server_arguments())
     with pytest.MonkeyPatch.context() as patch:
         for hook in hooks:
             owner, _, name = hook.target.rpartition(".")

@@ -241,6 +241,10 @@ def test_a_request_is_audited_on_cuda_where_the_environment_sets_a_share(monkeyp
     problem = r"^attention.audit.kl: must be false: it is not served on cuda with this SGLang \(use 0\.5\.16\)$"
     with pytest.raises(ValueError, match=problem):
         check(next_token, on_cuda)
+    with_states = replace(LIMITS, model=replace(LIMITS.model, linear_layers=frozenset({1, 2})))
+    check(0.5, with_states)
+    with pytest.raises(ValueError, match=r"^attention.audit.kl: must be false: layer 1 has linear attention"):
+        check(next_token, with_states)
 
 
 def test_verification_is_refused_where_the_server_does_not_verify() -> None:
@@ -349,6 +353,16 @@ def test_delta_layers_see_the_whole_context() -> None:
         assert "delta_layers: must be layers that see the whole context: layer 3" in req.to_finish.message
     req = queued({"attention": '{"decode": {"policy": "delta", "delta_layers": [2, 5]}}'}, sliding)
     assert req.to_finish is None
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_delta_layers_attend_to_tokens() -> None:
+    linear = replace(MODEL, linear_layers=frozenset({0, 1, 3}), delta_layers=(2, 5))
+    req = queued({"attention": '{"decode": {"policy": "delta", "delta_layers": [3, 5]}}'}, linear)
+    assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
+    problem = "delta_layers: must be layers that attend to tokens: layer 3 has linear attention"
+    assert problem in req.to_finish.message
+    assert queued({"attention": '{"decode": {"policy": "delta"}}'}, linear).to_finish is None
 
 
 def test_keys_are_not_among_the_arguments_that_are_logged() -> None:

@@ -239,13 +239,13 @@ def test_the_answer_tells_what_was_audited() -> None:
     own = _pass({"decode": {"policy": "lowbit_top_p", "p": 0.5}, "audit": 1.0}, 3)
     _decode(own)
     [policy] = {state.policy for state in own.states}
-    told = answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 1.0)["audit"]
+    told = answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 0, 1.0)["audit"]
     assert (told["steps"], told["p"]) == (1, 0.5)
     assert 0.5 < told["true_share"] < 1
     assert 0 < told["output_error"] < 1
     assert 0 < told["reached"] <= 1
-    assert answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 0.0)["audit"] is None
-    nothing = answer(torch.zeros(len(Field), dtype=torch.float64), policy, 0, 0, 0, 0, 0, 0.01)["audit"]
+    assert answer(own.statistics.rows[1], policy, 0, 0, 0, 0, 0, 0, 0.0)["audit"] is None
+    nothing = answer(torch.zeros(len(Field), dtype=torch.float64), policy, 0, 0, 0, 0, 0, 0, 0.01)["audit"]
     assert nothing == {
         "steps": 0,
         "true_share": None,

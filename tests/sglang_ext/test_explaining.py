@@ -282,6 +282,11 @@ def test_what_is_no_question_is_refused(text: object, message: str) -> None:
         ({"has_policies": False}, {}, "attention_explain: is not served without --attention-backend winnow"),
         ({"layers": 0}, {}, "attention_explain.layers: must be at most -1; there is no layer 0"),
         ({"sliding_layers": {0}}, {}, "attention_explain.layers: must be layers that see the whole context: layer 0"),
+        (
+            {"linear_layers": {0}},
+            {},
+            "attention_explain.layers: must be layers that attend to tokens: layer 0 has linear",
+        ),
         ({"kv_heads": 0}, {}, "attention_explain.heads: must be at most -1, KV heads; there is no head 0"),
         ({}, {"decode": {"policy": "quest"}, "verify": {}}, "attention_explain: must not be given together with"),
         ({}, {"decode": {"policy": "snapkv", "release": True}}, "attention_explain: must not be given together with"),

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.configs import hybrid_arch
 
-from sglang_winnow import model_arguments
+from sglang_winnow import linear_attention, model_arguments
 from sglang_winnow.sglang_versions.hook_targets import target
 from tests.models import Family, ModelShape, write_model
 
@@ -59,13 +58,12 @@ def test_models_with_windows_caps_and_sinks_are_taken_with_one_pool(said: dict[s
     assert said[family]["winnow"] == SERVED
 
 
-def test_models_with_linear_attention_are_refused_before_sglang_says_what_their_radix_cache_needs(
+def test_on_a_cpu_models_with_linear_attention_are_refused_before_sglang_says_what_their_radix_cache_needs(
     said: dict[str, Any],
 ) -> None:
     assert said["qwen3_next"]["winnow"]["refusal"] == (
         "Winnow: the server does not start, because --attention-backend winnow does not serve models with linear"
-        " attention (Qwen3-Next): beside keys and values they keep states, of which its rules for the radix cache know"
-        " nothing."
+        " attention on a CPU: SGLang itself cannot run these layers there."
     )
 
 
@@ -80,7 +78,7 @@ def test_sglang_lays_out_the_experts_of_models_with_sinks_on_cuda(
     monkeypatch.setattr(model_arguments, "model_config_of", lambda _: model)
     monkeypatch.setattr(model_arguments, "resolved", lambda own: own)
     monkeypatch.setattr(model_arguments, "decide", lambda own, **decided: own.__dict__.update(decided))
-    monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda _: None)
+    monkeypatch.setattr(linear_attention, "has_linear_attention", lambda _: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     ADJUST(adjusted.append, arguments)
     assert [own.moe_runner_backend for own in adjusted] == [runner]

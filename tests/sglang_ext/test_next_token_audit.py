@@ -212,5 +212,5 @@ def test_the_answer_tells_means_over_compared_steps() -> None:
     row = torch.zeros(len(Field), dtype=torch.float64)
     row[Field.AUDITED_NEXT_TOKENS], row[Field.AUDITED_KL], row[Field.AUDITED_TOP1] = 4, 0.5, 3
     policy = parse_policy(SPARSE["quest"] | {"audit": KL})
-    told = answer(row, policy, 0, 0, 0, 0, 0, 1.0)["audit"]
+    told = answer(row, policy, 0, 0, 0, 0, 0, 0, 1.0)["audit"]
     assert (told["next_token_kl"], told["top1"]) == (0.125, 0.75)

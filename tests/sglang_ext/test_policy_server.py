@@ -150,6 +150,7 @@ def test_the_server_says_what_a_policy_may_ask(server: Server) -> None:
             "context_length": 8192,
             "delta_layers": None,
             "sliding_layers": [],
+            "linear_layers": [],
             "key_bits": 2,
             "verifies": False,
             "kv_heads": 1,

@@ -26,7 +26,13 @@ def request(policy: AttentionPolicy = QUEST, *, finished: bool = True, retracted
     return SimpleNamespace(
         rid="r",
         winnow_state=SimpleNamespace(
-            policy=policy, kept_answer=32, sliding_layers=15, released=None, explanation=None, choice=None
+            policy=policy,
+            kept_answer=32,
+            sliding_layers=15,
+            linear_layers=9,
+            released=None,
+            explanation=None,
+            choice=None,
         ),
         cached_tokens=16,
         retraction_count=0,
@@ -83,7 +89,7 @@ def test_steps_after_the_end_do_not_count() -> None:
     cost = json.loads(report(req, LENGTH)[reporting.KEY])
     assert cost["decode"]["steps"] == 3
     assert cost["prefill"]["cached_tokens"] == 16
-    assert cost["sliding_layers"] == 15
+    assert (cost["sliding_layers"], cost["linear_layers"]) == (15, 9)
     assert cost["decode"]["kept_tokens"] is None
     req.winnow_state.policy = req.winnow_state.policy.model_copy(update={"keep": True})
     assert json.loads(report(req, LENGTH)[reporting.KEY])["decode"]["kept_tokens"] == 32

@@ -70,7 +70,9 @@ class Explain(Contract):
                 f" {len(self.layers)} layers, {len(self.heads)} heads and {tokens} tokens are {weights}",
             )
 
-    def check_model(self, layers: int, sliding_layers: Collection[int], kv_heads: int) -> None:
+    def check_model(
+        self, layers: int, sliding_layers: Collection[int], kv_heads: int, linear_layers: Collection[int] = ()
+    ) -> None:
         """Refuse layers and heads that the model does not have, or where policies do not act.
 
         Raises:
@@ -84,6 +86,11 @@ class Explain(Contract):
             raise PolicyError(
                 f"{PARAMETER}.layers",
                 f"must be layers that see the whole context: layer {min(sliding)} has a sliding window",
+            )
+        if linear := set(linear_layers).intersection(self.layers):
+            raise PolicyError(
+                f"{PARAMETER}.layers",
+                f"must be layers that attend to tokens: layer {min(linear)} has linear attention",
             )
         if self.heads[-1] >= kv_heads:
             raise PolicyError(
@@ -112,9 +119,9 @@ def default_steps(decode_steps: int) -> tuple[int, ...]:
     return _in_order((1, decode_steps))
 
 
-def default_layers(layers: int, sliding_layers: Collection[int]) -> tuple[int, ...]:
-    """Return the layers that are explained where none are named: four, spread over those that see all."""
-    full = [layer for layer in range(layers) if layer not in sliding_layers]
+def default_layers(layers: int, left_out: Collection[int]) -> tuple[int, ...]:
+    """Return the layers that are explained where none are named: four, spread over those where policies act."""
+    full = [layer for layer in range(layers) if layer not in left_out]
     return _spread(full, _DEFAULT_LAYERS)
 
 

@@ -57,11 +57,11 @@ async def explain_attention(
 def _explained(question: ExplainQuestion, model: ServedModel, kv_heads: int) -> Explain:
     asked = Explain(
         steps=question.steps or default_steps(question.decode_steps),
-        layers=question.layers or default_layers(model.layers, model.sliding_layers),
+        layers=question.layers or default_layers(model.layers, (*model.sliding_layers, *model.linear_layers)),
         heads=question.heads or default_heads(kv_heads),
     )
     try:
-        asked.check_model(model.layers, model.sliding_layers, kv_heads)
+        asked.check_model(model.layers, model.sliding_layers, kv_heads, model.linear_layers)
         asked.check_size(prompt_tokens=1)
     except PolicyError as error:
         raise InvalidField(error.path.removeprefix(f"{PARAMETER}."), error.problem) from None

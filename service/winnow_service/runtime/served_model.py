@@ -32,6 +32,7 @@ class ServedModel(BaseModel):
         prefill_policies: likewise for prefill.
         verifies: whether it checks drafts.
         sliding_layers: those with a sliding window, where policies do not act.
+        linear_layers: those with linear attention, where they do not, either.
         kv_heads: of a layer; None if the runtime does not tell.
         explains: whether it explains what decode steps attend to.
         profile: what it chooses policies by, as it tells it; None if it chooses none.
@@ -46,6 +47,7 @@ class ServedModel(BaseModel):
     prefill_policies: tuple[str, ...]
     verifies: bool = False
     sliding_layers: tuple[int, ...] = ()
+    linear_layers: tuple[int, ...] = ()
     kv_heads: Annotated[int, Field(ge=1)] | None = None
     explains: bool = False
     profile: Mapping[str, Any] | None = None

@@ -31,8 +31,8 @@ def calibrate(
         words: the length of the longest prompt, for the record.
 
     Raises:
-        OSError, ValueError: the model cannot be loaded, has soft caps, sink logits or no room for Δ-layers, or a prompt
-            is too long for it.
+        OSError, ValueError: the model cannot be loaded, has soft caps, sink logits, linear attention or no room for
+            Δ-layers, or a prompt is too long for it.
     """
     config = json.loads((folder / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -43,6 +43,10 @@ def calibrate(
     if has_other_softmax(model):
         raise ValueError(
             f"{folder}: Δ-layers cannot be calibrated of a model with soft caps or sink logits; name them in requests"
+        )
+    if has_linear_attention(model):
+        raise ValueError(
+            f"{folder}: Δ-layers cannot be calibrated of a model with linear attention; name them in requests"
         )
     kinds = config.get("layer_types") or ("full_attention",) * model.config.num_hidden_layers
     seeing = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
@@ -77,6 +81,11 @@ def has_other_softmax(model: Any) -> bool:
     """Return whether a model's attention is other than that by which Δ-layers are calibrated (``attention_maps``)."""
     has_sinks = any(name.endswith("self_attn.sinks") for name, _ in model.named_parameters())
     return has_sinks or getattr(model.config, "attn_logit_softcapping", None) is not None
+
+
+def has_linear_attention(model: Any) -> bool:
+    """Return whether some of a model's layers attend to no tokens."""
+    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

@@ -31,6 +31,7 @@ from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.served_policies import served_policies
+from sglang_winnow.server_information import linear_layers
 from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from sglang_winnow.sglang_versions.backend_defaults import take_from_dense
 from sglang_winnow.softmaxes import layer_cache, sink_logits_of
@@ -90,9 +91,9 @@ class WinnowDeviceBackend(AttentionBackend):
         table = self.req_to_token_pool.req_to_token
         ranks = attention_ranks()
         self.statistics = Statistics(table.shape[0], self.device, ranks)
-        # Where all layers have full attention, their places are their numbers.
-        placed = self._layers.full if self._layers.windows else None
-        self.requests = RequestTable(self.statistics, len(self._layers.windows), placed)
+        linear = linear_layers(runner.model_config)
+        windows = len(self._layers.windows)
+        self.requests = RequestTable(self.statistics, windows, self._layers.placed, len(linear))
         verifies = verifies_drafts(resolved(runner.server_args))
         kinds = enabled_kinds(verifies=verifies)
         self._decode = build_decode(runner, self._caches, full[0], self.indexes, self.statistics, kinds, ranks)

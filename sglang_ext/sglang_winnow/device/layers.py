@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class ModelLayers:
     """A model's attention layers. Those with full attention are known by their places among them, from 0 on.
 
+    Layers with linear attention are not among them: SGLang runs these beside the backend.
+
     Attributes:
         full: SGLang's numbers of the layers with full attention, ascending.
         windows: of the other layers, by SGLang's number: how many tokens before its own a query sees.
@@ -38,9 +40,14 @@ class ModelLayers:
         """Return the place of SGLang's layer ``layer``; None for one with a window."""
         return self._places.get(layer)
 
+    @property
+    def placed(self) -> tuple[int, ...] | None:
+        """The numbers of the layers with full attention, if these are not their places."""
+        return None if self.full == tuple(range(len(self.full))) else self.full
+
     @cached_property
     def last(self) -> int:
-        """SGLang's number of the last layer."""
+        """SGLang's number of the last attention layer."""
         return max(*self.full, *self.windows, -1)
 
     @cached_property

@@ -11,6 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_winnow.device.decode import Variant
 from sglang_winnow.graph_sets import ALL, EARLY_TERMINATION, GraphSet
 from sglang_winnow.hooks import Hook
+from sglang_winnow.own_backend import own_backend
 from sglang_winnow.sglang_versions.releases import ATTENTION_GRAPH_VARIANTS, PASSES_WITHOUT_GRAPH, runs
 from winnow_kernels.policies.declarations import DECLARATIONS, in_order
 
@@ -98,8 +99,8 @@ class GraphVariants:
 
 
 def _name_variants(runner: Any) -> None:
-    if hasattr(runner.attn_backend, "variants"):
-        runner.attention_graph_variants = GraphVariants(runner.attn_backend)
+    if hasattr(backend := own_backend(runner), "variants"):
+        runner.attention_graph_variants = GraphVariants(backend)
 
 
 def _note_captured(
@@ -110,7 +111,7 @@ def _note_captured(
     _lora: str | None,
     attention_variant: str,
 ) -> None:
-    backend = runner.attn_backend
+    backend = own_backend(runner)
     if not hasattr(backend, "variants"):
         return
     if attention_variant == next(iter(backend.variants)):
@@ -122,7 +123,7 @@ def _capture_all(
     capture: Callable[..., None], runner: Any, size: int, forward: Callable[..., Any], *arguments: Any, **named: Any
 ) -> None:
     # Releases without variants by attention have them by LoRA: these labels are Winnow's.
-    backend = runner.attn_backend
+    backend = own_backend(runner)
     labels = getattr(backend, "variants", None)
     if labels is None:
         capture(runner, size, forward, *arguments, **named)
@@ -136,12 +137,12 @@ def _capture_all(
 
 
 def _label_of(resolve: Callable[..., str | None], runner: Any, forward_batch: ForwardBatch) -> str | None:
-    backend = runner.attn_backend
+    backend = own_backend(runner)
     return backend.label if hasattr(backend, "variants") else resolve(runner, forward_batch)
 
 
 def _can_run(can_run: Callable[..., bool], runner: Any, forward_batch: ForwardBatch) -> bool:
-    return not getattr(runner.attn_backend, "runs_without_graph", False) and can_run(runner, forward_batch)
+    return not getattr(own_backend(runner), "runs_without_graph", False) and can_run(runner, forward_batch)
 
 
 _RUNNER: Final = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"

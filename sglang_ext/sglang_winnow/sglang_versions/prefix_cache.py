@@ -15,6 +15,7 @@ from sglang_winnow.sglang_versions.releases import (
     CACHE_CHECKPOINTS,
     INSERTED_AT_END,
     KV_OF_REQUEST,
+    LINEAR_ATTENTION_ON_CUDA,
     OLDEST,
     RUNNING,
     UNIFIED_CACHE,
@@ -40,6 +41,15 @@ def default_caches(running: Version = RUNNING) -> tuple[str, ...]:
     return next(names for release, names in reversed(CACHES.items()) if release <= running)
 
 
+WITH_STATES: Final = (f"{_MODULES}.unified_radix_cache.UnifiedRadixCache",) if LINEAR_ATTENTION_ON_CUDA else ()
+"""The class that it chooses for models with linear attention: a node may have the state behind its last token."""
+
+
+def _classes() -> tuple[str, ...]:
+    """Return the dotted names of the classes with a prefix cache that the running SGLang may choose."""
+    return default_caches()[0], *WITH_STATES
+
+
 # What looks a key up in the tree; ``checkpoint`` too calls it, past ``match_prefix``.
 _MATCH: Final = "_match_tree" if runs(CACHE_CHECKPOINTS) else "match_prefix"
 
@@ -48,8 +58,8 @@ def functions_on_keys(
     match: Callable[..., MatchResult], insert: Callable[..., InsertResult]
 ) -> Mapping[str, Callable[..., Any]]:
     """Return what is to run around the functions that look keys up and insert them, by their dotted names."""
-    cache = default_caches()[0]
-    return {f"{cache}.{_MATCH}": match, f"{cache}.insert": insert}
+    by_name = {_MATCH: match, "insert": insert}
+    return {f"{cache}.{name}": function for cache in _classes() for name, function in by_name.items()}
 
 
 def matched_length(result: MatchResult) -> int:
@@ -79,6 +89,15 @@ def shared_length(req: Req) -> int:
     return int(req.kv.cache_protected_len if runs(KV_OF_REQUEST) else req.cache_protected_len)
 
 
+def state_position(req: Req) -> int | None:
+    """Return of how many first tokens a request has a state that the cache could keep; None if it has none.
+
+    SGLang copies the state at some positions while it runs, and inserts a request up to the last of them.
+    """
+    position: int | None = getattr(req, "mamba_last_track_seqlen", None)
+    return position
+
+
 @dataclass(frozen=True)
 class Insertion:
     """Lets the cache insert no more of a request than others may share.
@@ -86,21 +105,22 @@ class Insertion:
     Attributes:
         insertable: of a request's first tokens that are computed, how many others may share: whole pages.
         count: told of a request that ends how many of its tokens are computed, and how many of these are inserted.
+        keeps_state: whether others may go on from a request's state behind so many first tokens.
     """
 
     insertable: Callable[[Req, int, int], int]
     count: Callable[[Req, int, int], None]
+    keeps_state: Callable[[Req, int, int], bool]
 
     def functions(self) -> Mapping[str, Callable[..., None]]:
         """Return what is to run around which functions of the running SGLang's cache, by their dotted names."""
-        cache = default_caches()[0]
         by_release: dict[Version, dict[str, Callable[..., None]]] = {
             OLDEST: {"cache_unfinished_req": self.insert_running, "cache_finished_req": self.insert_or_free},
             INSERTED_AT_END: {"cache_unfinished_req": self.insert_running, "insert_req": self.insert_ended},
             CACHE_CHECKPOINTS: {"checkpoint": self.insert_any},
         }
         own = next(functions for release, functions in reversed(by_release.items()) if release <= RUNNING)
-        return {f"{cache}.{name}": function for name, function in own.items()}
+        return {f"{cache}.{name}": function for cache in _classes() for name, function in own.items()}
 
     def insert_any(
         self, checkpoint: Callable[..., None], cache: BasePrefixCache, req: Req, *, up_to: int, **others: Any
@@ -131,9 +151,12 @@ class Insertion:
         **others: Any,
     ) -> None:
         """Insert of a request that ends, and free the rest."""
+        self._drop_state(req, cache)
         insertable = self.insertable(req, kv_len_to_handle, cache.page_size)
         if is_insert and not (cache.disable or getattr(cache, "disable_finished_insert", False)):
-            self.count(req, kv_len_to_handle, _whole_pages(insertable, cache))
+            has_states = bool(WITH_STATES) and cache.supports_mamba()
+            inserted = min(insertable, state_position(req) or 0) if has_states else insertable
+            self.count(req, kv_len_to_handle, _whole_pages(inserted, cache))
             if insertable < _whole_pages(kv_len_to_handle, cache):
                 cache.token_to_kv_pool_allocator.free(_slots(cache, req, insertable, kv_len_to_handle))
                 kv_len_to_handle = insertable
@@ -143,6 +166,7 @@ class Insertion:
         self, cache_unfinished_req: Callable[..., None], cache: BasePrefixCache, req: Req, **others: Any
     ) -> None:
         """Insert of a request that goes on; it keeps the rest."""
+        self._drop_state(req, cache)
         start, end = computed_range(req)
         insertable = self.insertable(req, end, cache.page_size)
         if cache.disable or insertable >= _whole_pages(end, cache):
@@ -155,6 +179,15 @@ class Insertion:
         finally:
             req.set_extend_range(start, end)
         req.prefix_indices = torch.cat([req.prefix_indices, own])
+
+    def _drop_state(self, req: Req, cache: BasePrefixCache) -> None:
+        """Have SGLang insert nothing of a request whose state others may not go on from.
+
+        Cut short, its tokens would be inserted with a state of more of them than there are.
+        """
+        position = state_position(req)
+        if position is not None and not self.keeps_state(req, position, cache.page_size):
+            req.mamba_last_track_seqlen = None
 
 
 def _slots(cache: BasePrefixCache, req: Req, start: int, end: int) -> torch.Tensor:

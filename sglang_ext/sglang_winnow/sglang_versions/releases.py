@@ -23,6 +23,8 @@ Explained steps need it, and dense passes that compare next tokens.
 """
 WINDOWS_ON_CUDA: Final = RUNNING == OLDEST
 """Whether layers with a sliding window can be left to a dense backend: those of other releases were not read."""
+LINEAR_ATTENTION_ON_CUDA: Final = RUNNING == OLDEST
+"""Whether layers with linear attention can be left to SGLang: how other releases keep their states was not read."""
 
 CAPS_AND_SINKS_ON_CUDA: Final = RUNNING == OLDEST
 """Whether dense backends bound scores and take sink logits: those of other releases were not read."""

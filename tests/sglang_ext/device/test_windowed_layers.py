@@ -68,8 +68,9 @@ MODEL_POLICIES = {name: in_model(policy) for name, policy in POLICIES.items()} |
 class Dense:
     """Stands for SGLang's dense backend: it has one plan, and computes batches that are planned."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, windows: Mapping[int, int] = WINDOWS) -> None:
         self._server = server
+        self._windows = windows
         self.plans: list[Any] = []
 
     def init_forward_metadata(self, batch: Any) -> None:
@@ -82,7 +83,7 @@ class Dense:
         context = Context.of(slots, batch.seq_lens, cache.slots)
         queries = q.view(-1, SHAPE.query_heads, SHAPE.head_dim)
         meter = Meter(len(queries), q.device)
-        window = WINDOWS.get(layer.layer_id)
+        window = self._windows.get(layer.layer_id)
         return attend_all(queries, context, cache, layer.scaling, meter, window).flatten(1)
 
     def forward_extend(
@@ -95,7 +96,7 @@ class Dense:
             own = q.view(-1, SHAPE.query_heads, SHAPE.head_dim)[first : first + new]
             cache = self._server.caches[layer.layer_id]
             slots = self._server.table[slot, :end].long()
-            parts.append(prefill(own, slots, cache, layer.scaling, WINDOWS.get(layer.layer_id)).flatten(1))
+            parts.append(prefill(own, slots, cache, layer.scaling, self._windows.get(layer.layer_id)).flatten(1))
             first += new
         return torch.cat(parts)
 
