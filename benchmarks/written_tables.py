@@ -51,6 +51,7 @@ from benchmarks.serving.overhead.beside_table import service_table
 from benchmarks.serving.overhead.table import overhead_table
 from benchmarks.serving.tables import (
     audit_table,
+    chosen_table,
     cuda_answers_table,
     growth_table,
     mixed_table,
@@ -117,6 +118,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "cuda-answers-windows": ("cuda-answers-windows.json", cuda_answers_table),
     "cuda-answers-8-bit": ("cuda-answers-8-bit.json", cuda_answers_table),
     "cuda-answers-caps": ("cuda-answers-caps.json", cuda_answers_table),
+    "cuda-answers-caps-8-bit": ("cuda-answers-caps-8-bit.json", cuda_answers_table),
     "accuracy-lowbit": ("accuracy-lowbit-needle.json", accuracy_table),
     "accuracy-lowbit-ruler": ("accuracy-lowbit-ruler.json", accuracy_table),
     "tasks-lowbit-ruler": ("accuracy-lowbit-ruler.json", tasks_table),
@@ -152,6 +154,12 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "stopping-rules": ("stopping-rules.json", equal_loss_table),
     "stopping-rules-shares": ("stopping-rules.json", held_shares_table),
     "quality": ("quality.json", quality_table),
+    "quality-smollm2": ("quality-smollm2.json", quality_table),
+    "quality-smollm2-32k": ("quality-smollm2-32k.json", quality_table),
+    "chosen-answers": ("chosen-answers.json", chosen_table),
+    "profile-speed-gpu": ("profile-smollm2-32k-gpu.json", profile_speed_table),
+    "profile-stopping-gpu": ("profile-smollm2-32k-gpu.json", profile_stopping_table),
+    "profile-drafts-gpu": ("profile-smollm2-32k-gpu.json", profile_drafts_table),
     "profile-speed": ("profile-needle.json", profile_speed_table),
     "profile-stopping": ("profile-needle.json", profile_stopping_table),
     "profile-drafts": ("profile-needle.json", profile_drafts_table),

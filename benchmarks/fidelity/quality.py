@@ -4,15 +4,16 @@
     winnow fidelity --model smollm2 --context 512,768,1k --policy ... --output heldout.json
     python -m benchmarks.fidelity.quality profile.json heldout.json --output benchmarks/results/quality.json
 
-Both runs are of the same policies. The profile is measured on the text that is there to choose by, the record of
-``winnow fidelity`` on that to test with, at the lengths of the profile and between them.
+The record has the policies of the profile; others in it, and other models, are left out. The profile is measured on
+the text that is there to choose by, the record of ``winnow fidelity`` on that to test with, at the lengths of the
+profile and between them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -23,7 +24,7 @@ from sglang_winnow.profile_settings import DEFAULT_KL
 from sglang_winnow.quality_choice import choose
 from sglang_winnow.quality_profile import Profile
 from winnow_evaluation.fidelity.policies import Measured
-from winnow_evaluation.fidelity.record import FidelityRecord
+from winnow_evaluation.fidelity.record import FidelityRecord, merged
 from winnow_evaluation.fidelity.table import row_label
 from winnow_evaluation.writing import markdown_table, number, percent, write_json
 from winnow_kernels.policies.attention_policy import AttentionPolicy
@@ -67,11 +68,24 @@ def main(
     output: Annotated[Path, typer.Option(help="Where to write.")],
 ) -> None:
     """Set the choice by a profile beside what was measured on other text."""
-    measured, other = Profile.read(profile), FidelityRecord.read(record)
-    if other.runs[0]["model"] != measured.model.name:
-        raise typer.BadParameter(f"is of {other.runs[0]['model']}, the profile of {measured.model.name}")
+    measured, other = Profile.read(profile), of_profile(Profile.read(profile), FidelityRecord.read(record))
+    if not other.rows:
+        raise typer.BadParameter(f"has no policy of the profile at its lengths with {measured.model.name}")
     rows = [asdict(row) for row in compared(measured, other)]
     write_json(output, {"profile": about_profile(measured), "runs": list(other.runs), "rows": rows})
+
+
+def of_profile(profile: Profile, record: FidelityRecord) -> FidelityRecord:
+    """Return the rows that are of the profile's model, policies and range of lengths, and of no preset."""
+    asked = [Measured(curve.attention) for curve in profile.curves]
+    rows = [
+        row
+        for row in record.rows
+        if (row["model"], row["phase"], row["preset"]) == (profile.model.name, "decode", None)
+        and profile.lengths[0] <= row["context"] <= profile.lengths[-1]
+        and any((row["policy"], row["parameters"]) == (each.name, each.parameters()) for each in asked)
+    ]
+    return merged([replace(record, rows=rows)])
 
 
 def about_profile(profile: Profile) -> dict[str, Any]:
@@ -81,13 +95,9 @@ def about_profile(profile: Profile) -> dict[str, Any]:
 
 
 def compared(profile: Profile, record: FidelityRecord) -> Iterator[Held]:
-    """Yield the choice for each bound at each length that the record has."""
-    for length in dict.fromkeys(row["context"] for row in record.rows):
-        rows = [
-            row
-            for row in record.rows
-            if (row["context"], row["phase"]) == (length, "decode") and row["policy"] != _DENSE
-        ]
+    """Yield the choice for each bound at each length that the record has, ascending."""
+    for length in sorted({row["context"] for row in record.rows}):
+        rows = [row for row in record.rows if row["context"] == length]
         for bound in BOUNDS:
             choice = choose(
                 Quality(kl=bound),
@@ -140,10 +150,15 @@ def quality_table(path: Path) -> str:
     profile, runs = record["profile"], record["runs"]
     data = profile["data"]
     measured = f"{data['prompts']} prompts × {data['tokens']} tokens of {data['source']}"
-    other = f"{runs[0]['prompts']} prompts × {runs[0]['tokens_each']} tokens of {runs[0]['text']}, test"
+    other = "; ".join(
+        dict.fromkeys(
+            f"{run['prompts']} prompts × {run['tokens_each']} tokens of {run['text']}, test, {commit_of(run['commit'])}"
+            for run in runs
+        )
+    )
     about = (
         f"{profile['model']['name']}, {profile['device']}, {profile['dtype']}. Profile: {measured},"
-        f" {profile['seconds']:,.0f} s. Other text: {other}, {commit_of(runs[0]['commit'])}."
+        f" {profile['seconds']:,.0f} s. Other text: {other}."
     )
     return f"{markdown_table(headings, rows)}\n{about}\n"
 

@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.markdown_tables import commit_of, in_thousands
 from benchmarks.records import Record, Row, case_of, devices_of, headers_of
 from benchmarks.serving.ttft_growth import growths_of, name_of
-from winnow_evaluation.writing import markdown_table, percent
+from winnow_evaluation.writing import markdown_table, number, percent
 
 
 def serve_table(path: Path) -> str:
@@ -43,16 +43,54 @@ def served_table(path: Path) -> str:
 def audit_table(path: Path) -> str:
     """Return what a token takes on average with each policy, and how much more than with the first sparse one."""
     record = Record.read(path)
-    figures = {(case_of(row), row.policy, row.parameters["figure"]): row.measured for row in record.rows}
-    policies = [policy for policy in dict.fromkeys(row.policy for row in record.rows) if policy != "dense"]
+    of_figures: dict[str, dict[tuple[str, str], float]] = {}
+    for row in record.rows:
+        if row.policy != "dense":
+            of_figures.setdefault(row.parameters["figure"], {})[case_of(row), row.policy] = row.measured
+    without: dict[str, float] = {}
     rows = []
-    for case in dict.fromkeys(case_of(row) for row in record.rows):
-        without = figures[case, policies[0], "mean tpot"]
-        for policy in policies:
-            mean, wait = figures[case, policy, "mean tpot"], figures[case, policy, "p99 between tokens"]
-            rows.append((case, policy, f"{mean:.2f}", f"{100 * (mean / without - 1):+.1f}", f"{wait:.2f}"))
+    for (case, policy), mean in of_figures["mean tpot"].items():
+        more = 100 * (mean / without.setdefault(case, mean) - 1)
+        wait = of_figures["p99 between tokens"][case, policy]
+        rows.append((case, policy, f"{mean:.2f}", f"{more:+.1f}", f"{wait:.2f}"))
     headings = ("context", "answers", "ms a token", "longer by %", "p99 between tokens, ms")
     return markdown_table(headings, rows) + devices_of(record)
+
+
+def chosen_table(path: Path) -> str:
+    """Return what a server chose by a profile, what its audits say of it, and how fast a token follows."""
+    record = json.loads(path.read_text())
+    header, dense = record["header"], {}
+    rows = []
+    for row in record["rows"]:
+        place = row["acts"], row["length"]
+        if row["bound"] is None:
+            dense[place] = row["tpot"]
+            continue
+        decode = row["policy"]["decode"]
+        asked = decode.get("p", decode.get("budget"))
+        rows.append(
+            (
+                row["acts"],
+                f"{row['length']:,}",
+                number(row["bound"]),
+                decode["policy"] if asked is None else f"{decode['policy']} {asked:,}",
+                number(row["expected_kl"], ".4f"),
+                number(row["kl"], ".4f"),
+                percent(row["top1"]),
+                percent(row["read"]),
+                f"{row['tpot'] * 1e3:.2f}",
+                f"{dense[place] * 1e3:.2f}",
+            )
+        )
+    headings = (
+        "policies act", "tokens", "KL asked for", "chosen", "KL expected at most", "KL of audited steps", "top-1 %",
+        "KV read %", "ms a token", "dense",
+    )  # fmt: skip
+    return markdown_table(headings, rows) + (
+        f"\n{header['model']}, {header['device']}, {commit_of(header['commit'])}."
+        f" {header['prompts']} prompts of {header['text']}, test, at once, {header['tokens']} tokens each.\n"
+    )
 
 
 def verified_table(path: Path) -> str:

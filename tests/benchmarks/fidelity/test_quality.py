@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fidelity.quality import about_profile, compared, quality_table
+from benchmarks.fidelity.quality import about_profile, compared, of_profile, quality_table
 from sglang_winnow.quality_profile import Profile
 from tests.models import ModelShape, write_model, write_weights
 from tests.profiles import curve, profile
@@ -49,3 +49,20 @@ def test_the_choice_is_set_beside_the_best_of_the_other_text(made: Profile, tmp_
     path.write_text(json.dumps({"profile": about_profile(made), "runs": runs, "rows": [asdict(default)]}))
     assert "| 0.0120 [0.0060, 0.0240] | 38.0 |" in quality_table(path)
     assert "| 12.0 | 3.17 |" in quality_table(path)
+
+
+def test_rows_of_other_models_policies_and_lengths_are_left_out(made: Profile) -> None:
+    of_model = {"model": made.model.name, "text": "prose", "run": 1}
+    wanted = row(NEAR, 1500, 0.012, 0.38) | of_model
+    others = [
+        wanted | {"model": "another"},
+        wanted | {"preset": "fast"},
+        wanted | {"phase": "prefill"},
+        wanted | {"context": 2001},
+        row({"decode": {"policy": "lowbit_top_k", "budget": 256}}, 1500, 0.012, 0.38) | of_model,
+        row({"decode": {"policy": "dense"}}, 1500, 0.0, 1.0) | of_model,
+    ]
+    record = FidelityRecord([{"prompts": 1}, {"prompts": 2}], [*others, wanted])
+    left = of_profile(made, record)
+    assert left.runs == [{"prompts": 2}]
+    assert left.rows == [wanted | {"run": 0}]

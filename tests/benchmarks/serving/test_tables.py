@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Record, Row
-from benchmarks.serving.tables import audit_table, verified_answers_table, verified_table
+from benchmarks.serving.chosen_answers import ALWAYS, Chosen
+from benchmarks.serving.tables import audit_table, chosen_table, verified_answers_table, verified_table
 from benchmarks.serving.verified_answers import Answered, largest_lead, row_of
 
 
@@ -94,3 +97,18 @@ def test_the_lead_is_that_of_the_first_token_that_differs() -> None:
     server: Any = Server()
     assert largest_lead(server, [[9], [8], [7]], dense, other) == 2.0
     assert largest_lead(server, [[9], [8], [7]], dense, dense) is None
+
+
+def test_what_was_chosen_stands_beside_dense_answers_of_its_server(tmp_path: Path) -> None:
+    chosen = {"decode": {"policy": "lowbit_top_k", "budget": 1024}}
+    rows = [
+        Chosen(ALWAYS, 8192, None, None, None, None, None, None, None, 1.0, 0.0, 0.004),
+        Chosen(ALWAYS, 8192, 0.005, {"decode": {"policy": "dense"}}, 0.0, 1.0, None, None, None, 1.0, 0.0, 0.0041),
+        Chosen(ALWAYS, 8192, 0.02, chosen, 0.015, 0.2, 0.01, 0.975, 0.9, 0.25, 0.0, 0.003),
+    ]
+    header = {"model": "a", "device": "H200", "commit": None, "prompts": 4, "tokens": 64, "text": "prose"}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"header": header, "rows": [asdict(row) for row in rows]}))
+    table = chosen_table(path)
+    assert f"| {ALWAYS} | 8,192 | 0.005 | dense | 0.0000 |  |  | 100.0 | 4.10 | 4.00 |" in table
+    assert f"| {ALWAYS} | 8,192 | 0.020 | lowbit_top_k 1,024 | 0.0150 | 0.0100 | 97.5 | 25.0 | 3.00 | 4.00 |" in table
