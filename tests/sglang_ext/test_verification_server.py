@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -22,6 +23,8 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_winnow import crossover
+from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, TRITON
 from tests.models import NEEDLE
 from tests.runtime import Runtime, runtime_server
 from winnow_kernels.contract.explanation import PARAMETER as EXPLAIN
@@ -46,6 +49,16 @@ WORDS = "the river stone lamp green quiet under field amber north signal water c
 
 WINNOW = ["--attention-backend", "winnow"]
 VERIFYING = [*WINNOW, "--speculative-algorithm", "WINNOW"]
+NATIVE_LAYERS = Path(__file__).parents[2] / "benchmarks" / "serving" / "native_layers"
+
+
+def in_float32() -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of a server in float32: on CUDA all must be told so."""
+    if not torch.cuda.is_available():
+        return [], {}
+    arguments = ["--dtype", "float32", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+    path = os.pathsep.join([str(NATIVE_LAYERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return arguments, {"PYTHONPATH": path, "TRITON_F32_DEFAULT": "ieee", DENSE_ENVIRONMENT: TRITON}
 
 
 @dataclass(frozen=True)
@@ -157,10 +170,12 @@ def test_long_answers_are_those_of_dense_attention(name: str, tmp_path: Path) ->
     else:
         subprocess.run([Path(sys.executable).with_name("winnow"), "models", "get", name], check=True)
         model = models_folder() / name
-    arguments = [*VERIFYING, "--max-total-tokens", "32768"]
+    own, environment = in_float32()
+    arguments = [*VERIFYING, "--max-total-tokens", "32768", *own]
+    environment |= {crossover.ENVIRONMENT: "0"}
     kinds = [(kind, drafts) for kind in SPARSE for drafts in (1, 4, 8, "auto")]
     with (
-        runtime_server(model, *arguments, log=tmp_path / "log", WINNOW_CROSSOVER_TOKENS="0") as runtime,
+        runtime_server(model, *arguments, log=tmp_path / "log", **environment) as runtime,
         client(runtime, LONG) as server,
         ThreadPoolExecutor(8) as pool,
     ):
