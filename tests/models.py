@@ -113,6 +113,8 @@ class ModelShape:
 
     def _of_qwen3_next(self) -> dict[str, object]:
         return {
+            # What SGLang 0.5.16 takes: transformers writes another one where SGLang does not look for it.
+            "rope_theta": 10_000.0,
             "full_attention_interval": 2,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,

@@ -151,7 +151,10 @@ def test_dense_answers_are_sglangs_own(server: Server, sglang: Server, length: i
 def test_linear_attention_in_torch_is_that_of_transformers(model: Path, sglang: Server) -> None:
     text = prompt(1)
     answer = sglang.ask(text, {})
-    assert max(Reference(model).logit_gaps(text, answer["output_ids"])) < TOLERANCE
+    reference, tokens = Reference(model), answer["output_ids"]
+    assert max(reference.logit_gaps(text, tokens)) < TOLERANCE
+    told = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+    assert told == pytest.approx(reference.logprobs(text, tokens), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", COVERED)
