@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any, ClassVar, Final
+
+from scipy.stats import t as student_t
 
 from sglang_winnow.quality_profile import Curve, Point
 from winnow_evaluation.calibration.candidates import fits
 from winnow_evaluation.calibration.parts import Advance, Found, Part
 from winnow_evaluation.fidelity.measure import FLOOR, Plan
 from winnow_evaluation.fidelity.policies import Measured
-from winnow_evaluation.fidelity.results import interval
 
+_OUTSIDE: Final = 0.05
 _FIGURES: Final = ("kl", "top1", "true_share", "kv_read_ratio")
 
 Figures = Mapping[str, float | None]
@@ -72,17 +76,24 @@ def _point(length: int, figures: Sequence[Figures]) -> Point:
     return Point(
         length=length,
         prompts=len(figures),
-        kl=_mean(kl),
-        kl_high=max(_mean(kl), interval(kl)[1]),
-        top1=_mean(top1),
-        top1_low=min(_mean(top1), interval(top1)[0]),
-        true_share=min(1.0, _mean(shares)) if shares else None,
-        kv_read_ratio=_mean(reads),
+        kl=fmean(kl),
+        kl_high=fmean(kl) + uncertainty(kl),
+        top1=fmean(top1),
+        top1_low=max(0.0, fmean(top1) - uncertainty(top1)),
+        true_share=min(1.0, fmean(shares)) if shares else None,
+        kv_read_ratio=fmean(reads),
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def uncertainty(values: Sequence[float]) -> float:
+    """Return how far the ends of the 95 % interval of a mean are from it, by Student's t; 0 of a single value.
+
+    A bootstrap of the handful of prompts that a calibration has is too narrow: it draws from these alone.
+    """
+    if len(values) < 2:
+        return 0.0
+    quantile = float(student_t.ppf(1 - _OUTSIDE / 2, len(values) - 1))
+    return quantile * stdev(values) / math.sqrt(len(values))
 
 
 def _phase(measured: Measured) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from winnow_evaluation.calibration.drafts import rounds
 from winnow_evaluation.calibration.early_termination import THRESHOLDS, StoppingPart, relative_distance
 from winnow_evaluation.calibration.fronts import pareto_front
 from winnow_evaluation.calibration.parts import Subject
-from winnow_evaluation.calibration.quality import QualityPart
+from winnow_evaluation.calibration.quality import QualityPart, uncertainty
 from winnow_evaluation.calibration.speed import SpeedPart
 from winnow_evaluation.calibration.unfinished import Unfinished, Unit
 from winnow_evaluation.fidelity.policies import Measured
@@ -88,6 +89,15 @@ def test_a_profile_has_the_curves_of_every_policy_after_each_prefill(profile: Pa
             assert (point.true_share is None) == (curve.attention.decode.policy == "dense")
     assert [point.kl for point in read.floor] == pytest.approx([0, 0], abs=1e-6)
     assert [point.kv_read_ratio for point in read.floor] == [1, 1]
+
+
+def test_uncertainty_covers_the_mean_of_few_values_as_often_as_it_says() -> None:
+    assert uncertainty([0.5]) == 0
+    # Quantile 3.182 of three degrees of freedom, standard deviation 1.291, of four values.
+    assert uncertainty([1, 2, 3, 4]) == pytest.approx(3.182446 * 1.290994 / 2, rel=1e-5)
+    samples = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0)).tolist()
+    covered = sum(abs(fmean(sample)) <= uncertainty(sample) for sample in samples)
+    assert covered / len(samples) == pytest.approx(0.95, abs=0.015)
 
 
 def test_speed_is_that_of_each_way_to_decode_beside_dense_attention(profile: Path) -> None:
