@@ -41,7 +41,6 @@ from tests.sglang_ext.test_device_server import (
     SHAPE,
     WINDOWED,
     WINDOWED_POLICIES,
-    WITH_SINKS,
 )
 from winnow_evaluation.writing import write_json
 from winnow_kernels.contract.verification import ALGORITHM
@@ -56,7 +55,7 @@ VERIFIED_TOKENS: Final = 24
 _WIDE: Final = "float32"
 _NARROW: Final = ("--kv-cache-dtype", "fp8_e4m3")
 _ARGUMENTS: Final = (
-    *("--attention-backend", NAME, "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--attention-backend", NAME, "--dtype", _WIDE, "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--chunked-prefill-size", "512", "--max-total-tokens", "65536", "--max-running-requests", "32"),
 )
 _ON_CUDA: Final = ("--mem-fraction-static", "0.3", "--cuda-graph-bs-decode", "1", "4", "16", "32")
@@ -66,16 +65,11 @@ console = Console(width=150)
 
 @dataclass(frozen=True)
 class Model:
-    """What is served, with which policies and options.
-
-    Attributes:
-        dtype: on CUDA; the CPU's server has float32.
-    """
+    """What is served, with which policies and options."""
 
     shape: ModelShape
     policies: Mapping[str, Policy]
     options: Sequence[str] = ()
-    dtype: str = _WIDE
 
 
 MODELS: Final = {
@@ -84,8 +78,6 @@ MODELS: Final = {
     "8-bit": Model(SHAPE, POLICIES, _NARROW),
     "caps": Model(CAPPED, ALTERNATING_POLICIES),
     "caps-8-bit": Model(CAPPED, ALTERNATING_POLICIES, _NARROW),
-    # SGLang's layers of experts take no float32 on CUDA. With all of them chosen, none is for rounding to choose.
-    "sinks-8-bit": Model(replace(WITH_SINKS, chosen_experts=4), ALTERNATING_POLICIES, _NARROW, "bfloat16"),
 }
 DRAFTS: Final[Mapping[str, Policy]] = {
     "quest": {"policy": "quest", "budget": 64, "full_layers": 0},
@@ -155,14 +147,12 @@ def main(
     if model not in MODELS:
         raise typer.BadParameter(f"must be one of {', '.join(MODELS)}", param_hint="model")
     served = MODELS[model]
-    about = header_from_outside() | {"model": model, "dense_backend": DENSE_BACKEND, "dtype": served.dtype}
+    about = header_from_outside() | {"model": model, "dense_backend": DENSE_BACKEND, "dtype": _WIDE}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(3) as pool:
         folder = Path(name)
         weights = write_model(folder / "model", replace(served.shape, dtype=_WIDE))
         write_weights(weights)
-        on_cuda = {DENSE_ENVIRONMENT: DENSE_BACKEND}
-        if served.dtype == _WIDE:
-            on_cuda["PYTHONPATH"] = python_path(NATIVE_LAYERS)
+        on_cuda = {"PYTHONPATH": python_path(NATIVE_LAYERS), DENSE_ENVIRONMENT: DENSE_BACKEND}
 
         def answers(ask: Ask, log: str, *arguments: str, **environment: str) -> list[Answer]:
             options = (*_ARGUMENTS, *served.options, *arguments)
@@ -175,10 +165,9 @@ def main(
 
         # A first start compiles for minutes: all three do it side by side.
         ask = partial(ask_policies, policies=served.policies)
-        served_on_cuda = (*_ON_CUDA, "--dtype", served.dtype)
-        verifying = (*served_on_cuda, "--speculative-algorithm", ALGORITHM)
-        expected = pool.submit(answers, ask, "cpu", "--dtype", _WIDE, CUDA_VISIBLE_DEVICES="")
-        got = pool.submit(answers, ask, "cuda", *served_on_cuda, **on_cuda)
+        verifying = (*_ON_CUDA, "--speculative-algorithm", ALGORITHM)
+        expected = pool.submit(answers, ask, "cpu", CUDA_VISIBLE_DEVICES="")
+        got = pool.submit(answers, ask, "cuda", *_ON_CUDA, **on_cuda)
         checked = pool.submit(answers, ask_verified, "verifying", *verifying, **on_cuda)
         rows = [compare(own, wanted) for own, wanted in zip(got.result(), expected.result(), strict=True)]
         dense = {answer.request: answer for answer in checked.result()}
