@@ -154,6 +154,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "stopping-rules": ("stopping-rules.json", equal_loss_table),
     "stopping-rules-shares": ("stopping-rules.json", held_shares_table),
     "quality": ("quality.json", quality_table),
+    "quality-needle": ("quality-needle.json", quality_table),
     "quality-smollm2": ("quality-smollm2.json", quality_table),
     "quality-smollm2-32k": ("quality-smollm2-32k.json", quality_table),
     "chosen-answers": ("chosen-answers.json", chosen_table),

@@ -27,7 +27,8 @@ from winnow_evaluation.machine import surroundings
 from winnow_evaluation.writing import markdown_table, write_json
 
 POLICY: Final[dict[str, Any]] = {"decode": {"policy": "lowbit_top_p", "p": 0.9}}
-SHARES: Final = (None, 0.0, 0.01, 0.1)
+WAYS: Final = ((None, False), (0.0, False), (0.01, False), (0.1, False), (0.01, True), (0.1, True))
+"""The share that is asked for, and whether the next token is compared, too."""
 
 console = Console(width=150)
 
@@ -39,12 +40,28 @@ class Audited:
     Attributes:
         context: tokens of the prompt.
         share: that the request asked for; None if it did not ask.
+        kl: whether it asked for the KL of the next token, too.
         seconds: of a token on average, of each answer.
     """
 
     context: int
     share: float | None
+    kl: bool
     seconds: list[float]
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        """What is asked for."""
+        if self.share is None:
+            return POLICY
+        return POLICY | {"audit": {"share": self.share, "kl": True} if self.kl else self.share}
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        if self.share is None:
+            return "not asked"
+        return f"{self.share:g} with KL" if self.kl else f"{self.share:g}"
 
 
 def main(
@@ -65,12 +82,11 @@ def main(
             prompt = prompts(length, 0)
             server.empty_cache()
             server.ask(prompt, 3, POLICY)
-            found = [Audited(length, share, []) for share in SHARES]
+            found = [Audited(length, share, kl, []) for share, kl in WAYS]
             for number in range(rounds):
                 turn = number % len(found)
                 for audited in found[turn:] + found[:turn]:
-                    asked = POLICY if audited.share is None else POLICY | {"audit": audited.share}
-                    audited.seconds.extend(server.ask(prompt, tokens, asked).tpot())
+                    audited.seconds.extend(server.ask(prompt, tokens, audited.policy).tpot())
             record["audited"] += [asdict(audited) for audited in found]
             write_json(output, record)
     console.print(Markdown(audits_table(output)))
@@ -87,7 +103,7 @@ def audits_table(path: Path) -> str:
         rows.append(
             (
                 f"{audited.context:,}",
-                "not asked" if audited.share is None else f"{audited.share:g}",
+                audited.label,
                 f"{1000 * middle:.1f}",
                 f"{1000 * min(audited.seconds):.1f} to {1000 * max(audited.seconds):.1f}",
                 f"{100 * (middle / without[audited.context] - 1):+.1f}",

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.cpu.audits import Audited, audits_table
+from benchmarks.cpu.audits import WAYS, Audited, audits_table
 from winnow_evaluation.writing import write_json
 
 
 def test_shares_are_beside_requests_that_did_not_ask(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    found = [Audited(8192, None, [0.02, 0.02]), Audited(8192, 0.01, [0.020, 0.022]), Audited(8192, 0.1, [0.03, 0.03])]
+    found = [
+        Audited(8192, None, False, [0.02, 0.02]),
+        Audited(8192, 0.01, False, [0.020, 0.022]),
+        Audited(8192, 0.1, True, [0.03, 0.03]),
+    ]
     record = {"model": "needle", "tokens": 202, "cpu": "EPYC", "cpu_threads": 2}
     commit = {"id": "a" * 40, "modified": False}
     write_json(path, record | {"commit": commit, "audited": [asdict(audited) for audited in found]})
@@ -19,5 +23,17 @@ def test_shares_are_beside_requests_that_did_not_ask(tmp_path: Path) -> None:
     assert lines == [
         ["8,192", "not asked", "20.0", "20.0 to 20.0", "+0.0"],
         ["8,192", "0.01", "21.0", "20.0 to 22.0", "+5.0"],
-        ["8,192", "0.1", "30.0", "30.0 to 30.0", "+50.0"],
+        ["8,192", "0.1 with KL", "30.0", "30.0 to 30.0", "+50.0"],
     ]
+
+
+def test_what_is_asked_is_what_the_label_says() -> None:
+    asked = {audited.label: audited.policy.get("audit") for audited in (Audited(1, *way, []) for way in WAYS)}
+    assert asked == {
+        "not asked": None,
+        "0": 0.0,
+        "0.01": 0.01,
+        "0.1": 0.1,
+        "0.01 with KL": {"share": 0.01, "kl": True},
+        "0.1 with KL": {"share": 0.1, "kl": True},
+    }
