@@ -28,8 +28,8 @@ def test_shares_are_beside_requests_that_did_not_ask(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_is_what_the_label_says() -> None:
-    asked = {audited.label: audited.policy.get("audit") for audited in (Audited(1, share, kl, []) for share, kl in WAYS)}
-    assert asked == {
+    every = [Audited(1, share, kl, []) for share, kl in WAYS]
+    assert {audited.label: audited.policy.get("audit") for audited in every} == {
         "not asked": None,
         "0": 0.0,
         "0.01": 0.01,
