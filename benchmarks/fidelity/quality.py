@@ -68,7 +68,8 @@ def main(
     output: Annotated[Path, typer.Option(help="Where to write.")],
 ) -> None:
     """Set the choice by a profile beside what was measured on other text."""
-    measured, other = Profile.read(profile), of_profile(Profile.read(profile), FidelityRecord.read(record))
+    measured = Profile.read(profile)
+    other = of_profile(measured, FidelityRecord.read(record))
     if not other.rows:
         raise typer.BadParameter(f"has no policy of the profile at its lengths with {measured.model.name}")
     rows = [asdict(row) for row in compared(measured, other)]

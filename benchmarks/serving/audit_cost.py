@@ -36,7 +36,6 @@ COMPARED_SHARES: Final = (0.01, 0.1)
 WITHOUT: Final = "server without audits"
 _DECODE: Final = '{"policy": "lowbit_top_k", "budget": 2048}'
 _WARM_UP_TOKENS: Final = 8
-_SPARE_TOKENS: Final = 16
 _OUTPUT: Final = RESULTS / "audit-tpot.json"
 
 console = Console(width=150)
@@ -130,8 +129,7 @@ def main(
     found: list[Measured] = []
     with tempfile.TemporaryDirectory() as scratch:
         shape = shape_named(model)
-        # SGLang keeps some of a context to itself.
-        folder = write_model(Path(scratch), model, plan.longest + _SPARE_TOKENS, shape.delta_layers)
+        folder = write_model(Path(scratch), model, plan.context_length, shape.delta_layers)
         logs = log_folder or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
         arguments = [*arguments_of(plan, WINNOW, [WINNOW]), *more]

@@ -10,10 +10,8 @@ times tell it, so that steps run dense where no policy was faster. A second one 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,9 +24,9 @@ from rich.console import Console
 from benchmarks.command_line import numbers
 from benchmarks.cpu.verification import prompts_of
 from benchmarks.folders import RESULTS
-from benchmarks.generate_stream import WholeAnswer, request_body
 from benchmarks.records import header_from_outside
 from benchmarks.serving.batch_timing import BatchServer, timing_of
+from benchmarks.serving.verified_answers import ask_all
 from sglang_winnow import audit_share, crossover, profile_settings
 from sglang_winnow.backend_name import NAME
 from sglang_winnow.quality_profile import Profile
@@ -77,18 +75,6 @@ class Chosen:
     tpot: float
 
 
-def asked(server: BatchServer, prompts: Sequence[Sequence[int]], tokens: int, attention: Any) -> list[WholeAnswer]:
-    """Return the answers to all prompts, asked at once.
-
-    Raises:
-        httpx.HTTPError: the server refuses.
-        RuntimeError: it fails.
-    """
-    bodies = [json.dumps(request_body(prompt, tokens, attention)) for prompt in prompts]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(server.answer, bodies))
-
-
 def measure(
     server: BatchServer, acts: str, length: int, prompts: Sequence[Sequence[int]], tokens: int
 ) -> Iterator[Chosen]:
@@ -101,7 +87,7 @@ def measure(
     for bound in (None, *BOUNDS):
         attention: dict[str, Any] = {} if bound is None else {"quality": {"kl": bound}}
         audit = {} if bound is None else {"audit": {"share": 1.0, "kl": True}}
-        told = [answer.attention for answer in asked(server, prompts, tokens, attention | audit)]
+        told = ask_all(server, prompts, tokens, attention | audit, len(prompts)).cost
         # Once more beforehand: the prompts are cached then, and no kernel is compiled.
         for _ in range(2):
             streams = server.ask(prompts, tokens, [attention or None] * len(prompts))

@@ -64,7 +64,6 @@ _DEFAULT: Final = (
 # Tokens in a context, and what a mixed batch may take by the mean of its policies alone.
 _LONG: Final = 65_536
 _BOUNDS: Final = (1.25, 1.10)
-_SPARE_TOKENS: Final = 16
 _OUTPUT: Final = RESULTS / "mixed.json"
 
 console = Console(width=150)
@@ -128,7 +127,7 @@ def main(
     found: list[Measured] = []
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_model(Path(temporary), model, plan.longest + _SPARE_TOKENS, shape.delta_layers)
+        folder = write_model(Path(temporary), model, plan.context_length, shape.delta_layers)
         logs = log_folder or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         arguments = [*arguments_of(plan, WINNOW, [WINNOW]), *shlex.split(server_arguments)]

@@ -56,7 +56,6 @@ _DEFAULT: Final = (
 )
 _PERIOD_SECONDS: Final = 0.1
 _TIMEOUT_SECONDS: Final = 60
-_SPARE_TOKENS: Final = 16
 _WARM_UP_TOKENS: Final = 2048
 _WARM_UP_ANSWER: Final = 8
 _INTERVAL: Final = 32
@@ -140,7 +139,7 @@ def main(
     prompts = Prompts(shape.vocab_size, seed)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_model(Path(temporary), model, plan.longest + _SPARE_TOKENS, shape.delta_layers)
+        folder = write_model(Path(temporary), model, plan.context_length, shape.delta_layers)
         logs = log_folder or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{WINNOW}.log"

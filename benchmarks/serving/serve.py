@@ -82,7 +82,6 @@ _SMALLEST_TOKEN: Final = 10
 _HALVINGS: Final = 12
 _SOUGHT_ANSWER: Final = 8
 _TOLERANCE: Final = 0.02
-# SGLang keeps some of a context to itself.
 _SPARE_TOKENS: Final = 16
 ROOM_FOR_CHUNKED: Final = 2
 # Without Winnow's plugin, SGLang is as others have it; what lets it run on a CPU does nothing on a GPU.
@@ -190,6 +189,11 @@ class Plan:
         return max((cell.context for cell in self.cells), default=0) + self.output_tokens
 
     @property
+    def context_length(self) -> int:
+        """Tokens of the longest context of the model: SGLang keeps some to itself."""
+        return self.longest + _SPARE_TOKENS
+
+    @property
     def largest_batch(self) -> int:
         return max(cell.batch for cell in self.cells)
 
@@ -276,7 +280,7 @@ def run(
     found: list[Measured] = []
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_model(Path(temporary), model, plan.longest + _SPARE_TOKENS, layers)
+        folder = write_model(Path(temporary), model, plan.context_length, layers)
         logs = log_folder or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         for backend in names:
@@ -396,7 +400,7 @@ def arguments_of(plan: Plan, backend: str, backends: Sequence[str]) -> list[str]
         *("--attention-backend", name),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--incremental-streaming-output"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
-        *("--context-length", str(plan.longest + _SPARE_TOKENS)),
+        *("--context-length", str(plan.context_length)),
         *("--chunked-prefill-size", str(plan.chunk)),
         *("--max-running-requests", str(running), "--cuda-graph-max-bs", str(batch)),
     ]

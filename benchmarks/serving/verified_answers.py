@@ -102,18 +102,18 @@ def main(
             runtime_server(model, *arguments, *(server_argument or []), log=log, **environment) as runtime,
             GenerateClient(runtime.url, prompts) as server,
         ):
-            _ask(server, found, 2, None, prompts)
-            dense = _ask(server, found, tokens, None, prompts)
+            ask_all(server, found, 2, None, prompts)
+            dense = ask_all(server, found, tokens, None, prompts)
             others = {HALVES: prompts // 2, ALONE: 1}
             rows.append(row_of(DENSE, dense, dense, None, offline.name, context))
             for name, at_once in others.items():
-                answered = _ask(server, found, tokens, None, at_once)
+                answered = ask_all(server, found, tokens, None, at_once)
                 lead = largest_lead(server, found, dense, answered)
                 rows.append(row_of(name, answered, dense, lead, offline.name, context))
             for contestant in contestants:
                 # What is compiled or captured at its first use is not in it.
-                _ask(server, found[:2], 16, contestant.policy, prompts)
-                answered = _ask(server, found, tokens, contestant.policy, prompts)
+                ask_all(server, found[:2], 16, contestant.policy, prompts)
+                answered = ask_all(server, found, tokens, contestant.policy, prompts)
                 lead = largest_lead(server, found, dense, answered)
                 rows.append(row_of(contestant.name, answered, dense, lead, offline.name, context))
                 Record(about, rows).write(output)
@@ -164,13 +164,19 @@ def row_of(name: str, answered: Answered, dense: Answered, lead: float | None, m
     )
 
 
-def _ask(
+def ask_all(
     server: GenerateClient,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     attention: Mapping[str, Any] | None,
     at_once: int,
 ) -> Answered:
+    """Return the answers to all prompts, ``at_once`` of them asked at a time.
+
+    Raises:
+        httpx.HTTPError: the server refuses.
+        RuntimeError: it fails.
+    """
     bodies = [
         json.dumps(request_body(prompt, tokens, attention, stream_interval=_STREAM_INTERVAL)) for prompt in prompts
     ]

@@ -27,6 +27,7 @@ from sglang_winnow.served_policies import served_policies
 from sglang_winnow.sglang_versions.arguments import attention_backends, resolved, verifies_drafts
 from sglang_winnow.sglang_versions.releases import OLDEST, PASSES_WITHOUT_GRAPH
 from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.contract.layers import check_layers
 from winnow_kernels.indexes.settings import DEFAULT
 from winnow_kernels.policies.attention_policy import AttentionPolicy, check_against_model, check_served, parse_policy
 from winnow_kernels.policies.declarations import declaration_of
@@ -145,16 +146,7 @@ class ServedModel:
 
     def _check_delta_layers(self, policy: AttentionPolicy) -> None:
         layers = declaration_of(policy.decode).own_layers(policy.decode)
-        if sliding := self.sliding_layers.intersection(layers):
-            raise PolicyError(
-                f"{PARAMETER}.decode.delta_layers",
-                f"must be layers that see the whole context: layer {min(sliding)} has a sliding window",
-            )
-        if linear := self.linear_layers.intersection(layers):
-            raise PolicyError(
-                f"{PARAMETER}.decode.delta_layers",
-                f"must be layers that attend to tokens: layer {min(linear)} has linear attention",
-            )
+        check_layers(f"{PARAMETER}.decode.delta_layers", layers, self.sliding_layers, self.linear_layers)
 
     def _check_release(self, policy: AttentionPolicy) -> None:
         if not policy.decode.releases_prompt:

@@ -6,7 +6,7 @@ import os
 from array import array
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -287,38 +287,63 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(steps, min_size=4, max_size=14))
-def test_kv_depends_neither_on_load_nor_on_who_came_before(actions: list[Any]) -> None:
-    engine = Engine(tokens=2048)
+class Event(NamedTuple):
+    """What has happened: a request was ``submitted`` or ``retracted`` and then prefilled, or a step is ``done``.
+
+    Attributes:
+        request: that was prefilled; None at the end of a step.
+        cached: how many of its tokens came from the cache.
+        running: those that run.
+    """
+
+    name: str
+    request: Any
+    cached: int
+    running: list[Any]
+
+
+def played(engine: Engine, actions: list[Any], decoded_each: int = 1) -> Iterator[Event]:
+    """Play ``steps``; of what one of them decodes, ``decoded_each`` times as many tokens."""
     running: list[Any] = []
     ended: list[int] = []
     for action, parts, policy, client, chunks, generated in actions:
+        # The last is what an idle server has.
+        chunk = iter([*chunks, *[208] * 9])
         ids = [token for token, count in parts for _ in range(count)]
         if action == "next turn":
             ids = [*ended, *ids][:600]
         if action in ("submit", "next turn") and len(running) < 3:
             request = engine.request(ids, policy, client)
-            # The last is what an idle server has.
-            cached = engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
-            assert cached <= max(0, len(ids) - max(1, policy.decode.observed))
-            assert_as_alone(engine, request, len(ids))
-            engine.decode(request, generated)
+            yield Event("submitted", request, engine.prefill(request, chunk=chunk), running)
+            engine.decode(request, decoded_each * generated)
             running.append(request)
         elif running:
             request = running.pop(0)
             if action == "retract":
                 engine.retract(request)
-                engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
-                ids = list(request.origin_input_ids)
-                # Its generated tokens are in the last block of its prompt now.
-                whole = len(ids) // block_of(request) * block_of(request)
-                assert_as_alone(engine, request, whole)
+                yield Event("retracted", request, engine.prefill(request, chunk=chunk), running)
                 running.append(request)
             else:
                 ended = [*request.origin_input_ids, *request.output_ids]
                 (engine.abort if action == "abort" else engine.end)(request)
-        engine.assert_nothing_lost(running)
+        yield Event("done", None, 0, running)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(steps, min_size=4, max_size=14))
+def test_kv_depends_neither_on_load_nor_on_who_came_before(actions: list[Any]) -> None:
+    engine = Engine(tokens=2048)
+    for name, request, cached, running in played(engine, actions):
+        if name == "done":
+            engine.assert_nothing_lost(running)
+            continue
+        count = len(request.origin_input_ids)
+        if name == "submitted":
+            assert cached <= max(0, count - max(1, request.winnow_state.policy.decode.observed))
+            assert_as_alone(engine, request, count)
+        else:
+            # Its generated tokens are in the last block of its prompt now.
+            assert_as_alone(engine, request, count // block_of(request) * block_of(request))
 
 
 def assert_as_alone(engine: Engine, request: Any, count: int) -> None:

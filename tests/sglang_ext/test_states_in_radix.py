@@ -27,6 +27,7 @@ from tests.sglang_ext.test_radix import (
     TERMINATED,
     assert_as_alone,
     block_of,
+    played,
     prompt,
     steps,
 )
@@ -169,27 +170,10 @@ def test_without_the_rule_a_state_is_kept_that_does_not_belong(
 @given(st.lists(steps, min_size=4, max_size=14), st.sampled_from([21, 60]))
 def test_states_depend_neither_on_load_nor_on_who_came_before(actions: list[Any], states: int) -> None:
     engine = StateEngine(tokens=2048, states=states)
-    running: list[Any] = []
-    ended: list[int] = []
-    for action, parts, policy, client, chunks, generated in actions:
-        ids = [token for token, count in parts for _ in range(count)]
-        if action == "next turn":
-            ids = [*ended, *ids][:600]
-        if action in ("submit", "next turn") and len(running) < 3:
-            request = engine.request(ids, policy, client)
-            engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
-            assert_as_alone(engine, request, len(ids))
-            engine.decode(request, 4 * generated)
-            running.append(request)
-        elif running:
-            request = running.pop(0)
-            if action == "retract":
-                engine.retract(request)
-                engine.prefill(request, chunk=iter([*chunks, *[208] * 9]))
-                running.append(request)
-            else:
-                ended = [*request.origin_input_ids, *request.output_ids]
-                (engine.abort if action == "abort" else engine.end)(request)
-        for request in running:
-            engine.assert_state_is_its_own(request)
-        engine.assert_nothing_lost(running)
+    for name, request, _, running in played(engine, actions, decoded_each=4):
+        if name == "submitted":
+            assert_as_alone(engine, request, len(request.origin_input_ids))
+        elif name == "done":
+            for each in running:
+                engine.assert_state_is_its_own(each)
+            engine.assert_nothing_lost(running)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.serving.server_plugins import NATIVE_LAYERS, python_path
 from sglang_winnow import crossover
 from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, TRITON
 from tests.models import NEEDLE
@@ -49,7 +49,6 @@ WORDS = "the river stone lamp green quiet under field amber north signal water c
 
 WINNOW = ["--attention-backend", "winnow"]
 VERIFYING = [*WINNOW, "--speculative-algorithm", "WINNOW"]
-NATIVE_LAYERS = Path(__file__).parents[2] / "benchmarks" / "serving" / "native_layers"
 
 
 def in_float32() -> tuple[list[str], dict[str, str]]:
@@ -57,8 +56,11 @@ def in_float32() -> tuple[list[str], dict[str, str]]:
     if not torch.cuda.is_available():
         return [], {}
     arguments = ["--dtype", "float32", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-    path = os.pathsep.join([str(NATIVE_LAYERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return arguments, {"PYTHONPATH": path, "TRITON_F32_DEFAULT": "ieee", DENSE_ENVIRONMENT: TRITON}
+    return arguments, {
+        "PYTHONPATH": python_path(NATIVE_LAYERS),
+        "TRITON_F32_DEFAULT": "ieee",
+        DENSE_ENVIRONMENT: TRITON,
+    }
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field, ValidationError
 
 from winnow_kernels.contract.fields import MAX_LAYERS, Contract, PolicyError
+from winnow_kernels.contract.layers import check_layers
 
 PARAMETER: Final = "attention_explain"
 """Where it travels in ``sampling_params.custom_params``: as JSON text, beside the policy."""
@@ -82,16 +83,7 @@ class Explain(Contract):
             raise PolicyError(
                 f"{PARAMETER}.layers", f"must be at most {layers - 1}; there is no layer {self.layers[-1]}"
             )
-        if sliding := set(sliding_layers).intersection(self.layers):
-            raise PolicyError(
-                f"{PARAMETER}.layers",
-                f"must be layers that see the whole context: layer {min(sliding)} has a sliding window",
-            )
-        if linear := set(linear_layers).intersection(self.layers):
-            raise PolicyError(
-                f"{PARAMETER}.layers",
-                f"must be layers that attend to tokens: layer {min(linear)} has linear attention",
-            )
+        check_layers(f"{PARAMETER}.layers", self.layers, sliding_layers, linear_layers)
         if self.heads[-1] >= kv_heads:
             raise PolicyError(
                 f"{PARAMETER}.heads", f"must be at most {kv_heads - 1}, KV heads; there is no head {self.heads[-1]}"

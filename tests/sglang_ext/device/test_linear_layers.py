@@ -39,6 +39,7 @@ from tests.sglang_ext.device.test_windowed_layers import (
     backend_of,
     decode_batch,
     extend_batch,
+    policies_of_model,
     requests_of,
 )
 from tests.sglang_ext.device.test_windowed_layers import layer as sglang_layer
@@ -51,21 +52,7 @@ __all__ = ["policies_act_at_every_length"]
 FULL = (3, 7, 11)
 LINEAR = tuple(number for number in range(12) if number not in FULL)
 NAMES = ("quest", "delta", "pyramidkv", "streaming_llm", "dense")
-
-
-def in_model(policy: Any) -> dict[str, Any]:
-    """Return a policy for the model that names the layers which ``policy`` names by their places."""
-    decode = dict(policy.get("decode", {}))
-    if "full_layers" in decode:
-        decode["full_layers"] = FULL[decode["full_layers"]]
-    if "delta_layers" in decode:
-        decode["delta_layers"] = [FULL[place] for place in decode["delta_layers"]]
-    return {**policy, "decode": decode} if decode else dict(policy)
-
-
-MODEL_POLICIES = {name: in_model(policy) for name, policy in POLICIES.items()} | {
-    "quoka prefill": {"prefill": {"policy": "quoka", "budget": 64, "block": 64}},
-}
+MODEL_POLICIES = policies_of_model(FULL)
 
 
 class Linear(AttentionBackend):  # type: ignore[misc]

@@ -50,19 +50,22 @@ BY_PLACE = Layers(FULL)
 NAMES = ("quest", "delta", "pyramidkv", "tactic", "streaming_llm", "dense")
 
 
-def in_model(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy for the model that names the layers which ``policy`` names by their places."""
-    decode = dict(policy.get("decode", {}))
-    if "full_layers" in decode:
-        decode["full_layers"] = FULL[decode["full_layers"]]
-    if "delta_layers" in decode:
-        decode["delta_layers"] = [FULL[place] for place in decode["delta_layers"]]
-    return {**policy, "decode": decode} if decode else dict(policy)
+def policies_of_model(full: Sequence[int]) -> dict[str, Mapping[str, Any]]:
+    """Return the policies for a model whose layers ``full`` have full attention: they name these by their numbers."""
+
+    def in_model(policy: Mapping[str, Any]) -> dict[str, Any]:
+        decode = dict(policy.get("decode", {}))
+        if "full_layers" in decode:
+            decode["full_layers"] = full[decode["full_layers"]]
+        if "delta_layers" in decode:
+            decode["delta_layers"] = [full[place] for place in decode["delta_layers"]]
+        return {**policy, "decode": decode} if decode else dict(policy)
+
+    quoka: Mapping[str, Any] = {"prefill": {"policy": "quoka", "budget": 64, "block": 64}}
+    return {**{name: in_model(policy) for name, policy in POLICIES.items()}, "quoka prefill": quoka}
 
 
-MODEL_POLICIES = {name: in_model(policy) for name, policy in POLICIES.items()} | {
-    "quoka prefill": {"prefill": {"policy": "quoka", "budget": 64, "block": 64}},
-}
+MODEL_POLICIES = policies_of_model(FULL)
 
 
 class Dense:
