@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from sglang_winnow.audit_share import phase_of
+from sglang_winnow.audit_share import first_offset
 from sglang_winnow.explain_requests import explanation_of
 from sglang_winnow.left_policies import LEFT
 from sglang_winnow.profile_settings import default_kl, load_requests, under_load_kl
@@ -234,7 +234,8 @@ def attach_policy(
         others = {name: value for name, value in parameters.items() if name not in (PARAMETER, EXPLAIN, _REFERENCE)}
         req.sampling_params.custom_params = others or None
     if model.has_policies:
-        req.winnow_state = RequestState(policy, len(req.origin_input_ids), audit_phase=phase_of(req.rid), choice=choice)
+        offset = first_offset(req.rid)
+        req.winnow_state = RequestState(policy, len(req.origin_input_ids), audit_offset=offset, choice=choice)
         if asked is not None:
             req.winnow_state.explanation = Explanation(asked)
         req.extra_key = namespace_of(policy, req.extra_key, model.page_size)

@@ -50,9 +50,12 @@ def audited_share(policy: AttentionPolicy) -> float:
     return server_share() if policy.audit_share is None else policy.audit_share
 
 
-def phase_of(request_id: str) -> float:
-    """Return a request's phase (``is_audited``): the same on all ranks."""
-    return zlib.crc32(request_id.encode()) / 2**32
+def first_offset(request_id: str) -> int:
+    """Return the ``audit_offset`` that a request begins with, so that short answers are audited, too.
+
+    It is the same on all ranks.
+    """
+    return zlib.crc32(request_id.encode())
 
 
 def promised_share(parameters: Parameters) -> float | None:

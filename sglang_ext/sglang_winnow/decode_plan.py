@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sglang_winnow.auditing import audited_rows
+from sglang_winnow.auditing import audited_rows, keep_time
 from sglang_winnow.explaining import explained_rows, note_dense_steps
 from sglang_winnow.request_policy import drafts, effective_budget, reads_everything
 from sglang_winnow.request_state import RequestState
@@ -96,6 +96,7 @@ class DecodePlan:
             ],
             device=context.device,
         )
+        keep_time(states, lengths)
         members: defaultdict[str, list[int]] = defaultdict(list)
         for i, (state, length) in enumerate(zip(states, lengths, strict=True)):
             if state is None or reads_everything(state, length, indexes.page_size):

@@ -59,7 +59,7 @@ class RequestState:
         sliding_layers: how many layers have a sliding window: they are dense and not counted. None before it has run.
         linear_layers: how many have linear attention, and are not counted; None likewise.
         shared: how many of its first tokens lie in pages of the prefix cache.
-        audit_phase: which of its decode steps are audited (``is_audited``), if some are.
+        audit_offset: what is added to the numbers of its decode steps where it is asked which are audited.
         explanation: of some of its decode steps, if it asks for one.
         released: what it has given back of its prompt since its last prefill; None while it has all of it.
         choice: how its policy was chosen; None if the request named it.
@@ -82,7 +82,7 @@ class RequestState:
     anew_from: int | None = None
     sliding_layers: int | None = None
     linear_layers: int | None = None
-    audit_phase: float = 0.0
+    audit_offset: int = 0
     explanation: Explanation | None = None
     shared: int = 0
     released: Released | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from sglang_winnow import left_policies, request_policy
 from sglang_winnow.answer import answer
-from sglang_winnow.audit_share import ENVIRONMENT, audited_share, phase_of, server_share
+from sglang_winnow.audit_share import ENVIRONMENT, audited_share, first_offset, server_share
+from sglang_winnow.auditing import audited_rows, keep_time
 from sglang_winnow.decode_plan import DecodePlan
 from sglang_winnow.left_policies import LeftPolicies
 from sglang_winnow.quality_choice import Choice, choose
 from sglang_winnow.reporting import _note_audit
+from sglang_winnow.request_state import RequestState
 from tests.kernels.attention_float64 import attend_head
 from tests.kernels.caches import random_cache, random_softmax
 from tests.profiles import curve
@@ -192,10 +195,47 @@ def test_dense_steps_are_not_audited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(share=st.floats(0, 1), steps=st.integers(1, 400), request=st.text(max_size=8))
 def test_as_many_steps_are_audited_as_asked_for(share: float, steps: int, request: str) -> None:
-    phase = phase_of(request)
-    assert 0 <= phase < 1
-    audited = sum(is_audited(number, share, phase) for number in range(1, steps + 1))
-    assert math.floor(steps * share) <= audited <= math.ceil(steps * share)
+    offset = first_offset(request)
+    audited = sum(is_audited(offset + number, share) for number in range(1, steps + 1))
+    assert math.floor(steps * Fraction(share)) <= audited <= math.ceil(steps * Fraction(share))
+
+
+@given(shares=st.lists(st.sampled_from([0.01, 0.02, 0.05, 0.1, 0.5, 1.0]), min_size=2, max_size=5), drawn=st.data())
+def test_requests_that_decode_together_are_audited_in_the_same_steps(shares: list[float], drawn: st.DataObject) -> None:
+    """Whenever each has begun, one with a tenth of another's share is audited only where the other is."""
+    begin = [drawn.draw(st.integers(0, 60)) for _ in shares]
+    streaming = {"policy": "streaming_llm", "window": 32}
+    states = [
+        RequestState(
+            parse_policy({"decode": streaming, "audit": share}),
+            prompt_length=500 * number,
+            audit_offset=drawn.draw(st.integers(0, 2**32 - 1)),
+        )
+        for number, share in enumerate(shares, 1)
+    ]
+    audits = [0] * len(shares)
+    for number in range(1, 361):
+        running = [at for at, first in enumerate(begin) if first < number]
+        rows = [states[at] for at in running]
+        lengths = [states[at].prompt_length + number - begin[at] for at in running]
+        keep_time(rows, lengths)
+        audited = {running[row.row] for row in audited_rows(rows, lengths, 16)}
+        for at in audited:
+            audits[at] += 1
+            assert all(other in audited for other in running if (shares[other] / shares[at]).is_integer())
+    for share, first, count in zip(shares, begin, audits, strict=True):
+        assert abs(count - share * (360 - first)) <= 1
+
+
+def test_a_request_whose_batch_has_no_other_audits_keeps_its_own_time() -> None:
+    asking, dense = parse_policy({"decode": {"policy": "quest"}, "audit": 0.01}), parse_policy({})
+    alone = RequestState(asking, 100, audit_offset=7)
+    keep_time([None, alone, RequestState(dense, 50, audit_offset=3)], [9, 101, 80])
+    assert alone.audit_offset == 7
+    # One that comes back after a retraction keeps it, too.
+    later = RequestState(asking, 100, audit_offset=12)
+    keep_time([alone, later], [150, 120])
+    assert (alone.audit_offset, later.audit_offset) == (7, 12)
 
 
 def test_a_request_may_ask_for_another_share_than_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,15 @@ from winnow_kernels.decode.statistics import Field, Statistics
 from winnow_kernels.softmax import capped
 
 
-def is_audited(step: int, share: float, phase: float) -> bool:
-    """Return whether a request's decode step is among the ``share`` that is audited, as evenly spaced as can be.
+def is_audited(step: int, share: float) -> bool:
+    """Return whether a decode step is among the ``share`` that is audited, as evenly spaced as can be.
 
     Args:
-        step: its number, from 1 on.
+        step: its number, counted from anywhere.
         share: from 0 to 1.
-        phase: from 0 to 1, below 1; the request's own, so that requests take turns.
     """
-    return math.floor(step * share + phase) > math.floor((step - 1) * share + phase)
+    numerator, denominator = share.as_integer_ratio()
+    return step * numerator // denominator > (step - 1) * numerator // denominator
 
 
 def exact_attention(queries: Tensor, slots: Tensor, cache: LayerCache, scale: float) -> tuple[Tensor, Tensor]:

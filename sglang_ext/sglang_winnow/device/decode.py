@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sglang_winnow.auditing import audited_rows
+from sglang_winnow.auditing import audited_rows, keep_time
 from sglang_winnow.device.accounting import count_step
 from sglang_winnow.device.compile_ahead import compiling_ahead
 from sglang_winnow.device.lanes import Lanes, lanes_of
@@ -316,7 +316,10 @@ class DeviceDecode:
         return self._audit if self.variant.audited else None
 
     def _audited_rows(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> list[AuditedRow]:
-        return [] if self._audit is None else audited_rows(states, lengths, self._step.batch.page_size)
+        if self._audit is None:
+            return []
+        keep_time(states, lengths)
+        return audited_rows(states, lengths, self._step.batch.page_size)
 
     def _acts(self, state: RequestState, length: int) -> bool:
         return not state.rests and length > dense_until(state, self._step.batch.page_size)

@@ -113,8 +113,10 @@ def test_the_steps_that_are_audited_are_those_of_the_torch_path(device: torch.de
     given = {name: {**POLICIES[name], "audit": share} for name, share in zip(names, (0.5, 0.25, 0.0), strict=True)}
     servers = [Server(names, [143, 190, 120], device, policies=given) for _ in range(2)]
     for server in servers:
-        for state, phase in zip(server.states, (0.0, 0.6, 0.9), strict=True):
-            state.audit_phase = phase
+        for state, length, offset in zip(server.states, server.lengths, (0, 2, 3), strict=True):
+            # None has just begun.
+            state.audit_offset = offset - 2
+            state.prompt_length = length - 3
     decode, labels = device_decode(servers[1]), []
     for step in range(5):
         by_torch(servers[0], step)
@@ -123,7 +125,7 @@ def test_the_steps_that_are_audited_are_those_of_the_torch_path(device: torch.de
         on_device(servers[1], decode, step, padding=0)
         for server in servers:
             server.grow()
-    assert labels == [is_audited(step, 0.5, 0.0) or is_audited(step, 0.25, 0.6) for step in range(1, 6)]
+    assert labels == [is_audited(step, 0.5) or is_audited(step + 2, 0.25) for step in range(1, 6)]
     assert 0 < sum(labels) < 5
     wanted, own = (server.statistics.rows[1:4].cpu() for server in servers)
     assert_audits_equal(own, wanted)
@@ -149,8 +151,10 @@ def test_one_graph_serves_all_steps_whichever_rows_they_audit(device: torch.devi
     names = ["quest", "streaming_llm", "quest", "dense"]
     wanted, own = (Server(names, LENGTHS, device, policies=audited(POLICIES, 0.5)) for _ in range(2))
     for server in (wanted, own):
-        for state, phase in zip(server.states, (0.0, 0.0, 0.5, 0.0), strict=True):
-            state.audit_phase = phase
+        for state, length, offset in zip(server.states, server.lengths, (0, 0, 1, 0), strict=True):
+            # None has just begun.
+            state.audit_offset = offset - 2
+            state.prompt_length = length - 3
     decode, slots = device_decode(own), own.request_slots
     variant = Variant(frozenset({"quest", STREAMING_LLM.kind}), audited=True)
     queries = [queries_of(own, 0, layer) for layer in range(LAYERS)]
