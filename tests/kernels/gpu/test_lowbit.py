@@ -183,10 +183,11 @@ MIXED = pytest.mark.parametrize(
 )
 
 
-def anchors_at(case: Case, top: int, cut: int, key: int) -> Anchors:
+def anchors_at(case: Case, top: int, cut: int, end: int, key: int) -> Anchors:
     anchors = case.no_anchors()
     anchors.tops.fill_(top)
     anchors.cuts.fill_(cut)
+    anchors.ends.fill_(end)
     anchors.keys.fill_(key)
     return anchors
 
@@ -202,10 +203,11 @@ def test_the_last_step_changes_nothing(asked: list[Asked | None], in_cuda: bool,
     check(case, first)
     assert_equal(selected(case, first.anchors), first)
     # Those of other requests: far higher and far lower steps, and cuts and keys above and below all.
-    for top, cut, key in ((5000, 220, 1500), (-5000, 0, 0), (150, 200, 1530)):
-        other = selected(case, anchors_at(case, top, cut, key))
+    others = ((5000, 220, 4000, 1500), (-5000, 0, 0, 0), (150, 200, 4000, 1530), (150, 200, -4000, 1530))
+    for top, cut, end, key in others:
+        other = selected(case, anchors_at(case, top, cut, end, key))
         assert_equal(other, first)
-        if cut > 0:
+        if cut > 0 and (end > 0 or not in_cuda):
             assert WAS_OPEN in (other.scratch.key_open if case.by_key else other.scratch.open)
 
 
@@ -217,7 +219,7 @@ def test_everything_is_taken_whatever_another_request_took(in_cuda: bool, device
     first = selected(case)
     check(case, first)
     assert first.selection.counts.tolist() == [[290 * FACTOR]]
-    assert_equal(selected(case, anchors_at(case, 0, 100, 0)), first)
+    assert_equal(selected(case, anchors_at(case, 0, 100, 0, 0)), first)
 
 
 def test_a_warp_takes_more_than_it_has_room_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,14 +234,18 @@ def test_a_warp_takes_more_than_it_has_room_for(device: torch.device, monkeypatc
 def test_the_lowest_cut_of_the_last_steps_is_remembered(in_cuda: bool, device: torch.device) -> None:
     case = replace(Case.of(device, [FACTOR * 500], [top_p(0.8)], sharpness=3.0), in_cuda=in_cuda)
 
-    def cuts(anchors: Anchors) -> Tensor:
+    def remembered(anchors: Anchors) -> tuple[Tensor, Tensor]:
         after = selected(case, anchors).anchors
-        return after.cuts[after.slots]
+        return after.cuts[after.slots], after.ends[after.slots]
 
-    own = cuts(case.no_anchors())
+    own, own_ends = remembered(case.no_anchors())
     assert (own > 3).all()
-    assert (cuts(anchors_at(case, 0, 2, 0)) == 3).all()
-    assert torch.equal(cuts(anchors_at(case, 0, 250, 0)), own)
+    cuts, ends = remembered(anchors_at(case, 0, 2, -4000, 0))
+    assert (cuts == 3).all()
+    assert not in_cuda or (ends == -3999).all()
+    cuts, ends = remembered(anchors_at(case, 0, 250, 4000, 0))
+    assert torch.equal(cuts, own)
+    assert not in_cuda or torch.equal(ends, own_ends)
 
 
 @MIXED

@@ -90,12 +90,14 @@ class Anchors(NamedTuple):
 
     slots: int64 [rows], the rows' request slots; tops: int32 [slots, query heads], the highest step; cuts: int32
     [slots, query heads], how far above its floor a head's cut lay, in the last step or, if that was lower, in one
-    before; keys: int32 [slots, KV heads], the lowest key that was taken.
+    before; ends: int32, same shape, the cut itself, likewise, of kernels in CUDA C++ alone; keys: int32 [slots, KV
+    heads], the lowest key that was taken.
     """
 
     slots: Pointer
     tops: Pointer
     cuts: Pointer
+    ends: Pointer
     keys: Pointer
 
     @classmethod
@@ -105,7 +107,7 @@ class Anchors(NamedTuple):
         def unknown(heads: int) -> Tensor:
             return torch.full((slots, heads), _UNKNOWN, dtype=torch.int32, device=rows.device)
 
-        return cls(rows, unknown(query_heads), unknown(query_heads), unknown(kv_heads))
+        return cls(rows, unknown(query_heads), unknown(query_heads), unknown(query_heads), unknown(kv_heads))
 
 
 class Scratch(NamedTuple):

@@ -28,8 +28,12 @@ BLOCKS_OF_PAIR: Final = 32
 """Blocks, at most, that take the tokens of one pair."""
 PAIRS: Final = 768
 """Rows × KV heads, at most."""
-SPARE: Final = 32
-"""Steps below what the last step's cut and a sample let expect from which on tokens are listed."""
+SPARE: Final = 24
+"""Steps below the cut that a sample of the mass and the last cut's distance from the floor let expect: from there on
+tokens are listed, or from lower on (``SPARE_OF_END``)."""
+SPARE_OF_END: Final = 8
+"""Steps below the last cut itself from which on tokens are listed at the latest. A sample that happens to have one of
+the heaviest tokens tells more mass than there is, and so a higher cut."""
 LIST_WARPS: Final = 8
 TAKE_WARPS: Final = 8
 STEPS_KEPT: Final = 2048
@@ -79,7 +83,7 @@ class Sizes:
         blocks = TILE // BLOCK
         stage = blocks * -(-(self.layout.mean_factor + 4) // 16) * 16
         of_warps = LIST_WARPS * (2 * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
-        of_columns = self.columns * (256 * 4 + 8 * 4) + 8 * 4
+        of_columns = self.columns * (256 * 4 + 9 * 4) + 8 * 4
         of_all = of_warps + 8 + of_columns + 32 * self.head_dim // 32 * 2 * 4 + PAIRS * 6 + 24
         return -(-of_all // 16) * 16
 
@@ -106,6 +110,7 @@ class Sizes:
             "WHOLE_ABOVE": WHOLE_ABOVE,
             "STEPS_TO_FLOOR": -FLOOR * STEPS,
             "SPARE": SPARE,
+            "SPARE_OF_END": SPARE_OF_END,
             "PAIRS": PAIRS,
             "STEPS": STEPS,
             "BLOCK": BLOCK,
@@ -188,8 +193,8 @@ class Lists(NamedTuple):
 
 POINTERS: Final = (
     "page_table lengths acts shares sinks least most by_score pieces slots anchor_tops "
-    "anchor_cuts levels sums worths kept tops bases floors open totals rests histograms met any_open marks others "
-    "listed orders steps places counts masses units starts counted_from cuts pair_open published taken "
+    "anchor_cuts anchor_ends levels sums worths kept tops bases floors open totals rests histograms met any_open "
+    "marks others listed orders steps places counts masses units starts counted_from cuts pair_open published taken "
     "selected_slots selected_counts read beliefs"
 ).split()
 

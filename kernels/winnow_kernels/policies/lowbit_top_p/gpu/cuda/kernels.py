@@ -158,6 +158,7 @@ class CudaKernels:
             "slots": anchors.slots,
             "anchor_tops": anchors.tops,
             "anchor_cuts": anchors.cuts,
+            "anchor_ends": anchors.ends,
             "selected_slots": selection.slots,
             "selected_counts": selection.counts,
             "read": batch.counts,

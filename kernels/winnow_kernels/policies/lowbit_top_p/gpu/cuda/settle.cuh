@@ -3,7 +3,8 @@
 // What is known of a query head before its pair is scored.
 struct Recalled {
     float kept = 0.0f;
-    int anchor_top = UNKNOWN, anchor_cut = UNKNOWN, unit = 0, start = NEVER, counted_from = NEVER;
+    int anchor_top = UNKNOWN, anchor_cut = UNKNOWN, anchor_end = UNKNOWN;
+    int unit = 0, start = NEVER, counted_from = NEVER;
 
     template <bool AGAIN>
     DEVICE void load(const Arguments& all, int64 slot, int pair, int head) {
@@ -13,6 +14,7 @@ struct Recalled {
         kept = all.kept[static_cast<int64>(pair) * STRIDE + head];
         anchor_top = all.anchor_tops[of_request];
         anchor_cut = all.anchor_cuts[of_request];
+        anchor_end = all.anchor_ends[of_request];
         if (AGAIN) {
             unit = all.units[of_column];
             start = all.starts[of_column];
@@ -26,6 +28,7 @@ struct Recalled {
         shared.kept[head] = kept;
         shared.anchor_tops[head] = anchor_top;
         shared.anchor_cuts[head] = anchor_cut;
+        shared.anchor_ends[head] = anchor_end;
         shared.units[head] = unit;
         shared.starts[head] = start;
         shared.counted_from[head] = counted_from;
@@ -55,7 +58,9 @@ DEVICE void expect(Shared& shared, const Bounds& bounds, int head) {
     const float total = fminf(fmaxf(found, mass_of(last_top)), MAX_EXPECTED);
     const int floor = unit + floor_of(total);
     int start = unit + surest_start(shared.share, total, tokens) - STEPS;
-    if (anchor >= 0 && floor + anchor - SPARE > start) start = floor + anchor - SPARE;
+    const int by_floor = floor + anchor - SPARE, by_end = shared.anchor_ends[head] - SPARE_OF_END;
+    const int expected = by_floor < by_end ? by_floor : by_end;
+    if (anchor >= 0 && expected > start) start = expected;
     const bool takes_everything = shared.share > WHOLE_ABOVE || (anchor < 0 && anchor != UNKNOWN);
     // A sample may tell too much or too little.
     const int least = floor - 2 * STEPS;
@@ -178,9 +183,12 @@ DEVICE void settle_head(const Arguments& all, Shared& shared, const Bounds& boun
         all.counted_from[of_column] = first;
         const int64 of_request = place_of_anchor(all.slots[row], pair, head);
         const int anchor = shared.anchor_cuts[head], above = takes_all ? TOOK_EVERYTHING : cut.step - floor;
+        const int end = shared.anchor_ends[head];
+        const bool remembers = !takes_all && anchor >= 0;
         all.anchor_tops[of_request] = top;
         // A low cut is remembered for a while: of neighbouring steps some need far more tokens than others.
-        all.anchor_cuts[of_request] = !takes_all && anchor >= 0 && anchor + 1 < above ? anchor + 1 : above;
+        all.anchor_cuts[of_request] = remembers && anchor + 1 < above ? anchor + 1 : above;
+        all.anchor_ends[of_request] = remembers && end + 1 < cut.step ? end + 1 : cut.step;
     }
     all.open[of_head] = is_open ? 1 : again && all.open[of_head] != 0 ? 2 : 0;
     // Marks of a byte, for what puts selections in order: the floor has one from 8 to 15.

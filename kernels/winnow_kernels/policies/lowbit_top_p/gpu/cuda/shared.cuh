@@ -54,6 +54,7 @@ struct alignas(16) Shared {
     float kept[PADDED];
     int anchor_tops[PADDED];
     int anchor_cuts[PADDED];
+    int anchor_ends[PADDED];
     // Steps of query heads; `first_bins` are relative to units.
     int units[PADDED];
     int starts[PADDED];
