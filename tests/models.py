@@ -6,9 +6,12 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NEEDLE = Path(__file__).resolve().parents[1] / "models" / "needle"
 """The model that ships."""
@@ -27,8 +30,11 @@ _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
-Family = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next"]
+# How Qwen3.5 cuts images up.
+_PATCHES: Final[dict[str, object]] = {"patch_size": 16, "temporal_patch_size": 2}
+Family = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,8 @@ class ModelShape:
             and of the others the first, the third and so on.
         logit_cap: what bounds the attention scores of Gemma 2.
         chosen_experts: of the four in a layer of gpt-oss or Qwen3-Next, how many compute a token.
+
+    Every second layer of Qwen3-Next and Qwen3.5 has full attention, the others linear attention.
     """
 
     family: Family = "llama"
@@ -68,6 +76,8 @@ class ModelShape:
             "gpt_oss": self._of_gpt_oss,
             "qwen3_next": self._of_qwen3_next,
         }
+        if self.family == "qwen3_5":
+            return self._of_qwen3_5()
         return self._common() | (own[self.family]() if self.family in own else {})
 
     def _of_gemma2(self) -> dict[str, object]:
@@ -112,19 +122,58 @@ class ModelShape:
         }
 
     def _of_qwen3_next(self) -> dict[str, object]:
-        return {
+        return self._linear() | {
             # What SGLang 0.5.16 takes: transformers writes another one where SGLang does not look for it.
             "rope_theta": 10_000.0,
-            "full_attention_interval": 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
             "num_experts": 4,
             "num_experts_per_tok": self.chosen_experts,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
             "tie_word_embeddings": False,
+        }
+
+    def _of_qwen3_5(self) -> dict[str, object]:
+        """Return that of a model that sees images: one of text, and one of a small vision tower."""
+        text = self._common() | self._linear()
+        del text["rope_theta"], text["architectures"]
+        rotation = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+        sections = [self.head_dim // 16, self.head_dim // 32, self.head_dim // 32]
+        last = self.vocab_size - 1
+        return {
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "torch_dtype": self.dtype,
+            "tie_word_embeddings": False,
+            "text_config": text
+            | {
+                "model_type": "qwen3_5_text",
+                "layer_types": ["full_attention" if layer % 2 else "linear_attention" for layer in range(self.layers)],
+                "rope_parameters": rotation | {"mrope_interleaved": True, "mrope_section": sections},
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "out_hidden_size": self.hidden_size,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [],
+                **_PATCHES,
+            },
+            "vision_start_token_id": last - 3,
+            "vision_end_token_id": last - 2,
+            "image_token_id": last - 1,
+            "video_token_id": last,
+        }
+
+    def _linear(self) -> dict[str, object]:
+        return {
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
         }
 
     def _alternating(self) -> list[str]:
@@ -169,6 +218,8 @@ def write_model(folder: Path, shape: ModelShape) -> Path:
             "chat_template": CHAT_TEMPLATE,
         },
     )
+    if shape.family == "qwen3_5":
+        _write_processors(folder)
     return folder
 
 
@@ -181,12 +232,12 @@ def write_weights(folder: Path, seed: int = 0) -> None:
     """
     # Slow to import, and the models that run with dummy weights do without.
     import torch  # noqa: PLC0415
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415
 
     torch.manual_seed(seed)
     written = json.loads((folder / "config.json").read_text())
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model = auto_class(config).from_config(config, dtype=config.dtype)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data = torch.arange(2.0, 2.0 + len(parameter)).to(parameter.dtype)
@@ -200,6 +251,23 @@ def write_weights(folder: Path, seed: int = 0) -> None:
     saved = json.loads((folder / "config.json").read_text())
     if (interval := written.get("full_attention_interval")) is not None:
         _write_json(folder / "config.json", saved | {"full_attention_interval": interval})
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that makes and loads models of a ``config``."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415
+
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def _write_processors(folder: Path) -> None:
+    """Write what a model's folder has of images and videos, without which SGLang does not start."""
+    common = _PATCHES | {"merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    common |= {"size": {"shortest_edge": 1 << 12, "longest_edge": 1 << 20}, "processor_class": "Qwen3VLProcessor"}
+    images = common | {"image_processor_type": "Qwen2VLImageProcessorFast"}
+    _write_json(folder / "preprocessor_config.json", images)
+    videos = common | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    _write_json(folder / "video_preprocessor_config.json", videos)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

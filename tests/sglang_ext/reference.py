@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.masking_utils import eager_mask
+
+from tests.models import auto_class
 
 NARROW = "narrow"
 """Attention called ``eager``, to keys and values that were stored in 8 bits."""
@@ -32,7 +34,8 @@ class Reference:
     """
 
     def __init__(self, folder: Path, attention: str | None = None) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        loaded = auto_class(AutoConfig.from_pretrained(folder))
+        model = loaded.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         self.model = model.eval()
 
     def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""A server of Qwen3-Next's shape: policies act on the layers with full attention, SGLang runs the others.
+"""A server of Qwen3-Next's or Qwen3.5's shape: policies act on the layers with full attention, SGLang runs the others.
 
 On a GPU all is as it is served. Without one, Triton interprets Winnow's kernels, and what SGLang launches for linear
 attention is in torch (``linear_in_torch``). SGLang without Winnow's attention, served beside it, says what is expected.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +37,7 @@ from tests.sglang_ext.test_device_server import interpreted
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 ON_CUDA: Final = torch.cuda.is_available()
-# All experts compute: in 16 bits rounding would choose among those that score alike.
+# All experts of Qwen3-Next compute: in 16 bits rounding would choose among those that score alike.
 SHAPE: Final = ModelShape(
     family="qwen3_next",
     layers=4,
@@ -90,9 +91,9 @@ class Server:
         return self.post(prompt, policy, tokens, **more).raise_for_status().json()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("linear") / "model", SHAPE)
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("linear") / "model", replace(SHAPE, family=request.param))
     write_weights(folder)
     return folder
 

@@ -35,10 +35,10 @@ def _replace_kernels(*_: object, **__: object) -> None:
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as wrapper  # noqa: PLC0415
     from sglang.srt.layers.attention.linear import gdn_backend  # noqa: PLC0415
     from sglang.srt.layers.attention.linear.kernels import gdn_triton  # noqa: PLC0415
-    from sglang.srt.models import qwen3_next  # noqa: PLC0415
+    from sglang.srt.models import qwen3_5, qwen3_next  # noqa: PLC0415
 
     qwen3_next.fused_qkvzba_split_reshape_cat = split_projections
-    qwen3_next.FusedRMSNormGated = qwen3_next.RMSNormGated = GatedNorm
+    qwen3_next.FusedRMSNormGated = qwen3_next.RMSNormGated = qwen3_5.RMSNormGated = GatedNorm
     gdn_backend.causal_conv1d_fn = convolve
     gdn_backend.causal_conv1d_update = convolve_step
     gdn_backend.fused_gdn_gating = gates
