@@ -6,12 +6,9 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Final, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 NEEDLE = Path(__file__).resolve().parents[1] / "models" / "needle"
 """The model that ships."""
@@ -19,6 +16,15 @@ BOS_TOKEN = "<|begin|>"
 EOS_TOKEN = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -32,9 +38,19 @@ _ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
-# How Qwen3.5 cuts images up.
-_PATCHES: Final[dict[str, object]] = {"patch_size": 16, "temporal_patch_size": 2}
 Family = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5"]
+LINEAR_ATTENTION: Final[tuple[Family, ...]] = ("qwen3_next", "qwen3_5")
+"""Families with linear attention in every layer with an even number."""
+WITH_IMAGES: Final[tuple[Family, ...]] = ("qwen3_5",)
+VISION_TOKENS: Final = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""Those of models that see images, by the names of their ids in a config. They follow the beginning's and the end's."""
+_PATCH, _MERGED, _FRAMES = 16, 2, 2
+"""Pixels of a patch's side, patches of a token's side, frames of a patch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +62,6 @@ class ModelShape:
             and of the others the first, the third and so on.
         logit_cap: what bounds the attention scores of Gemma 2.
         chosen_experts: of the four in a layer of gpt-oss or Qwen3-Next, how many compute a token.
-
-    Every second layer of Qwen3-Next and Qwen3.5 has full attention, the others linear attention.
     """
 
     family: Family = "llama"
@@ -75,10 +89,10 @@ class ModelShape:
             "gemma3_text": self._of_gemma3,
             "gpt_oss": self._of_gpt_oss,
             "qwen3_next": self._of_qwen3_next,
+            "qwen3_5": self._of_qwen3_5,
         }
-        if self.family == "qwen3_5":
-            return self._of_qwen3_5()
-        return self._common() | (own[self.family]() if self.family in own else {})
+        config = self._common() | (own[self.family]() if self.family in own else {})
+        return self._with_vision(config) if self.family in WITH_IMAGES else config
 
     def _of_gemma2(self) -> dict[str, object]:
         return {
@@ -122,7 +136,7 @@ class ModelShape:
         }
 
     def _of_qwen3_next(self) -> dict[str, object]:
-        return self._linear() | {
+        return {
             # What SGLang 0.5.16 takes: transformers writes another one where SGLang does not look for it.
             "rope_theta": 10_000.0,
             "num_experts": 4,
@@ -130,50 +144,62 @@ class ModelShape:
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
             "tie_word_embeddings": False,
+            **self._linear_attention(value_heads=2),
         }
 
     def _of_qwen3_5(self) -> dict[str, object]:
-        """Return that of a model that sees images: one of text, and one of a small vision tower."""
-        text = self._common() | self._linear()
-        del text["rope_theta"], text["architectures"]
-        rotation = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
-        sections = [self.head_dim // 16, self.head_dim // 32, self.head_dim // 32]
-        last = self.vocab_size - 1
+        rotated = 0.25
+        pairs = int(self.head_dim * rotated) // 2
+        height, width = pairs // 3, pairs // 3
         return {
-            "architectures": [_ARCHITECTURES[self.family]],
-            "model_type": self.family,
-            "torch_dtype": self.dtype,
+            "model_type": "qwen3_5_text",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000_000.0,
+                "partial_rotary_factor": rotated,
+                "mrope_interleaved": True,
+                "mrope_section": [pairs - height - width, height, width],
+            },
+            "attn_output_gate": True,
+            "mamba_ssm_dtype": "float32",
             "tie_word_embeddings": False,
-            "text_config": text
-            | {
-                "model_type": "qwen3_5_text",
-                "layer_types": ["full_attention" if layer % 2 else "linear_attention" for layer in range(self.layers)],
-                "rope_parameters": rotation | {"mrope_interleaved": True, "mrope_section": sections},
-                "tie_word_embeddings": False,
-            },
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "out_hidden_size": self.hidden_size,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [],
-                **_PATCHES,
-            },
-            "vision_start_token_id": last - 3,
-            "vision_end_token_id": last - 2,
-            "image_token_id": last - 1,
-            "video_token_id": last,
+            # As in the larger models: each head of keys is of several heads of values.
+            **self._linear_attention(value_heads=4),
         }
 
-    def _linear(self) -> dict[str, object]:
+    @staticmethod
+    def _linear_attention(*, value_heads: int) -> dict[str, object]:
         return {
             "full_attention_interval": 2,
             "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
+            "linear_num_value_heads": value_heads,
             "linear_key_head_dim": 64,
             "linear_value_head_dim": 64,
+        }
+
+    def _with_vision(self, text: dict[str, object]) -> dict[str, object]:
+        """Return the config of a model that reads what ``text`` describes, and images."""
+        architectures = text.pop("architectures")
+        return {
+            "architectures": architectures,
+            "model_type": self.family,
+            "text_config": text,
+            "vision_config": {
+                "model_type": self.family,
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "patch_size": _PATCH,
+                "spatial_merge_size": _MERGED,
+                "temporal_patch_size": _FRAMES,
+                "out_hidden_size": self.hidden_size,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [],
+            },
+            **{name: 2 + place for place, name in enumerate(VISION_TOKENS)},
+            "tie_word_embeddings": text["tie_word_embeddings"],
+            "torch_dtype": self.dtype,
         }
 
     def _alternating(self) -> list[str]:
@@ -207,7 +233,9 @@ def write_model(folder: Path, shape: ModelShape) -> Path:
     """Write ``config.json`` and a byte-level BPE tokenizer of ``shape.vocab_size`` tokens to ``folder``; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", shape.config())
-    _train_tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
+    sees_images = shape.family in WITH_IMAGES
+    added = VISION_TOKENS.values() if sees_images else ()
+    _train_tokenizer(shape.vocab_size, *added).save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -215,12 +243,30 @@ def write_model(folder: Path, shape: ModelShape) -> Path:
             "bos_token": BOS_TOKEN,
             "eos_token": EOS_TOKEN,
             "model_max_length": shape.context_length,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": IMAGE_TEMPLATE if sees_images else CHAT_TEMPLATE,
+            # SGLang pads prompts with images.
+            **({"pad_token": EOS_TOKEN} if sees_images else {}),
         },
     )
-    if shape.family == "qwen3_5":
+    if sees_images:
         _write_processors(folder)
     return folder
+
+
+def _write_processors(folder: Path) -> None:
+    """Write how images and videos become patches, to the files that SGLang looks for beside the weights."""
+    patches = {
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": _PATCH,
+        "merge_size": _MERGED,
+        "temporal_patch_size": _FRAMES,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "size": {"shortest_edge": (_PATCH * _MERGED) ** 2, "longest_edge": 256 * (_PATCH * _MERGED) ** 2},
+    }
+    _write_json(folder / "preprocessor_config.json", patches | {"image_processor_type": "Qwen2VLImageProcessorFast"})
+    videos = patches | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    _write_json(folder / "video_preprocessor_config.json", videos)
 
 
 def write_weights(folder: Path, seed: int = 0) -> None:
@@ -232,12 +278,13 @@ def write_weights(folder: Path, seed: int = 0) -> None:
     """
     # Slow to import, and the models that run with dummy weights do without.
     import torch  # noqa: PLC0415
-    from transformers import AutoConfig  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415
 
     torch.manual_seed(seed)
     written = json.loads((folder / "config.json").read_text())
     config = AutoConfig.from_pretrained(folder)
-    model = auto_class(config).from_config(config, dtype=config.dtype)
+    kind = AutoModelForImageTextToText if config.model_type in WITH_IMAGES else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=config.dtype)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data = torch.arange(2.0, 2.0 + len(parameter)).to(parameter.dtype)
@@ -247,34 +294,16 @@ def write_weights(folder: Path, seed: int = 0) -> None:
             # Numbers are multiplied by one more than that.
             parameter.data.fill_(19)
     model.save_pretrained(folder)
-    # transformers leaves out what it does not read; SGLang reads it.
-    saved = json.loads((folder / "config.json").read_text())
-    if (interval := written.get("full_attention_interval")) is not None:
-        _write_json(folder / "config.json", saved | {"full_attention_interval": interval})
-
-
-def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of transformers that makes and loads models of a ``config``."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415
-
-    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-
-
-def _write_processors(folder: Path) -> None:
-    """Write what a model's folder has of images and videos, without which SGLang does not start."""
-    common = _PATCHES | {"merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    common |= {"size": {"shortest_edge": 1 << 12, "longest_edge": 1 << 20}, "processor_class": "Qwen3VLProcessor"}
-    images = common | {"image_processor_type": "Qwen2VLImageProcessorFast"}
-    _write_json(folder / "preprocessor_config.json", images)
-    videos = common | {"video_processor_type": "Qwen3VLVideoProcessor"}
-    _write_json(folder / "video_preprocessor_config.json", videos)
+    if config.model_type in LINEAR_ATTENTION:
+        # transformers leaves out what it does not read; SGLang reads it.
+        _write_json(folder / "config.json", written)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _train_tokenizer(vocab_size: int) -> Tokenizer:
+def _train_tokenizer(vocab_size: int, *added: str) -> Tokenizer:
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(vocab_size)]
     tokenizer = Tokenizer(models.BPE())
@@ -282,7 +311,7 @@ def _train_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS_TOKEN, EOS_TOKEN],
+        special_tokens=[BOS_TOKEN, EOS_TOKEN, *added],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -378,7 +378,7 @@ def _check_sequences(request: GenerateReqInput, count: int, batched: bool, limit
         parameters = checked.sampling_params
         policy = limits.model.policy_of(parameters and parameters.custom_params)
         if explanation_of(parameters and parameters.custom_params, limits.model, policy) is not None:
-            _check_explained(parameters, batched=batched)
+            _check_explained(request, parameters, batched=batched)
         if policy.verify is not None:
             _check_verified(checked, limits)
         samples.add((parameters and parameters.n) or 1)
@@ -404,9 +404,13 @@ def _check_verified(row: _PerSequence, limits: Limits) -> None:
         )
 
 
-def _check_explained(parameters: SamplingParameters | None, *, batched: bool) -> None:
+def _check_explained(request: GenerateReqInput, parameters: SamplingParameters | None, *, batched: bool) -> None:
     if batched:
         raise ValueError(f"{EXPLAIN}: is for a single prompt, not a list of them")
+    for name in present(MEDIA):
+        if getattr(request, name):
+            problem = f"must not be given together with {name}: explanations are of prompts of text alone"
+            raise PolicyError(EXPLAIN, problem)
     if ((parameters and parameters.n) or 1) > 1:
         raise ValueError(f"{EXPLAIN}: is for a single sample; sampling_params.n must be 1")
 

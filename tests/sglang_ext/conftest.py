@@ -15,9 +15,8 @@ from tests.profiles import curve, profile
 from tests.runtime import Runtime, runtime_server
 
 # SGLang's classes that have states are of one release.
-collect_ignore = (
-    [] if LINEAR_ATTENTION_ON_CUDA else ["test_linear_attention.py", "test_linear_server.py", "test_states_in_radix.py"]
-)
+_WITH_STATES = ("linear_attention", "linear_server", "images_server", "states_in_radix")
+collect_ignore = [] if LINEAR_ATTENTION_ON_CUDA else [f"test_{name}.py" for name in _WITH_STATES]
 SERVED_MODEL = "tiny"
 # Responses can be fetched later if the command line says so; until then they always could.
 RESPONSE_STORE = Version("0.5.20")

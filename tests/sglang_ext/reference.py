@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
-
-from tests.models import auto_class
 
 NARROW = "narrow"
 """Attention called ``eager``, to keys and values that were stored in 8 bits."""
@@ -34,8 +32,7 @@ class Reference:
     """
 
     def __init__(self, folder: Path, attention: str | None = None) -> None:
-        loaded = auto_class(AutoConfig.from_pretrained(folder))
-        model = loaded.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         self.model = model.eval()
 
     def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:

@@ -357,6 +357,14 @@ def test_several_sequences_are_refused(body: dict[str, Any], message: str) -> No
         check_custom_params({PARAMETER: TEXT}, limits)
 
 
+def test_a_prompt_with_an_image_is_not_explained() -> None:
+    limits = Limits(vocab_size=100, model=MODEL, multimodal=True)
+    body: Any = {"text": "a", "sampling_params": {"custom_params": {PARAMETER: TEXT}}}
+    check_request(GenerateReqInput(**body, image_data=[]), limits)
+    with pytest.raises(PolicyError, match="attention_explain: must not be given together with image_data"):
+        check_request(GenerateReqInput(**body, image_data="x.png"), limits)
+
+
 def test_a_request_in_the_scheduler_gets_its_explanation_and_nobody_else_sees_the_question() -> None:
     def request(custom: dict[str, Any]) -> Any:
         aborted: list[str] = []

@@ -25,16 +25,15 @@ from sglang_winnow.own_backend import own_backend
 from sglang_winnow.refusals import refuse_what_is_not_served
 from sglang_winnow.server_information import linear_layers, served_model
 from sglang_winnow.sglang_versions.hook_targets import target
-from tests.models import ModelShape, write_model
+from tests.models import LINEAR_ATTENTION, ModelShape, write_model
 from tests.sglang_ext.test_refusals import SENTENCE, assert_refused, layer, pool, runner
 
 ADJUST: Any = {hook.target: hook.function for hook in model_arguments.HOOKS}[target("adjust arguments to the model")]
-SHAPE = ModelShape(family="qwen3_next", layers=4, kv_heads=2)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("linear"), SHAPE)
+@pytest.fixture(scope="module", params=LINEAR_ATTENTION)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("linear"), ModelShape(family=request.param, layers=4, kv_heads=2))
 
 
 @pytest.fixture

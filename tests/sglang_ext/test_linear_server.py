@@ -1,7 +1,6 @@
-"""A server of Qwen3-Next's or Qwen3.5's shape: policies act on the layers with full attention, SGLang runs the others.
+"""Servers of Qwen3-Next's and Qwen3.5's shape: policies act on the layers with full attention, SGLang runs the others.
 
-On a GPU all is as it is served. Without one, Triton interprets Winnow's kernels, and what SGLang launches for linear
-attention is in torch (``linear_in_torch``). SGLang without Winnow's attention, served beside it, says what is expected.
+SGLang without Winnow's attention, served beside it, says what is expected.
 """
 
 from __future__ import annotations
@@ -9,126 +8,67 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
-import torch
 
-from sglang_winnow import crossover
-from sglang_winnow.dense_backend import DENSE_ENVIRONMENT, TRITON
-from tests.models import ModelShape, write_model, write_weights
-from tests.policy_rows import ROWS, small_policies
-from tests.runtime import runtime_server
-from tests.sglang_ext.answers import (
-    LOGPROBS,
-    TOLERANCE,
-    TOLERANCE_OF_SELECTIONS,
-    equal_steps,
-    prompt_of,
-    steps,
+from tests.sglang_ext import linear_servers
+from tests.sglang_ext.answers import TOLERANCE, equal_steps, steps
+from tests.sglang_ext.linear_servers import (
+    CHUNK,
+    COVERED,
+    FULL,
+    INTERVAL,
+    LINEAR,
+    ON_CUDA,
+    POLICIES,
+    QUOKA,
+    ROUNDING,
+    ROUNDING_OF_SELECTIONS,
+    SHAPES,
+    STATES_EVERY,
+    TOKENS,
+    Server,
+    cached,
+    cost,
+    first_step,
+    sglang_server,
+    winnow_server,
+    written_model,
 )
 from tests.sglang_ext.reference import Reference
-from tests.sglang_ext.test_device_server import interpreted
 
 # Each token of each request is half a second of interpreted kernels.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-ON_CUDA: Final = torch.cuda.is_available()
-# All experts of Qwen3-Next compute: in 16 bits rounding would choose among those that score alike.
-SHAPE: Final = ModelShape(
-    family="qwen3_next",
-    layers=4,
-    kv_heads=2,
-    context_length=2048,
-    chosen_experts=4,
-    dtype="bfloat16" if ON_CUDA else "float32",
-)
-LINEAR, FULL = [0, 2], [1, 3]
-CHUNK, INTERVAL, STATES_EVERY, PAGE = 512, 32, 64, 16
-TOKENS, PROMPT = 4, 300
-# Rounding to bfloat16 in another batch moves log-probabilities by hundredths.
-ROUNDING = 0.1 if ON_CUDA else TOLERANCE
-ROUNDING_OF_SELECTIONS = 0.3 if ON_CUDA else TOLERANCE_OF_SELECTIONS
+PROMPT = 300
 DIFFERENT = 1e-3
-IN_TORCH: Final = Path(__file__).parent / "linear_in_torch"
-
-POLICIES: Final[Mapping[str, Any]] = {name: policy for name, policy in small_policies().items() if name != "dense"}
 TERMINATED: Final[Mapping[str, Any]] = {
     "decode": {"policy": "streaming_llm", "window": 256},
     "early_termination": {"scale": 0.5, "direction": 0.5, "patience": 1},
 }
-QUOKA: Final[Mapping[str, Any]] = {"prefill": {"policy": "quoka", "budget": 64, "block": 128}}
-# With what they have by default these read all of a short prompt; a share may be reached sooner.
-COVERED: Final[Mapping[str, Any]] = {
-    name: {"decode": {"policy": name} | ({"delta_layers": [3]} if name == "delta" else {})}
-    for name in POLICIES
-    if "budget" in ROWS[name].defaults or "window" in ROWS[name].defaults
-}
-
-_ARGUMENTS: Final = (
-    *("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384", "--max-running-requests", "4"),
-    *("--page-size", str(PAGE), "--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "64"),
-    *("--mamba-track-interval", str(INTERVAL), "--grammar-backend", "none", "--sampling-backend", "pytorch"),
-)
-_DEVICE: Final = ("--mem-fraction-static", "0.3", "--cuda-graph-bs-decode", "1", "2", "4") if ON_CUDA else ()
-# The same dense kernels in both servers: what differs is Winnow's.
-_DENSE: Final = ("--attention-backend", TRITON if ON_CUDA else "torch_native")
 
 
-class Server:
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=900)
-
-    def post(self, prompt: list[int], policy: Any, tokens: int = TOKENS, **more: Any) -> httpx.Response:
-        custom = {"attention": json.dumps(policy)} | more.pop("custom", {})
-        parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": custom}
-        return self.http.post("/generate", json={"input_ids": prompt, "sampling_params": parameters} | LOGPROBS | more)
-
-    def ask(self, prompt: list[int], policy: Any, tokens: int = TOKENS, **more: Any) -> Any:
-        return self.post(prompt, policy, tokens, **more).raise_for_status().json()
-
-
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+@pytest.fixture(scope="module", params=SHAPES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("linear") / "model", replace(SHAPE, family=request.param))
-    write_weights(folder)
-    return folder
-
-
-def _serve(model: Path, log: Path, *arguments: str, **environment: str) -> Iterator[Server]:
-    environment |= {crossover.ENVIRONMENT: "0", "SGLANG_DEBUG_MEMORY_POOL": "1", "SGLANG_MAMBA_CONV_DTYPE": SHAPE.dtype}
-    with runtime_server(model, *_ARGUMENTS, *_DEVICE, *arguments, log=log, **environment) as runtime:
-        yield Server(runtime.url)
-    # SGLang's words. Libraries tell at exit of other things that may leak.
-    assert "memory leak detected" not in log.read_text()
+    return written_model(tmp_path_factory.mktemp("linear") / "model", request.param)
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    environment = {DENSE_ENVIRONMENT: TRITON} if ON_CUDA else interpreted(SHAPE, IN_TORCH)
-    yield from _serve(model, tmp_path_factory.mktemp("own") / "log", "--attention-backend", "winnow", **environment)
+def server(model: Path) -> Iterator[Server]:
+    with winnow_server(model, model.parent / "winnow.log") as own:
+        yield own
 
 
 @pytest.fixture(scope="module")
-def sglang(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SGLang's own attention."""
-    environment = {} if ON_CUDA else interpreted(SHAPE, IN_TORCH)
-    yield from _serve(model, tmp_path_factory.mktemp("sglang") / "log", *_DENSE, **environment)
+def sglang(model: Path) -> Iterator[Server]:
+    with sglang_server(model, model.parent / "sglang.log") as own:
+        yield own
 
 
 def prompt(seed: int, length: int = PROMPT) -> list[int]:
-    return prompt_of(length, seed, SHAPE.vocab_size)
-
-
-def cached(answer: Any) -> int:
-    return int(answer["meta_info"]["cached_tokens"])
-
-
-def cost(answer: Any) -> Any:
-    return answer["meta_info"]["attention"]
+    return linear_servers.prompt(seed, length)
 
 
 def test_server_and_answers_tell_which_layers_are_left_out(server: Server) -> None:
@@ -176,14 +116,9 @@ def test_each_policy_reads_less_and_answers_otherwise(server: Server, sglang: Se
     assert (decode["policy"], decode["dense_steps"]) == (name, 0)
     assert 0 < decode["attended_ratio"] < 1
     # The first token is the prefill's.
-    equal_steps({"meta_info": _first(answer)}, {"meta_info": _first(dense)}, ROUNDING)
+    equal_steps(first_step(answer), first_step(dense), ROUNDING)
     pairs = list(zip(steps(answer), steps(dense), strict=True))[1:]
     assert any(own.token != wanted.token or abs(own.logprob - wanted.logprob) > DIFFERENT for own, wanted in pairs)
-
-
-def _first(answer: Any) -> dict[str, Any]:
-    information = answer["meta_info"]
-    return {name: information[name][:1] for name in ("output_token_logprobs", "output_top_logprobs")}
 
 
 def test_ratios_are_of_the_layers_with_full_attention_alone(server: Server) -> None:
@@ -233,7 +168,7 @@ def test_a_dense_answer_is_kept_for_the_next_turn(server: Server, sglang: Server
     own, expected = server.ask(turn, POLICIES["quest"]), sglang.ask(turn, {})
     assert cached(own) >= LAST_COPY - INTERVAL
     assert cached(own) == cached(expected) or ON_CUDA
-    equal_steps({"meta_info": _first(own)}, {"meta_info": _first(expected)}, ROUNDING)
+    equal_steps(first_step(own), first_step(expected), ROUNDING)
 
 
 def test_a_sparse_answer_that_is_kept_is_there_for_its_policy_alone(server: Server) -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from sglang_winnow.calibration.delta import calibrate
-from tests.models import ModelShape, write_model, write_weights
+from tests.models import LINEAR_ATTENTION, Family, ModelShape, write_model, write_weights
 from winnow_evaluation.offline_model import OfflineModel
 
 
-def test_models_with_linear_attention_are_refused(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", ModelShape(family="qwen3_next", layers=2, kv_heads=2))
+@pytest.mark.parametrize("family", LINEAR_ATTENTION)
+def test_models_with_linear_attention_are_refused(tmp_path: Path, family: Family) -> None:
+    folder = write_model(tmp_path / "model", ModelShape(family=family, layers=2, kv_heads=2))
     write_weights(folder)
     with pytest.raises(ValueError, match="models with linear attention are not measured offline"):
         OfflineModel(folder, torch.device("cpu"))

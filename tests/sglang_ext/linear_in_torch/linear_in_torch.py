@@ -38,7 +38,10 @@ def _replace_kernels(*_: object, **__: object) -> None:
     from sglang.srt.models import qwen3_5, qwen3_next  # noqa: PLC0415
 
     qwen3_next.fused_qkvzba_split_reshape_cat = split_projections
-    qwen3_next.FusedRMSNormGated = qwen3_next.RMSNormGated = qwen3_5.RMSNormGated = GatedNorm
+    qwen3_next.FusedRMSNormGated = qwen3_next.RMSNormGated = GatedNorm
+    qwen3_5.fused_qkvzba_split_reshape_cat_contiguous = split_projections_side_by_side
+    qwen3_5.RMSNormGated = GatedNorm
+    qwen3_5.fused_sigmoid_mul = gate_output
     gdn_backend.causal_conv1d_fn = convolve
     gdn_backend.causal_conv1d_update = convolve_step
     gdn_backend.fused_gdn_gating = gates
@@ -83,6 +86,22 @@ def split_projections(
     q, k, v, z = (part.reshape(tokens, -1) for part in parts)
     b, a = (part.reshape(tokens, -1) for part in ba.view(tokens, key_heads, -1).split([group, group], dim=2))
     return torch.cat((q, k, v), dim=-1), z.view(tokens, value_heads, value_dim), b, a
+
+
+def split_projections_side_by_side(
+    qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same of Qwen3.5, whose projections lie side by side and not head by head."""
+    channels = value_heads * value_dim
+    qkv, z = qkvz.split([2 * key_heads * key_dim + channels, channels], dim=-1)
+    b, a = ba.chunk(2, dim=-1)
+    return qkv.contiguous(), z.reshape(len(z), value_heads, value_dim), b.contiguous(), a.contiguous()
+
+
+def gate_output(output: Tensor, gate: Tensor, *, inplace: bool) -> Tensor:
+    """Return what a layer with full attention gives out, [tokens, channels], times its gate, [tokens, heads, dim]."""
+    assert inplace
+    return output.mul_(gate.reshape(output.shape).sigmoid())
 
 
 def convolve(
