@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow_evaluation.options import (
@@ -21,7 +21,6 @@ from winnow_evaluation.options import (
 NAMES = ("niah_single_1", "niah_single_2", "niah_multivalue", "vt", "cwe")
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(MIN_LENGTH, MAX_LENGTH), min_size=1, max_size=8))
 def test_lengths_come_back_ascending_and_once(lengths: list[int]) -> None:
     assert parse_lengths(" , ".join(map(str, lengths))) == tuple(sorted(set(lengths)))

@@ -35,7 +35,7 @@ def parameters(budget: int, floor: float, kernel: int = 5, window: int = 16, sin
     mean=st.integers(0, 12),
     floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_heads_share_what_the_floor_leaves_by_their_votes(votes: list[list[int]], mean: int, floor: float) -> None:
     ordered = torch.tensor(votes, dtype=torch.float32).sort(dim=-1, descending=True).values
     counts = shared_counts(ordered, mean, floor).tolist()

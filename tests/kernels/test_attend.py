@@ -79,7 +79,7 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype,
     softmax=st.sampled_from(SOFTMAXES),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_early_termination_reads_what_the_plain_version_reads(
     lengths: list[int], scale: float, direction: float, patience: int, softmax: str, seed: int
 ) -> None:
@@ -158,7 +158,7 @@ def test_infinite_patience_changes_nothing() -> None:
 
 
 @given(seed=st.integers(0, 10_000), kept=st.floats(0.01, 1.0), sharpness=st.floats(0.1, 20.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_error_is_bounded_by_the_mass_left_out(seed: int, kept: float, sharpness: float) -> None:
     """‖o − ô‖ ≤ 2 (1 − p(I)) max‖v‖ (Tactic, Proof 1)."""
     length = 200

@@ -291,7 +291,7 @@ def test_a_holder_grows() -> None:
 
 
 @given(data=st.data(), capacity=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_held_entries_are_sound_whatever_comes_and_goes(data: st.DataObject, capacity: int) -> None:
     """Tenants share prefixes, finish, and are evicted; pages are written anew; entries are replaced; sinks differ."""
     server = Server(capacity=capacity)

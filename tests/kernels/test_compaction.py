@@ -12,7 +12,7 @@ from winnow_kernels.decode.compaction import arranged, compact, room_for
 SLOTS, HEADS, DIM = 1024, 3, 16
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     length=st.integers(1, 500),
     counts=st.lists(st.integers(1, 500), min_size=1, max_size=3),
@@ -49,7 +49,7 @@ def test_each_kv_head_finds_its_own_tokens(length: int, counts: list[int], first
                 assert torch.equal(ours[prompt[now], head], originals[prompt[own], head])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 200), count=st.integers(1, 200), first=st.integers(0, 199), seed=st.integers(0, 2**16))
 def test_no_token_is_moved_to_where_one_lies_that_is_moved_later(
     length: int, count: int, first: int, seed: int

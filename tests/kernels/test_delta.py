@@ -116,7 +116,7 @@ def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dty
     page_size=st.sampled_from([1, 3, 16, 64]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_keeps_recency_sinks_and_budget_and_is_dense_when_the_budget_covers_the_context(
     lengths: list[int], budget: int, recency: int, sinks: int, page_size: int, seed: int
 ) -> None:

@@ -133,7 +133,7 @@ def test_queries_of_another_dtype_than_the_cache() -> None:
     order=st.randoms(use_true_random=False),
     kv_heads=st.integers(1, 3),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_layout_has_every_slot_once_and_copies_no_long_run(runs: list[int], order: object, kv_heads: int) -> None:
     starts = torch.tensor([0, *runs]).cumsum(0).tolist()
     pieces = [(start + gap, length) for gap, (start, length) in enumerate(zip(starts, runs, strict=False))]

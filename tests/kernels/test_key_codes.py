@@ -55,7 +55,7 @@ def test_half_precision_holds_a_hadamard_matrix(head_dim: int) -> None:
     bits=st.sampled_from(BITS),
     numbers=st.lists(st.lists(st.integers(0, 15), min_size=8, max_size=8), min_size=1, max_size=8),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_packing(bits: int, numbers: list[list[int]]) -> None:
     values = [2 * (number % 2**bits) - 2**bits + 1 for eight in numbers for number in eight]
     packs = packed(torch.tensor(values).float(), bits)

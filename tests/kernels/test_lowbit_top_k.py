@@ -72,7 +72,7 @@ def test_equals_the_plain_version(
     sharpness=st.floats(0.1, 40.0),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_budget_is_kept_to_the_token(
     length: int, budget: float, sinks: int, page_size: int, sharpness: float, seed: int
 ) -> None:

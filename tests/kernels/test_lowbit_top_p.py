@@ -115,7 +115,7 @@ def test_equals_the_plain_version(
 # Most tokens weigh nothing, and are taken all the same.
 @example(length=500, p=0.999, sinks=0, least=300, cap=None, sharpness=40.0, seed=0)
 @example(length=500, p=1.0, sinks=16, least=0, cap=200, sharpness=40.0, seed=1)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_always_holds(
     length: int, p: float, sinks: int, least: int, cap: int | None, sharpness: float, seed: int
 ) -> None:

@@ -59,7 +59,7 @@ def test_votes_do_not_depend_on_how_many_are_counted_at_once(monkeypatch: pytest
     cuts=st.lists(st.integers(1, 119), max_size=5),
     overlap=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_chunks_lose_nothing_wherever_they_end(prompt: int, window: int, cuts: list[int], overlap: int) -> None:
     generated = 7
     queries = random_queries(prompt + generated, 4, DIM)

@@ -112,7 +112,7 @@ def test_equals_the_plain_version(page_size: int, kv_heads: int, group: int, dty
     page_size=st.sampled_from([1, 3, 16, 64]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_selects_within_context_and_budget_with_the_newest_page_and_the_sinks(
     lengths: list[int], budget: int, sinks: int, page_size: int, seed: int
 ) -> None:

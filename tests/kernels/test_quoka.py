@@ -100,7 +100,7 @@ def test_prefill_in_half_precision(dtype: torch.dtype, softmax: str) -> None:
     seed=st.integers(0, 100),
 )
 # Derandomized: scores that differ by rounding alone may be ranked otherwise in another batch of blocks.
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_chunks_change_nothing(
     length: int,
     cuts: list[int],
@@ -153,7 +153,7 @@ def test_batches_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     recency_ratio=st.floats(0, 1),
     block=st.sampled_from([16, 48]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_budget_holds_sinks_and_what_is_recent(
     length: int, sinks: int, budget: float, recency_ratio: float, block: int
 ) -> None:
@@ -324,7 +324,7 @@ def test_decode_of_neighbouring_slots_equals_that_of_scattered_ones() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=4), seed=st.integers(0, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_decode_with_a_budget_of_everything_is_dense(lengths: list[int], seed: int) -> None:
     cache, context = random_cache(SLOTS, 2, DIM, seed), scattered_context(lengths, SLOTS, seed=seed)
     queries = random_queries(len(lengths), 4, DIM, seed)
@@ -350,7 +350,7 @@ def test_decode_with_a_share_of_one_keeps_every_token(length: int) -> None:
     sinks=st.integers(0, 80),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_decode_keeps_sinks_and_the_newest_page_within_the_budget(
     lengths: list[int], options: dict[str, Any], sinks: int, seed: int
 ) -> None:

@@ -126,7 +126,7 @@ def test_equals_the_plain_version(kv_heads: int, group: int, dtype: torch.dtype,
     ),
     sinks=st.integers(0, 80),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_keeps_budget_window_and_sinks_and_is_dense_when_the_budget_covers_the_prompt(
     rows: list[tuple[int, int, int, int, int]], sinks: int
 ) -> None:

@@ -30,7 +30,7 @@ def parameters(budget: int, channels: int, sinks: int = 0) -> SparQ:
     ),
     heads=st.sampled_from([(1, 4), (2, 2), (3, 1)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_keeps_the_newest_page_sinks_and_the_highest_approximate_scores(
     rows: list[tuple[int, int, int, int]], heads: tuple[int, int]
 ) -> None:

@@ -27,7 +27,7 @@ def _expected(length: int, sinks: int, window: int) -> list[int]:
     rows=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 20), st.integers(1, 300)), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 4), (2, 2), (3, 1)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_reads_sinks_then_the_window_from_the_newest_back(
     rows: list[tuple[int, int, int]], heads: tuple[int, int]
 ) -> None:

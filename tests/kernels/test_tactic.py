@@ -136,7 +136,7 @@ def test_equals_the_plain_version(
     sharpness=st.floats(0.1, 10.0),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_always_holds(
     lengths: list[int], unclustered: int, p: float, cap: int | None, sinks: int, sharpness: float, seed: int
 ) -> None:

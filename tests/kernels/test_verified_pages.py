@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,6 @@ def plain_masses(queries: Tensor, slots: Tensor, cache: LayerCache, kv_head: int
     return masses
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 6), st.sampled_from(["plain", "cap and sinks"]), st.integers(0, 99))
 def test_masses_are_those_of_attention(length: int, new_tokens: int, softmax: str, seed: int) -> None:
     length = max(length, new_tokens)
@@ -48,7 +47,6 @@ def test_masses_are_those_of_attention(length: int, new_tokens: int, softmax: st
         )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 17), min_size=1, max_size=4),
     st.integers(20, 300),

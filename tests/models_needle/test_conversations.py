@@ -46,7 +46,7 @@ def made(tokenizer: Tokenizer) -> Iterator[_Made]:
         yield _Made(tokenizer, monkeypatch)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(kind=kinds, seed=seeds, length=st.integers(128, 3000))
 def test_the_ranges_hold_the_answers_and_their_end(
     made: _Made, tokenizer: Tokenizer, kind: str, seed: int, length: int
@@ -66,7 +66,7 @@ def test_the_ranges_hold_the_answers_and_their_end(
     assert len(row.answers) <= (1 if plain else len(asked))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(kind=kinds, seed=seeds)
 def test_a_row_is_what_the_chat_template_would_give_or_plain_text(
     made: _Made, tokenizer: Tokenizer, kind: str, seed: int
@@ -96,7 +96,7 @@ def test_rows_fill_their_length(made: _Made, kind: str) -> None:
     assert min(lengths) > (0.04 if kind == "records" else 0.4) * 4096
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(kind=kinds, seed=seeds)
 def test_the_same_seed_gives_the_same_row(made: _Made, kind: str, seed: int) -> None:
     make = made.conversations.row

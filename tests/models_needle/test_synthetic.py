@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from needle_training.synthetic import Batch, copying, recall
@@ -29,7 +29,6 @@ def _check_tokens(batch: Batch, rows: int, length: int) -> None:
     assert int(batch.tokens.max()) < VOCABULARY
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(10, 400))
 def test_a_copied_token_equals_the_one_at_its_source(seed: int, length: int) -> None:
     batch = copying(4, length, FIRST, VOCABULARY, _generator(seed))
@@ -45,7 +44,6 @@ def test_a_copied_token_equals_the_one_at_its_source(seed: int, length: int) -> 
         assert sources
 
 
-@settings(deadline=None)
 @given(seeds, stages, st.data())
 def test_a_recalled_value_was_told_with_its_key(seed: int, stage: SyntheticStage, data: st.DataObject) -> None:
     keys = data.draw(st.sampled_from(stage.key_sizes))

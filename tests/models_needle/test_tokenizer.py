@@ -52,7 +52,7 @@ def test_special_tokens_come_first_and_are_never_split(tokenizer: Tokenizer, ser
     assert (served.pad_token, served.bos_token, served.eos_token) == (PAD, BEGIN, END)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_any_text_comes_back_as_it_was(tokenizer: Tokenizer, served: Any, data: st.DataObject) -> None:
     alphabets = (

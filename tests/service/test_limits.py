@@ -139,7 +139,7 @@ async def test_many_at_once_are_counted_exactly(limiter: Limiter) -> None:
 # Time.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 30),
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 12)), min_size=1, max_size=60),

@@ -202,7 +202,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations)
 async def test_a_store_behaves_as_a_dictionary_with_revisions(
     opened: OpenStore, asked: list[tuple[str, dict[str, int] | None, Expected]]

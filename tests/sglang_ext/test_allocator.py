@@ -140,14 +140,14 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=120, stateful_step_count=25)
 
 
 @given(
     page_size=st.sampled_from([1, 4, 16]),
     requests=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_extend_gives_the_slots_of_sglangs_reference(page_size: int, requests: list[tuple[int, int]]) -> None:
     allocator = make_allocator(pages=400, page_size=page_size)
     prefixes = [prefix for prefix, _ in requests]

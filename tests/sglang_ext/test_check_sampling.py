@@ -94,7 +94,7 @@ def scaled(logits: torch.Tensor, scaling: torch.Tensor | None) -> torch.Tensor:
 
 
 @given(st.data(), st.booleans(), st.integers(1, 4), st.integers(0, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_penalties_are_those_of_tokens_drawn_one_by_one(
     data: st.DataObject, late: bool, rows: int, drafts: int
 ) -> None:

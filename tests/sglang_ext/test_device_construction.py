@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -280,7 +280,6 @@ def request() -> RequestState:
     return RequestState(AttentionPolicy(), prompt_length=10)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=40))
 def test_pieces_do_not_overlap_and_are_free_when_their_requests_are_gone(steps: list[tuple[int, int]]) -> None:
     capacity = 64

@@ -233,7 +233,6 @@ def ask_whatever(server: Server, requests: int) -> None:
         phases=[Phase.generate],
         derandomize=requests <= 300,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(_asked, min_size=AT_ONCE, max_size=AT_ONCE))

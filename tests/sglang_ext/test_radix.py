@@ -329,7 +329,7 @@ def played(engine: Engine, actions: list[Any], decoded_each: int = 1) -> Iterato
         yield Event("done", None, 0, running)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps, min_size=4, max_size=14))
 def test_kv_depends_neither_on_load_nor_on_who_came_before(actions: list[Any]) -> None:
     engine = Engine(tokens=2048)

@@ -77,7 +77,7 @@ def _state(prompt_length: int = 4000, **decode: Any) -> RequestState:
     generated=st.integers(1, 100),
     page_size=st.sampled_from([16, 64]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_selection_holds_the_sinks_once_and_is_within_the_budget(
     decode: dict[str, Any], prompt: int, generated: int, page_size: int
 ) -> None:

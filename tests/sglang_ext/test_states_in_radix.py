@@ -166,7 +166,7 @@ def test_without_the_rule_a_state_is_kept_that_does_not_belong(
         scenario()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(steps, min_size=4, max_size=14), st.sampled_from([21, 60]))
 def test_states_depend_neither_on_load_nor_on_who_came_before(actions: list[Any], states: int) -> None:
     engine = StateEngine(tokens=2048, states=states)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.environ import envs
 
@@ -23,7 +23,6 @@ from winnow_kernels.policies.attention_policy import parse_policy
 TOKENS = st.integers(0, 2)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 8), st.integers(1, 5))
 def test_drafts_stand_up_to_the_first_that_was_not_drawn(data: st.DataObject, longest: int, rows: int) -> None:
     drafted = [data.draw(st.lists(TOKENS, min_size=longest, max_size=longest)) for _ in range(rows)]

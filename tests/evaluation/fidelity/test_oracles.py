@@ -24,7 +24,7 @@ def _weights(context: int, sharpness: float, seed: int) -> Tensor:
     return scores.softmax(-1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(context=st.integers(4, 80), sharpness=st.floats(0, 5), share=st.floats(0.05, 0.999), seed=st.integers(0, 10_000))
 def test_top_p_takes_the_fewest_tokens_that_hold_p(context: int, sharpness: float, share: float, seed: int) -> None:
     weights = _weights(context, sharpness, seed)
@@ -53,7 +53,7 @@ def test_top_p_takes_the_fewest_tokens_that_hold_p(context: int, sharpness: floa
             assert float(head[read[token]].sum()) >= share - 2e-6
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(context=st.integers(4, 80), budget=st.integers(3, 100), seed=st.integers(0, 10_000))
 def test_top_tokens_are_the_sinks_and_the_heaviest(context: int, budget: int, seed: int) -> None:
     weights = _weights(context, 2.0, seed)
@@ -65,7 +65,7 @@ def test_top_tokens_are_the_sinks_and_the_heaviest(context: int, budget: int, se
         assert read[token].nonzero().flatten().tolist() == sorted(expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(context=st.integers(4, 200), budget=st.integers(16, 200), seed=st.integers(0, 10_000))
 def test_top_pages_are_that_of_the_sinks_and_the_heaviest(context: int, budget: int, seed: int) -> None:
     weights = _weights(context, 2.0, seed)

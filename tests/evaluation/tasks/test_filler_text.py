@@ -68,7 +68,7 @@ def test_the_vocabulary_is_every_form_once_and_sorted() -> None:
     assert not set(words.NAMES) & set(vocabulary)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seeds, st.integers(0, 4000))
 def test_compound_words_are_distinct_and_as_many_as_asked_for(seed: int, count: int) -> None:
     drawn = words.compound_words(random.Random(seed), count)
@@ -77,7 +77,6 @@ def test_compound_words_are_distinct_and_as_many_as_asked_for(seed: int, count: 
     assert len(plain) == min(count, len(words.vocabulary()))
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_a_sentence_is_made_of_known_words(seed: int) -> None:
     sentence = filler_text.sentence(random.Random(seed))
@@ -90,7 +89,6 @@ def test_a_sentence_is_made_of_known_words(seed: int) -> None:
     assert "  " not in sentence
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(-50, 3000))
 def test_an_essay_ends_with_the_sentence_that_reaches_its_length(seed: int, count: int) -> None:
     sentences = filler_text.essay(random.Random(seed), count)
@@ -99,7 +97,6 @@ def test_an_essay_ends_with_the_sentence_that_reaches_its_length(seed: int, coun
     assert sum(lengths) >= count
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(-50, 3000))
 def test_noise_is_one_paragraph_again_and_again(seed: int, count: int) -> None:
     paragraphs = filler_text.noise(random.Random(seed), count)

@@ -80,7 +80,6 @@ def check(sample: Sample, task: NeedleTask) -> None:
         assert question.answer == ", ".join(question.references)
 
 
-@settings(deadline=None)
 @given(needle_tasks, seeds, sizes, st.integers(1, 8))
 def test_a_question_has_the_values_that_the_text_gives(task: NeedleTask, seed: int, size: int, questions: int) -> None:
     sample = niah.make(random.Random(seed), size, task, questions)
@@ -111,7 +110,7 @@ def test_the_parameters_are_rulers() -> None:
     assert rulers == niah.NEEDLE_TASKS
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seeds, st.integers(100, 800), st.sampled_from(["words", "uuids", "numbers"]))
 def test_a_haystack_of_needles_holds_nothing_else(seed: int, size: int, kind: niah.Kind) -> None:
     task = NeedleTask("needles", kind, "numbers")
@@ -131,7 +130,6 @@ def test_needles_lie_anywhere_in_the_text() -> None:
     assert max(tenths.values()) < 50
 
 
-@settings(deadline=None)
 @given(needle_tasks, seeds)
 def test_a_question_on_several_values_speaks_of_several(task: NeedleTask, seed: int) -> None:
     question = niah.make(random.Random(seed), 200, task).questions[0]

@@ -14,7 +14,6 @@ from winnow_evaluation.tasks.scoring import found_fraction
 seeds = st.integers(0, 2**64 - 1)
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(1, 3000))
 def test_the_answer_is_the_list(seed: int, size: int) -> None:
     sample = records.make(random.Random(seed), size)
@@ -27,7 +26,7 @@ def test_the_answer_is_the_list(seed: int, size: int) -> None:
         assert re.fullmatch(rf"{number}\. [a-z]+ [a-z]+ [1-9]\d{{4}}", record)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(seeds, st.integers(40, 1000), st.data())
 def test_a_record_left_out_costs_its_share(seed: int, size: int, data: st.DataObject) -> None:
     (question,) = records.make(random.Random(seed), size).questions

@@ -49,7 +49,6 @@ def test_the_tasks_are_those_of_ruler_that_need_no_dataset() -> None:
     }
 
 
-@settings(deadline=None)
 @given(names, seeds, sizes)
 def test_the_same_state_gives_the_same_sample_and_its_answer_full_marks(name: str, seed: int, size: int) -> None:
     sample, question = made(name, seed, size)
@@ -59,7 +58,7 @@ def test_the_same_state_gives_the_same_sample_and_its_answer_full_marks(name: st
     assert question.answer.startswith(" ")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(names, seeds, st.integers(400, 3000))
 def test_a_sample_has_about_the_words_that_were_asked_for(name: str, seed: int, size: int) -> None:
     sample, _ = made(name, seed, size)
@@ -70,7 +69,6 @@ def test_a_sample_has_about_the_words_that_were_asked_for(name: str, seed: int, 
     assert 0.8 * size - 60 < len(words) < 1.1 * size + 130
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(NEEDLE_TASKS)), seeds, sizes)
 def test_needles_are_hidden_and_asked_for_in_rulers_words(name: str, seed: int, size: int) -> None:
     task = NEEDLE_TASKS[name]
@@ -111,7 +109,6 @@ def test_needles_are_hidden_and_asked_for_in_rulers_words(name: str, seed: int, 
         assert re.fullmatch(r"(Sentence \d+ of the essay\. ?)*", re.sub(rf"{needle} ?", "", context[0]))
 
 
-@settings(deadline=None)
 @given(seeds, sizes)
 def test_a_chain_is_tracked_after_a_worked_example(seed: int, size: int) -> None:
     sample, question = made("vt", seed, size)

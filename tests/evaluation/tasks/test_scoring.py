@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow_evaluation.over_http.attention_ratios import attention_ratios
@@ -13,7 +13,6 @@ from winnow_evaluation.tasks.scoring import found_fraction, mean_score, paired_d
 references = st.lists(st.text("abcdefgh0123456789-", min_size=1, max_size=12), min_size=1, max_size=8)
 
 
-@settings(deadline=None)
 @given(references, st.randoms())
 def test_all_references_in_any_order_and_case_score_one(wanted: list[str], rng: object) -> None:
     shuffled = list(wanted)
@@ -21,13 +20,11 @@ def test_all_references_in_any_order_and_case_score_one(wanted: list[str], rng: 
     assert found_fraction("The answers: " + " and ".join(shuffled).upper(), wanted) == 1.0
 
 
-@settings(deadline=None)
 @given(references, st.text("xyz ,.\n", max_size=50))
 def test_an_output_without_their_characters_scores_zero(wanted: list[str], output: str) -> None:
     assert found_fraction(output, wanted) == 0.0
 
 
-@settings(deadline=None)
 @given(references, st.text(max_size=60), st.text(max_size=60))
 def test_more_output_never_scores_less(wanted: list[str], output: str, more: str) -> None:
     assert 0.0 <= found_fraction(output, wanted) <= found_fraction(output + more, wanted) <= 1.0
@@ -45,7 +42,6 @@ def test_scoring_without_references_is_refused() -> None:
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=200)
 
 
-@settings(deadline=None)
 @given(scores)
 def test_the_interval_holds_the_mean_and_stays_within_bounds(values: list[float]) -> None:
     score = mean_score(values)
@@ -53,7 +49,6 @@ def test_the_interval_holds_the_mean_and_stays_within_bounds(values: list[float]
     assert score.mean == pytest.approx(sum(values) / len(values))
 
 
-@settings(deadline=None)
 @given(scores.filter(lambda values: len(values) < 50))
 def test_the_interval_narrows_with_more_of_the_same(values: list[float]) -> None:
     few, many = mean_score(values), mean_score(values * 4)
@@ -96,7 +91,6 @@ def test_ratios_are_of_sums_not_means_of_ratios() -> None:
     assert ratios.prefill_attended_ratio == pytest.approx((1.0 * short + 0.1 * long) / (short + long))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(100, 10_000), st.floats(0, 1)), min_size=1, max_size=20))
 def test_ratios_lie_between_the_least_and_the_greatest(requests: list[tuple[int, int, float]]) -> None:
     ratios = attention_ratios([_attention(steps, context, ratio, ratio) for steps, context, ratio in requests])
@@ -158,7 +152,6 @@ def test_termination_and_estimates_are_weighted_by_context() -> None:
 pairs = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=200)
 
 
-@settings(deadline=None)
 @given(pairs)
 def test_the_paired_interval_holds_the_difference_and_turns_with_its_sign(values: list[tuple[float, float]]) -> None:
     scores, base = [score for score, _ in values], [other for _, other in values]

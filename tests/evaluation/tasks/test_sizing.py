@@ -37,7 +37,6 @@ class Counting:
 lengths = st.lists(st.sampled_from([512, 1024, 4096, 10_000, 32_768, 131_072]), min_size=1, max_size=4, unique=True)
 
 
-@settings(deadline=None)
 @given(ratio=st.floats(0.2, 12), overhead=st.integers(0, 200), lengths=lengths)
 async def test_the_search_comes_close_and_never_goes_over(ratio: float, overhead: int, lengths: list[int]) -> None:
     measure = Counting(ratio, overhead)
@@ -50,7 +49,6 @@ async def test_the_search_comes_close_and_never_goes_over(ratio: float, overhead
         assert measure.calls - calls <= 5
 
 
-@settings(deadline=None)
 @given(
     ratio=st.floats(0.2, 12),
     overhead=st.integers(0, 200),
@@ -81,7 +79,6 @@ async def test_a_start_that_is_right_is_measured_once() -> None:
     assert (need.size, measure.calls) == (3110, 2)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 100_000), st.integers(128, 100_000), st.floats(0.2, 8))
 def test_shrinking_a_sample_ends_below_the_length(size: int, length: int, ratio: float) -> None:
     answer = 64
@@ -133,7 +130,7 @@ async def test_sizes_from_a_server_fit_its_own_count(generator: SampleGenerator,
     assert (fake.tokenize_calls > 0) == has_tokenize
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6))
 def test_uneven_samples_get_sizes_of_their_own(generator: SampleGenerator, seed: int) -> None:
     fake = FakeModel()

@@ -48,7 +48,6 @@ def test_the_tasks_are_rulers_and_the_records() -> None:
     assert all(task.name == name and task.summary for name, task in TASKS.items())
 
 
-@settings(deadline=None)
 @given(names, seeds, sizes)
 def test_the_same_state_gives_the_same_sample(name: str, seed: int, size: int) -> None:
     rng = random.Random(seed)
@@ -58,7 +57,7 @@ def test_the_same_state_gives_the_same_sample(name: str, seed: int, size: int) -
     assert TASKS[name].make(rng, size) == sample
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(names, seeds)
 def test_another_seed_gives_another_sample(name: str, seed: int) -> None:
     make = TASKS[name].make
@@ -84,7 +83,6 @@ def test_samples_do_not_depend_on_the_process() -> None:
     assert len(digests) == 1
 
 
-@settings(deadline=None)
 @given(names, seeds, sizes)
 def test_the_answer_scores_full_marks_and_an_empty_one_none(name: str, seed: int, size: int) -> None:
     for question in TASKS[name].make(random.Random(seed), size).questions:
@@ -92,7 +90,6 @@ def test_the_answer_scores_full_marks_and_an_empty_one_none(name: str, seed: int
         assert found_fraction("", question.references) == 0.0
 
 
-@settings(deadline=None)
 @example("cwe", 595, 595)  # "often" is one of its ten words, and in the question.
 @given(names, seeds, sizes)
 def test_every_reference_is_in_the_context_and_none_in_the_question(name: str, seed: int, size: int) -> None:
@@ -105,14 +102,12 @@ def test_every_reference_is_in_the_context_and_none_in_the_question(name: str, s
         assert found_fraction(question.text, question.references) <= most
 
 
-@settings(deadline=None)
 @given(names, seeds, sizes)
 def test_the_prompt_is_the_context_and_then_the_first_question(name: str, seed: int, size: int) -> None:
     sample = TASKS[name].make(random.Random(seed), size)
     assert sample.prompt == f"{sample.context}\n\n{sample.questions[0].text}"
 
 
-@settings(deadline=None)
 @given(names, seeds, st.integers(400, 3000))
 def test_the_context_has_about_the_words_asked_for(name: str, seed: int, size: int) -> None:
     # A haystack of needles counts a key of two words as one.
@@ -120,7 +115,6 @@ def test_the_context_has_about_the_words_asked_for(name: str, seed: int, size: i
     assert 0.93 * size <= words_of(TASKS[name].make(random.Random(seed), size)) <= most * size
 
 
-@settings(deadline=None)
 @given(names, seeds, st.integers(1, 120))
 def test_a_size_below_the_smallest_gives_a_sample_all_the_same(name: str, seed: int, size: int) -> None:
     sample = TASKS[name].make(random.Random(seed), size)

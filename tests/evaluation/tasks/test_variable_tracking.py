@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow_evaluation.tasks import TASKS, variable_tracking
@@ -35,7 +35,6 @@ def variables_by_value(sample: Sample) -> dict[str, list[str]]:
     return held
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(1, 1000), st.integers(1, 6), st.integers(1, 6))
 def test_the_answer_is_what_running_the_assignments_gives(seed: int, size: int, chains: int, hops: int) -> None:
     sample = variable_tracking.make(random.Random(seed), size, chains, hops)
@@ -51,7 +50,6 @@ def test_the_answer_is_what_running_the_assignments_gives(seed: int, size: int, 
     assert sorted(asked) == sorted(held)
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(50, 1000), st.integers(1, 4), st.integers(1, 6))
 def test_each_variable_copies_the_one_before_it(seed: int, size: int, chains: int, hops: int) -> None:
     sample = variable_tracking.make(random.Random(seed), size, chains, hops)

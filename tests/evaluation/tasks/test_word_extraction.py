@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow_evaluation.tasks import word_extraction
@@ -22,7 +22,6 @@ def _body(context: str) -> str:
     return context.split("\n\n", 1)[1]
 
 
-@settings(deadline=None)
 @given(seeds, st.one_of(st.integers(1, 2000), st.sampled_from([699, 700, 701, 6000])))
 def test_the_common_words_come_far_more_often_than_the_others(seed: int, size: int) -> None:
     sample = word_extraction.make_common(random.Random(seed), size)
@@ -43,7 +42,6 @@ def test_the_common_words_come_far_more_often_than_the_others(seed: int, size: i
     assert question.answer == "They are " + ", ".join(question.references)
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(1, 4000))
 def test_the_frequencies_of_coded_words_fall_as_the_square_of_their_rank(seed: int, size: int) -> None:
     sample = word_extraction.make_frequent(random.Random(seed), size)

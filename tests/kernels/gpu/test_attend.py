@@ -262,7 +262,7 @@ def test_long_contexts_have_longer_splits(device: torch.device) -> None:
     softmax=st.sampled_from(SOFTMAXES),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_early_termination_reads_what_the_reference_reads(
     lengths: list[int],
     left_out: list[int | None],
@@ -315,7 +315,7 @@ def test_the_probe_looks_where_the_reference_looks(head_dim: int, device: torch.
     settling=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_a_row_gets_the_same_bits_alone_and_among_neighbours(
     lengths: list[int], whole: list[bool], settling: list[bool], seed: int, device: torch.device
 ) -> None:

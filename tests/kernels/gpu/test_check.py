@@ -132,7 +132,7 @@ def test_nothing_before_a_window_is_read(device: torch.device) -> None:
     window=st.none() | st.integers(0, LONGEST),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_any_lengths(
     lengths: list[int], new_tokens: int, page_size: int, window: int | None, seed: int, device: torch.device
 ) -> None:

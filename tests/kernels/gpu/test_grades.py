@@ -70,7 +70,7 @@ def check(lengths: list[int], rows: TopRows, spread: int, seed: int, device: tor
     return buffers
 
 
-@settings(max_examples=15 if INTERPRETED else 100, deadline=None)
+@settings(max_examples=15 if INTERPRETED else 100)
 @given(data=st.data())
 def test_a_selection_is_that_of_a_stable_sort(device: torch.device, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 3))

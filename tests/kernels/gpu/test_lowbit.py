@@ -304,13 +304,13 @@ def check_shares(
 
 # Where rounding differs, a token may be of another step.
 @given(arguments=st.fixed_dictionaries(SHARES))
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES, derandomize=True)
 def test_any_share_is_the_references(arguments: dict[str, Any]) -> None:
     check_shares(**arguments, in_cuda=False)
 
 
 @given(arguments=st.fixed_dictionaries(SHARES))
-@settings(max_examples=3 * EXAMPLES, deadline=None, derandomize=True)
+@settings(max_examples=3 * EXAMPLES, derandomize=True)
 def test_any_share_in_cuda_is_the_references(arguments: dict[str, Any]) -> None:
     check_shares(**arguments, in_cuda=True)
 
@@ -323,7 +323,7 @@ def test_any_share_in_cuda_is_the_references(arguments: dict[str, Any]) -> None:
     sharpness=st.floats(0.0, 6.0),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES, derandomize=True)
 def test_any_budget_is_the_references(
     length: int, budget: int, sinks: int, ordered: bool, sharpness: float, seed: int
 ) -> None:

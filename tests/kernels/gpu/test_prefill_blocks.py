@@ -28,7 +28,7 @@ CHUNKS = st.tuples(st.integers(0, 600), st.integers(1, 400))
     sinks=st.sampled_from([0, 24]),
     recency_ratio=st.sampled_from([0.0, 0.3, 1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_blocks_and_reads_are_the_references(
     chunk: tuple[int, int],
     first_query: int,

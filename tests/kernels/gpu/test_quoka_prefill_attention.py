@@ -187,7 +187,7 @@ def test_a_start_inside_a_page(device: torch.device) -> None:
     block=st.sampled_from([64, 128, 512]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_requests_in_one_pass_are_as_the_reference_has_each(
     chunks: list[tuple[int, int]], budgets: list[int | float | None], block: int, seed: int, device: torch.device
 ) -> None:

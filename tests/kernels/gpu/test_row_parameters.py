@@ -63,7 +63,7 @@ def test_rows_get_their_own_kinds_parameters_once_they_are_long_enough(device: t
     assert rows.thresholds.tolist() == [[0.25, 0.5, 4], *[never] * 5]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(ratio=st.floats(0.001, 1), length=st.integers(2, 200_000), sinks=st.integers(0, 100))
 def test_a_share_of_the_tokens_is_what_python_makes_of_it(
     device: torch.device, ratio: float, length: int, sinks: int

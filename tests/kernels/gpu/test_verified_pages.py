@@ -192,7 +192,7 @@ def test_masses_of_caps_and_sinks(softmax: str, device: torch.device) -> None:
     page_size=st.sampled_from([16, 32]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_any_budgets(
     rows: list[tuple[int, int, int, int]], new_tokens: int, page_size: int, seed: int, device: torch.device
 ) -> None:
