@@ -143,7 +143,10 @@ class DeviceDecode:
         self._step = buffers.largest
 
     def needed(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> Variant:
-        """Return what a batch needs: the policies that act at the rows' lengths."""
+        """Return what a batch needs: the policies that act at the rows' lengths; call before ``prepare``, once a step.
+
+        It also tells requests that begin to decode when they are audited.
+        """
         kinds: set[str] = set()
         layers: set[int] = set()
         ordered = False
@@ -155,6 +158,8 @@ class DeviceDecode:
             ordered |= stops or declared.order_matters(state.decode, length)
             kinds.add(declared.kind)
             layers.update(declared.own_layers(state.decode))
+        if self._audit is not None:
+            keep_time(states, lengths)
         audited = bool(self._audited_rows(states, lengths))
         return Variant(frozenset(kinds - {DENSE_KIND}), ordered, frozenset(layers), audited)
 
@@ -316,10 +321,7 @@ class DeviceDecode:
         return self._audit if self.variant.audited else None
 
     def _audited_rows(self, states: Sequence[RequestState | None], lengths: Sequence[int]) -> list[AuditedRow]:
-        if self._audit is None:
-            return []
-        keep_time(states, lengths)
-        return audited_rows(states, lengths, self._step.batch.page_size)
+        return [] if self._audit is None else audited_rows(states, lengths, self._step.batch.page_size)
 
     def _acts(self, state: RequestState, length: int) -> bool:
         return not state.rests and length > dense_until(state, self._step.batch.page_size)
