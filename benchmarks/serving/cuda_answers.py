@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving.cuda_answers windows --output cuda-answers-windows.json
 
-Models are small and have random weights, in float32. Each policy is asked alone, then all are in one batch. Where both
+Models are small and have random weights, in float32 but for gpt-oss's shape, whose experts SGLang computes in 16 bits
+alone on CUDA. Each policy is asked alone, then all are in one batch. Where both
 servers' tokens part, the log-probabilities of the CPU's two likeliest tokens tell whether it was a tie. A third server,
 on CUDA, verifies drafts: its answers are compared with dense ones of its own.
 """
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import httpx
 import typer
@@ -41,6 +42,7 @@ from tests.sglang_ext.test_device_server import (
     SHAPE,
     WINDOWED,
     WINDOWED_POLICIES,
+    WITH_SINKS,
 )
 from winnow_evaluation.writing import write_json
 from winnow_kernels.contract.verification import ALGORITHM
@@ -48,14 +50,14 @@ from winnow_kernels.contract.verification import ALGORITHM
 Policy = Mapping[str, Any]
 Ask = Callable[[httpx.Client], list["Answer"]]
 
-DENSE_BACKEND: Final = "triton"
-"""SGLang's dense backend that takes float32."""
+TAKES_FLOAT32: Final = "triton"
+"""The dense backend of SGLang that does."""
 TOKENS: Final = 16
 VERIFIED_TOKENS: Final = 24
-_WIDE: Final = "float32"
+_Dtype = Literal["float32", "bfloat16"]
 _NARROW: Final = ("--kv-cache-dtype", "fp8_e4m3")
 _ARGUMENTS: Final = (
-    *("--attention-backend", NAME, "--dtype", _WIDE, "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--attention-backend", NAME, "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--chunked-prefill-size", "512", "--max-total-tokens", "65536", "--max-running-requests", "32"),
 )
 _ON_CUDA: Final = ("--mem-fraction-static", "0.3", "--cuda-graph-bs-decode", "1", "4", "16", "32")
@@ -70,14 +72,19 @@ class Model:
     shape: ModelShape
     policies: Mapping[str, Policy]
     options: Sequence[str] = ()
+    dtype: _Dtype = "float32"
 
 
+# All experts compute: in 16 bits rounding would choose among those that score alike.
+_WITH_SINKS: Final = replace(WITH_SINKS, chosen_experts=4)
 MODELS: Final = {
     "full": Model(SHAPE, POLICIES),
     "windows": Model(WINDOWED, WINDOWED_POLICIES),
     "8-bit": Model(SHAPE, POLICIES, _NARROW),
     "caps": Model(CAPPED, ALTERNATING_POLICIES),
     "caps-8-bit": Model(CAPPED, ALTERNATING_POLICIES, _NARROW),
+    "sinks": Model(_WITH_SINKS, ALTERNATING_POLICIES, dtype="bfloat16"),
+    "sinks-8-bit": Model(_WITH_SINKS, ALTERNATING_POLICIES, _NARROW, "bfloat16"),
 }
 DRAFTS: Final[Mapping[str, Policy]] = {
     "quest": {"policy": "quest", "budget": 64, "full_layers": 0},
@@ -141,21 +148,28 @@ def compare(answer: Answer, expected: Answer) -> Compared:
 
 def main(
     model: Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}.")],
+    dense_backend: Annotated[str, typer.Option(help="SGLang's, on CUDA.")] = TAKES_FLOAT32,
+    bfloat16: Annotated[bool, typer.Option("--bfloat16", help="In place of float32, in all servers.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None,
 ) -> None:
     """Ask, print a table, write JSON."""
     if model not in MODELS:
         raise typer.BadParameter(f"must be one of {', '.join(MODELS)}", param_hint="model")
-    served = MODELS[model]
-    about = header_from_outside() | {"model": model, "dense_backend": DENSE_BACKEND, "dtype": _WIDE}
+    served = replace(MODELS[model], dtype="bfloat16") if bfloat16 else MODELS[model]
+    if served.dtype == "float32" and dense_backend != TAKES_FLOAT32:
+        message = f"only {TAKES_FLOAT32} takes float32: ask for --bfloat16"
+        raise typer.BadParameter(message, param_hint="--dense-backend")
+    about = header_from_outside() | {"model": model, "dense_backend": dense_backend, "dtype": served.dtype}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(3) as pool:
         folder = Path(name)
-        weights = write_model(folder / "model", replace(served.shape, dtype=_WIDE))
+        weights = write_model(folder / "model", replace(served.shape, dtype=served.dtype))
         write_weights(weights)
-        on_cuda = {"PYTHONPATH": python_path(NATIVE_LAYERS), DENSE_ENVIRONMENT: DENSE_BACKEND}
+        on_cuda = {DENSE_ENVIRONMENT: dense_backend}
+        if served.dtype == "float32":
+            on_cuda["PYTHONPATH"] = python_path(NATIVE_LAYERS)
 
         def answers(ask: Ask, log: str, *arguments: str, **environment: str) -> list[Answer]:
-            options = (*_ARGUMENTS, *served.options, *arguments)
+            options = (*_ARGUMENTS, "--dtype", served.dtype, *served.options, *arguments)
             environment[ENVIRONMENT] = "0"
             with (
                 runtime_server(weights, *options, log=folder / log, **environment) as runtime,
