@@ -88,7 +88,10 @@ _CODES: Final[Mapping[str, _Known]] = {
     ),
     "not_json": _Known(415, _INVALID, "The body must be JSON, and content-type must say so: application/json."),
     "explain_not_served": _Known(
-        422, _INVALID, "The runtime explains nothing: it must run on a CPU, without tensor parallelism, with Winnow."
+        422,
+        _INVALID,
+        "The runtime cannot explain. It must run with the attention backend winnow, without tensor parallelism, on a"
+        " CPU or, on CUDA, with SGLang 0.5.16.",
     ),
     "exceeds_limit": _Known(422, _INVALID, "{path}: {problem}"),
     "invalid_field": _Known(422, _INVALID, "{path}: {problem}"),

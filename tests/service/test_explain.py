@@ -162,7 +162,7 @@ async def test_what_cannot_be_explained_is_refused(
 async def test_a_runtime_that_explains_nothing_is_not_asked(explaining: Deployment, told: dict[str, Any]) -> None:
     others = {name: value for name, value in SERVED.items() if name not in ("explains", "kv_heads")}
     explaining.runtime.server_info = {"winnow": others | told}
-    assert "it must run on a CPU" in problem(await ask(explaining), 422, "explain_not_served")
+    assert "The runtime cannot explain" in problem(await ask(explaining), 422, "explain_not_served")
     assert explaining.runtime.asked == []
 
 

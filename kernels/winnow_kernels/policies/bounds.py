@@ -37,9 +37,9 @@ class PolicyBounds(BaseModel):
 
     Attributes:
         decode, prefill: the policies allowed; None for all. A request that asks for none, and has no default, is dense.
-        min_p: lowest share of the attention for ``tactic``.
+        min_p: lowest share of the attention (``p``).
         min_budget, max_budget: in tokens, of whatever a policy selects: its budget, ``streaming_llm``'s sinks and
-            window, ``tactic``'s ``max_tokens``. A budget holds the sinks: a ``max_budget`` that leaves no room for them
+            window, ``max_tokens``. A budget holds the sinks: a ``max_budget`` that leaves no room for them
             bounds them, too.
         min_budget_ratio, max_budget_ratio: of budgets that are a ratio. Where a budget has a bound and a ratio has
             none, a ratio is out of bounds.
