@@ -17,6 +17,7 @@ from sglang_winnow.check_sampling import CheckSampling, penalize_retracted
 from sglang_winnow.draft_ahead import DraftsAhead, can_draft_ahead
 from sglang_winnow.draft_length import DraftLength, agree, begin_round
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
+from sglang_winnow.open_drafts import DraftPool, OpenDrafts, drafts_in_steps, limits_in_steps
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.reporting import note_rows
 from sglang_winnow.request_policy import drafts, reads_everything
@@ -61,6 +62,7 @@ class VerificationWorker(BaseSpecWorker):
         self._graphs: CheckGraphs | None = None
         self._context_length: int = target_worker.model_runner.model_config.context_len
         self._ahead: DraftsAhead | None = None
+        self._open_drafts: DraftPool | None = None
         self._end: Any = None
         self._times = RoundTimes(Clock(torch.device(target_worker.model_runner.device)))
         # Several ranks must draft alike, and would measure different times.
@@ -87,6 +89,8 @@ class VerificationWorker(BaseSpecWorker):
         else:
             # Who was retracted is prefilled, and has other slots; and what this takes belongs to no round.
             self._ahead = self._end = None
+            for req in batch.reqs:
+                req.winnow_state.open_drafts = None
             penalize_retracted(batch)
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens.clone()
@@ -98,74 +102,126 @@ class VerificationWorker(BaseSpecWorker):
         return result
 
     def _round(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
+        """Run a round, or a step of one: a pass that drafts, and behind the last of them what checks."""
         bonus, lengths = batch.spec_info.bonus_tokens, batch.seq_lens
         on_host = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else lengths.cpu()
         known = on_host.tolist()
-        size = BatchSize.of(known)
+        size = BatchSize.of(known, in_steps=drafts_in_steps(batch.reqs))
         limits = self._limits(batch, known, size)
+        made = [0 if (own := req.winnow_state.open_drafts) is None else own.made for req in batch.reqs]
         drafting = self._times.clock.mark()
         begin, self._end = drafting if self._end is None else self._end, None
         verified = [row for row, limit in enumerate(limits) if limit]
-        if on_publish is not None and not verified:
-            # Known before the pass: the next one can be prepared while it runs.
-            on_publish(lengths + 1)
-        sampling = CheckSampling(batch, limits, known)
-        tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
-        result, tokens[:, 0], drafts_ahead = self._first_pass(batch, limits, verified, on_host)
-        result.accept_lens = torch.ones_like(lengths, dtype=torch.int32)
-        checks: list[_Check] = []
-        if verified:
+        checking = bool(verified) and (not size.in_steps or all(limits[row] == made[row] + 1 for row in verified))
+        decoded = [0 if limit else 1 for limit in limits]
+        if checking and not size.in_steps:
             decoded = decoded_tokens(batch, limits, known, self._context_length)
-            self._draft(batch, limits, decoded, tokens, lengths, on_host, sampling)
+        accepted = torch.ones_like(lengths, dtype=torch.int32)
+        if verified:
             # What checked rows come to is known when they have been.
-            counts = torch.tensor([max(1, count) for count in decoded], dtype=torch.int32)
-            result.accept_lens = to_device(counts, lengths.device)
+            counts = torch.tensor([max(int(checking), count) for count in decoded], dtype=torch.int32)
+            accepted = to_device(counts, lengths.device)
+        if on_publish is not None and not checking:
+            # Known before the pass: the next one can be prepared while it runs.
+            on_publish(lengths + accepted)
+        tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
+        if any(made):
+            tokens[:, :MAX_DRAFT_TOKENS] = self._pool(batch).read(batch.req_pool_indices)
+        sampling = CheckSampling(batch, limits, known, made, tokens)
+        result, drafts_ahead = self._first_pass(batch, limits, made, verified, tokens, on_host)
+        result.accept_lens = accepted
+        checks: list[_Check] = []
+        if checking:
+            if not size.in_steps:
+                self._draft(batch, limits, decoded, tokens, lengths, on_host, sampling)
             was_drafted = self._times.clock.mark()
             checks = [
-                self._verify(batch, rows, limits, bonus, tokens, result.accept_lens, on_host, sampling)
+                self._verify(batch, rows, limits, bonus, tokens, accepted, on_host, sampling)
                 for rows in self._parts(verified, limits)
             ]
-            self._times.note_round(size, begin, drafting, was_drafted, max(limits), drafts_ahead=drafts_ahead)
-        elif self._is_dense(batch, known):
+            self._times.note_round(
+                size, begin, drafting, was_drafted, max(limits), drafts_ahead=drafts_ahead, earlier=max(made)
+            )
+        elif verified:
+            result.winnow_drafting = frozenset(verified)
+            self._pool(batch).write(batch.req_pool_indices, tokens[:, :MAX_DRAFT_TOKENS])
+            sampling.leave()
+            self._times.note_draft(size, begin)
+        elif size.in_steps or self._is_dense(batch, known):
             self._times.note_dense(size, begin)
+        for row in verified:
+            missing = limits[row] - made[row] - 1
+            batch.reqs[row].winnow_state.open_drafts = None if checking else OpenDrafts(made[row] + 1, missing)
         self._end = self._times.clock.mark()
         result.next_token_ids = tokens.flatten()
-        result.new_seq_lens = lengths + result.accept_lens
-        if on_publish is not None and verified:
+        result.new_seq_lens = lengths + accepted
+        if on_publish is not None and checking:
             on_publish(result.new_seq_lens)
-        newest = tokens.gather(1, (result.accept_lens.long() - 1)[:, None])[:, 0]
+        newest = tokens.gather(1, (accepted.long() - 1).clamp_min(0)[:, None])[:, 0]
+        if verified and not checking:
+            newest = torch.where(accepted > 0, newest, bonus)
         result.next_draft_input = NextTokens(newest)
         note_rows(result, self.target_worker, batch)
         if checks:
             goes_on = can_draft_ahead(batch, limits, known, self._context_length)
             # Found before the host knows who has ended, and gives their slots to others.
             slots = _slots_at(batch, result.new_seq_lens) if goes_on else None
-            accepted = OnHost(result.accept_lens)
+            on_the_way = OnHost(accepted)
             if slots is not None:
                 self._draft_ahead(batch, limits, newest, slots, result, on_host)
             # Only now does the host wait for the device.
-            self._learn(batch, limits, checks, accepted.tolist(), sampling, size)
+            self._learn(batch, limits, checks, on_the_way.tolist(), sampling, size)
         sampling.finish(result.logits_output)
         if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
             result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
         return result
 
+    def _pool(self, batch: ScheduleBatch) -> DraftPool:
+        if self._open_drafts is None:
+            table = batch.req_to_token_pool.req_to_token
+            self._open_drafts = DraftPool(len(table), table.device)
+        return self._open_drafts
+
     def _first_pass(
-        self, batch: ScheduleBatch, limits: Sequence[int], verified: Sequence[int], on_host: Tensor
-    ) -> tuple[GenerationBatchResult, Tensor, int]:
-        """Return a round's first pass, the token that each row has of it, and how many drafts were made ahead."""
+        self,
+        batch: ScheduleBatch,
+        limits: Sequence[int],
+        made: Sequence[int],
+        verified: Sequence[int],
+        tokens: Tensor,
+        on_host: Tensor,
+    ) -> tuple[GenerationBatchResult, int]:
+        """Return the first pass of a round or step, and how many drafts were made ahead; fill in what rows have of it.
+
+        Args:
+            batch: in the round.
+            limits: how many tokens each row drafts until it is checked.
+            made: how many of them it has already.
+            verified: the rows that draft.
+            tokens: int64 [rows, n], these drafts.
+            on_host: int64 [rows], lengths of the rows.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (drafts_ahead := ahead.of(batch.reqs, limits)) is not None:
-            return ahead.result, drafts_ahead, 1
-        result = self._decode(_part(batch, None), batch.spec_info.bonus_tokens, batch.seq_lens, on_host)
-        tokens = result.next_token_ids.to(torch.int64)
+            tokens[:, 0] = drafts_ahead
+            return ahead.result, 1
+        newest, cached = batch.spec_info.bonus_tokens, batch.seq_lens
+        place = torch.zeros_like(newest)
+        if any(made):
+            on_host = on_host + torch.tensor(made)
+            place = to_device(torch.tensor(made), newest.device)
+            last = tokens.gather(1, (place - 1).clamp_min(0)[:, None])[:, 0]
+            newest, cached = torch.where(place > 0, last, newest), cached + place
+        result = self._decode(_part(batch, None), newest, cached, on_host)
+        own = result.next_token_ids.to(torch.int64)
         if verified:
-            index = to_device(torch.tensor(verified), tokens.device)
-            tokens = tokens.index_copy(0, index, result.logits_output.next_token_logits[index].argmax(-1))
-        return result, tokens, 0
+            index = to_device(torch.tensor(verified), own.device)
+            own = own.index_copy(0, index, result.logits_output.next_token_logits[index].argmax(-1))
+        tokens.scatter_(1, place[:, None], own[:, None])
+        return result, 0
 
     def _limits(self, batch: ScheduleBatch, lengths: Sequence[int], size: BatchSize) -> list[int]:
-        """Return how many tokens each row drafts in this round; note who rests."""
+        """Return how many tokens each row drafts until its check; note who rests."""
         page_size = self.target_worker.model_runner.page_size
         drafting: dict[int, DraftLength] = {}
         for row, (req, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
@@ -173,17 +229,26 @@ class VerificationWorker(BaseSpecWorker):
             req.winnow_state.rests = False
             if drafts(req.winnow_state, length + 1, page_size):
                 drafting[row] = req.winnow_state.draft_length
-        begin_round(list(drafting.values()))
-        # Before anybody drafts as many as pay, a dense pass tells what that is to be measured by.
+        opened = [req.winnow_state.open_drafts for req in batch.reqs]
+        begins = not any(opened)
+        if begins:
+            begin_round(list(drafting.values()))
+        # Before anybody drafts as many as pay, a pass without drafts tells what that is to be measured by.
         measures = (
-            self._measures and self._times.costs(size) is None and all(each.follows for each in drafting.values())
+            begins
+            and self._measures
+            and self._times.costs(size) is None
+            and all(each.follows for each in drafting.values())
         )
         limits = [0] * len(batch.reqs)
         for row, draft_length in drafting.items():
             req = batch.reqs[row]
             wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
             limits[row] = 0 if measures else draft_length.next(wanted)
-            req.winnow_state.rests = limits[row] == 0
+        if size.in_steps:
+            limits = limits_in_steps(limits, opened)
+        for row in drafting:
+            batch.reqs[row].winnow_state.rests = limits[row] == 0
         return limits
 
     def _learn(
