@@ -1,11 +1,11 @@
 """Drafts whose check comes in a later step.
 
 Where only some rows of a batch are verified, each pass that drafts is a step of the scheduler: the other rows get their
-tokens one by one, and not all of a round at its end. What was drafted stays here from step to step. SGLang sees no token
-of these rows before they are checked: their newest token stays the one behind which they have begun to draft.
+tokens one by one, not all of a round at its end. What was drafted stays here from step to step. SGLang sees no token of
+these rows before they are checked: their newest token stays the one behind which they began to draft.
 
-All of a batch are checked in the same step, right behind its last drafts. So who drafts fewer tokens than others begins
-later, and decodes densely until then.
+All of a batch are checked in the same step, right behind its last drafts. A row that drafts fewer tokens than others
+begins later, and decodes densely until then.
 """
 
 from __future__ import annotations
