@@ -241,8 +241,9 @@ class VerificationWorker(BaseSpecWorker):
             limits[row] = 0 if measures else draft_length.next(wanted)
         if size.in_steps:
             limits = limits_in_steps(limits, opened)
-        for row in drafting:
-            batch.reqs[row].winnow_state.rests = limits[row] == 0
+        for req, limit in zip(batch.reqs, limits, strict=True):
+            # In all passes of the round: some may lie behind the length from which on its policy leaves something out.
+            req.winnow_state.rests = req.winnow_state.policy.verify is not None and limit == 0
         return limits
 
     def _learn(self, own: Round, checks: Sequence[_Check], accepted: Sequence[int], sampling: CheckSampling) -> None:
