@@ -246,6 +246,46 @@ def test_rows_leave_while_others_draft(server: Server) -> None:
     assert answer["output_ids"] == dense
 
 
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_answers_are_those_of_requests_alone_whoever_comes_and_goes(server: Server) -> None:
+    draw = random.Random(5)
+    texts = [prompt(seed) for seed in range(60, 66)]
+    plain = [None, policy("quest"), policy("streaming_llm"), policy("tactic")]
+    numbers: list[int | str] = [1, 2, 4, 8, 16, "auto"]
+    jobs = []
+    for _ in range(160):
+        verified = policy(draw.choice(SPARSE), draw.choice(numbers))
+        jobs.append(
+            (draw.choice(texts), draw.choice([verified, draw.choice(plain)]), draw.randint(1, 96), draw.random())
+        )
+
+    def answered(job: tuple[str, dict[str, Any] | None, int, float]) -> list[int] | None:
+        text, attention, tokens, chance = job
+        body = body_of(text, attention, max_new_tokens=tokens)
+        if chance > 0.2:
+            return list(streamed(server, body)[-1]["output_ids"])
+        with server.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            for _, _line in zip(range(tokens), response.iter_lines(), strict=False):
+                pass
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(answered, jobs))
+    alone = {}
+    for text in texts:
+        for attention in plain:
+            key = (text, json.dumps(attention))
+            alone[key] = ask(server, text, attention, max_new_tokens=96)["output_ids"]
+    wrong = []
+    for job, answer in zip(jobs, answers, strict=True):
+        text, attention, tokens, _ = job
+        own = None if attention is not None and "verify" in attention else attention
+        if answer is not None and answer != alone[text, json.dumps(own)][:tokens]:
+            wrong.append(job[1:])
+    assert wrong == []
+
+
 def test_steps_beside_drafts_are_explained_as_they_would_be_alone(server: Server) -> None:
     text = prompt(11)
     body = body_of(text, policy("quest"))
