@@ -54,7 +54,7 @@ class RequestState:
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
             since the last prefill.
         draft_length: how many tokens it drafts; of those that are verified.
-        rests: whether its step is dense, whatever its policy: it is verified, and a draft would not pay.
+        rests: whether its steps are dense, whatever its policy: it is verified, and drafts nothing in this round.
         open_drafts: those whose check comes in a later step; None if there are none.
         stood: of those with penalties, the drafts that stood in its last check; SGLang takes them over a step later.
         anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
