@@ -17,8 +17,8 @@ INTERPRETED_TESTS := tests/sglang_ext/device tests/kernels/gpu
 # Of these, what `make test` runs with the newest SGLang, too: where the plugin meets what releases change.
 NEWEST_TESTS := tests/end_to_end/test_answers.py $(patsubst %,tests/sglang_ext/test_%.py, \
 	admission admission_start allocator attention_arguments check_sampling cpu_server each_policy plans platform \
-	policy_server radix radix_hooks refusals released_prompts reporting \
-	responses_and_messages served_options server_options sglang_versions \
+	policy_server radix radix_hooks refusals released_prompts reporting responses_and_messages rounds_in_steps \
+	rows_with_tokens served_options server_options sglang_versions \
 	verification_worker)
 # Several hundred processes start in the tests, and each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -23,18 +23,27 @@ if TYPE_CHECKING:
 
 
 class CheckSampling:
-    """The sampling of one round: of its verified rows alone, but for log-probabilities.
+    """The sampling of one round, or of a step of one: of its verified rows alone, but for log-probabilities.
 
     The host waits for drafts of rows with a grammar, and for tokens of rows with penalties.
     """
 
-    def __init__(self, batch: ScheduleBatch, limits: Sequence[int], lengths: Sequence[int]) -> None:
-        """Put the penalties of verified rows right, for the round's first pass.
+    def __init__(
+        self,
+        batch: ScheduleBatch,
+        limits: Sequence[int],
+        lengths: Sequence[int],
+        made: Sequence[int],
+        drafted: Tensor,
+    ) -> None:
+        """Put the penalties and grammars of verified rows right, for the first pass.
 
         Args:
             batch: before its first pass.
-            limits: how many tokens each row drafts.
+            limits: how many tokens each row drafts until it is checked.
             lengths: of the rows, tokens whose keys are written.
+            made: how many drafts each row has already.
+            drafted: int64 [rows, n], these drafts.
         """
         self._batch = batch
         self._info = batch.sampling_info
@@ -42,11 +51,17 @@ class CheckSampling:
         self._newest: Tensor = batch.spec_info.bonus_tokens
         self._checks: list[CheckedLogprobs] = []
         rows = [row for row, req in enumerate(batch.reqs) if _is_penalized(req)]
-        self._penalties = _penalize_pass(batch, rows, lengths) if rows else None
+        self._penalties: TokenPenalties | None = None
+        if rows:
+            inputs = torch.cat((self._newest[:, None], drafted), 1)
+            self._penalties = _penalize_pass(batch, rows, lengths, made, inputs)
         self._walks: dict[int, GrammarWalk] = {}
         for row, limit in enumerate(limits):
             if limit and (walk := begin_walk(batch.reqs[row].grammar, self._info.vocab_size, limit)) is not None:
                 self._walks[row] = walk
+                if made[row]:
+                    # SGLang allows what the grammar does where it stands now.
+                    walk.masks(drafted[row, : made[row]].tolist())
 
     def adjust(self, logits: Tensor, rows: list[int], drafted: Tensor, step: int) -> None:
         """Apply to the logits behind some drafts what dense decoding would, in place: others than these would fall.
@@ -87,6 +102,11 @@ class CheckSampling:
             named = [self._batch.token_ids_logprobs[row] for row in rows for _ in range(count)]
         drawn = sampler(checked, parameters, asks, top, named, positions)
         return drawn.to(torch.int64).view(-1, count)
+
+    def leave(self) -> None:
+        """Leave grammars as they were found, where rows have drafted and are checked in a later step."""
+        for walk in self._walks.values():
+            walk.go_back()
 
     def note(self, checked: LogitsProcessorOutput, rows: list[int], drawn: Tensor, accepted: list[int]) -> None:
         """Note how many of the tokens drawn behind ``rows`` their answers have, the newest included."""
@@ -148,21 +168,34 @@ def penalize_retracted(batch: ScheduleBatch) -> None:
     """Put the penalties of verified rows right before a prefill of answers, too: SGLang's begin anew there."""
     lengths = [len(req.origin_input_ids) + len(req.output_ids) - 1 for req in batch.reqs]
     if rows := [row for row, req in enumerate(batch.reqs) if req.output_ids and _is_penalized(req)]:
-        _penalize_pass(batch, rows, lengths)
+        nothing = torch.zeros(len(batch.reqs), 1, dtype=torch.int64, device=batch.seq_lens.device)
+        _penalize_pass(batch, rows, lengths, [0] * len(batch.reqs), nothing)
 
 
 def _is_penalized(req: Req) -> bool:
     return req.winnow_state.policy.verify is not None and is_penalized(req)
 
 
-def _penalize_pass(batch: ScheduleBatch, rows: list[int], lengths: Sequence[int]) -> TokenPenalties:
-    """Put the penalties of some rows right for a pass that draws one token of each; return those of all that follow."""
+def _penalize_pass(
+    batch: ScheduleBatch, rows: list[int], lengths: Sequence[int], made: Sequence[int], inputs: Tensor
+) -> TokenPenalties:
+    """Put the penalties of some rows right for a pass that draws one token of each; return those of all that follow.
+
+    Args:
+        batch: before the pass.
+        rows: that have penalties.
+        lengths: of all rows, tokens whose keys are written.
+        made: how many drafts each row has.
+        inputs: int64 [rows of the batch, n], the newest token of each and its drafts.
+    """
     penalties = TokenPenalties(batch, rows, lengths)
-    index = to_device(torch.tensor(rows), batch.seq_lens.device)
-    additive, scaling = penalties.at(rows, 0, torch.zeros_like(index)[:, None])
-    batch.sampling_info.acc_additive_penalties[index] = additive[:, 0]
-    if scaling is not None:
-        batch.sampling_info.acc_scaling_penalties[index] = scaling[:, 0]
+    for count in {made[row] for row in rows}:
+        own = [row for row in rows if made[row] == count]
+        index = to_device(torch.tensor(own), batch.seq_lens.device)
+        additive, scaling = penalties.at(own, count, inputs[index, : count + 1])
+        batch.sampling_info.acc_additive_penalties[index] = additive[:, 0]
+        if scaling is not None:
+            batch.sampling_info.acc_scaling_penalties[index] = scaling[:, 0]
     return penalties
 
 

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from sglang_winnow.draft_length import DraftLength
+from sglang_winnow.open_drafts import OpenDrafts
 from sglang_winnow.quality_choice import Choice
 from sglang_winnow.sglang_versions.prefix_cache import shared_length
 from sglang_winnow.sglang_versions.requests import slot_of
@@ -53,7 +54,8 @@ class RequestState:
         stage: on CUDA, which stage of its selector's preparation it has reached; -1 for none in its present slot, or
             since the last prefill.
         draft_length: how many tokens it drafts; of those that are verified.
-        rests: whether its step is dense, whatever its policy: it is verified, and a draft would not pay.
+        rests: whether its steps are dense, whatever its policy: it is verified, and drafts nothing in this round.
+        open_drafts: those whose check comes in a later step; None if there are none.
         stood: of those with penalties, the drafts that stood in its last check; SGLang takes them over a step later.
         anew_from: on CUDA, the position from which on a check has written keys anew since its last sparse step.
         sliding_layers: how many layers have a sliding window: they are dense and not counted. None before it has run.
@@ -78,6 +80,7 @@ class RequestState:
     stage: int = -1
     draft_length: DraftLength | None = None
     rests: bool = False
+    open_drafts: OpenDrafts | None = None
     stood: Sequence[int] = ()
     anew_from: int | None = None
     sliding_layers: int | None = None

@@ -1,4 +1,4 @@
-"""Rows that are not checked in a round in which others draft: they decode a token in every pass that drafts."""
+"""Rows that do not draft in a round that is one step: they decode a token in every pass in which others draft."""
 
 from __future__ import annotations
 

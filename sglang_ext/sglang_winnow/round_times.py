@@ -47,15 +47,17 @@ class BatchSize(NamedTuple):
     Attributes:
         rows: bits of their number.
         tokens: bits of the number of tokens in all contexts.
+        in_steps: whether each pass of a round is a step of its own.
     """
 
     rows: int
     tokens: int
+    in_steps: bool
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> BatchSize:
+    def of(cls, lengths: Sequence[int], *, in_steps: bool = False) -> BatchSize:
         """Return that of a batch with contexts of these ``lengths``."""
-        return cls(len(lengths).bit_length(), sum(lengths).bit_length())
+        return cls(len(lengths).bit_length(), sum(lengths).bit_length(), in_steps)
 
 
 class Clock:
@@ -84,7 +86,7 @@ class _Measured:
     """So many passes of a kind between two moments, or a round that checks a width.
 
     Attributes:
-        drafts: of a round, which are not to count.
+        drafts: between the moments where a round is checked, which are not to count.
     """
 
     size: BatchSize
@@ -117,13 +119,25 @@ class RoundTimes:
         return RoundCosts(draft / dense, known)
 
     def note_dense(self, size: BatchSize, begin: Any) -> None:
-        """Note a round of one dense decode pass, from ``begin`` until now."""
+        """Note a round of one decode pass in which nobody drafts, from ``begin`` until now."""
         self._unread.append(_Measured(size, _DENSE, 1, begin, self.clock.mark()))
 
+    def note_draft(self, size: BatchSize, begin: Any) -> None:
+        """Note a step that drafts and checks nothing, from ``begin`` until now."""
+        self._unread.append(_Measured(size, _DRAFT, 1, begin, self.clock.mark()))
+
     def note_round(
-        self, size: BatchSize, begin: Any, drafting: Any, drafted: Any, drafts: int, *, drafts_ahead: int = 0
+        self,
+        size: BatchSize,
+        begin: Any,
+        drafting: Any,
+        drafted: Any,
+        drafts: int,
+        *,
+        drafts_ahead: int = 0,
+        earlier: int = 0,
     ) -> None:
-        """Note a round of drafts and checks, from ``begin`` until now.
+        """Note a round of drafts and checks, or its last step, from ``begin`` until now.
 
         Args:
             size: of the batch.
@@ -131,11 +145,13 @@ class RoundTimes:
             drafting: where passes begin that draft.
             drafted: where they end.
             drafts: how many there are.
-            drafts_ahead: how many of them lie before ``drafting``.
+            drafts_ahead: how many of them lie between ``begin`` and ``drafting``.
+            earlier: how many of them lie before ``begin``, in steps of their own.
         """
-        if drafts > drafts_ahead:
-            self._unread.append(_Measured(size, _DRAFT, drafts - drafts_ahead, drafting, drafted))
-        self._unread.append(_Measured(size, checked_width(drafts + 1), 1, begin, self.clock.mark(), drafts))
+        here = drafts - earlier
+        if here > drafts_ahead:
+            self._unread.append(_Measured(size, _DRAFT, here - drafts_ahead, drafting, drafted))
+        self._unread.append(_Measured(size, checked_width(drafts + 1), 1, begin, self.clock.mark(), here))
 
     def _read(self) -> None:
         while self._unread:

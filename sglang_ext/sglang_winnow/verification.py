@@ -4,11 +4,16 @@ A round of a batch has as many decode passes as its longest draft, and then one 
 
 - In decode passes every row takes part. A row that is not verified gets its next tokens there, one in each, as on any
   other server, and so does one that is, where its policy attends to everything or a draft would not pay. Any other that
-  is verified drafts with its own sparse policy. Rows that ask for more than tokens take part in the first pass alone.
+  is verified drafts with its own sparse policy.
 - The last pass attends densely, from the newest accepted token and the drafts behind it. It writes their keys and
   values over those of the drafts: what is committed is dense attention's, the newest accepted token's too.
 
-Where all rows draft, the first pass of the next round is launched right behind the last one (``draft_ahead``).
+Where all rows are verified, a round is one step of the scheduler. Then rows that do not draft and ask for more than
+tokens take part in the first pass alone. Where all draft, the first pass of the next round is launched right behind the
+last one (``draft_ahead``).
+
+Where only some rows are verified, each decode pass is a step, and the check follows in the step of the last one
+(``open_drafts``). A verified row gets no token in the other steps.
 
 Behind each of these tokens the last pass draws the next one, as dense decoding would, and a draft stands if it is the
 one that was drawn. So answers have the distribution of dense decoding, whatever is drafted. Drafts are the tokens that

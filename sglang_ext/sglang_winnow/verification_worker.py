@@ -14,13 +14,14 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from sglang_winnow.check_sampling import CheckSampling, penalize_retracted
+from sglang_winnow.decode_round import Round
 from sglang_winnow.draft_ahead import DraftsAhead, can_draft_ahead
 from sglang_winnow.draft_length import DraftLength, agree, begin_round
 from sglang_winnow.next_tokens import CheckedTokens, NextTokens
+from sglang_winnow.open_drafts import DraftPool, drafts_in_steps, limits_in_steps
 from sglang_winnow.ranks import attention_ranks
 from sglang_winnow.reporting import note_rows
 from sglang_winnow.request_policy import drafts, reads_everything
-from sglang_winnow.round_rows import decoded_tokens
 from sglang_winnow.round_times import ASSUMED, BatchSize, Clock, RoundTimes
 from sglang_winnow.simulated_acceptance import simulated_acceptance
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
@@ -61,6 +62,7 @@ class VerificationWorker(BaseSpecWorker):
         self._graphs: CheckGraphs | None = None
         self._context_length: int = target_worker.model_runner.model_config.context_len
         self._ahead: DraftsAhead | None = None
+        self._open_drafts: DraftPool | None = None
         self._end: Any = None
         self._times = RoundTimes(Clock(torch.device(target_worker.model_runner.device)))
         # Several ranks must draft alike, and would measure different times.
@@ -87,6 +89,8 @@ class VerificationWorker(BaseSpecWorker):
         else:
             # Who was retracted is prefilled, and has other slots; and what this takes belongs to no round.
             self._ahead = self._end = None
+            for req in batch.reqs:
+                req.winnow_state.open_drafts = None
             penalize_retracted(batch)
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens.clone()
@@ -98,74 +102,120 @@ class VerificationWorker(BaseSpecWorker):
         return result
 
     def _round(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
-        bonus, lengths = batch.spec_info.bonus_tokens, batch.seq_lens
+        """Run a round, or a step of one: passes that draft, and behind the last of them what checks."""
+        lengths = batch.seq_lens
         on_host = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else lengths.cpu()
         known = on_host.tolist()
-        size = BatchSize.of(known)
-        limits = self._limits(batch, known, size)
+        size = BatchSize.of(known, in_steps=drafts_in_steps(batch.reqs))
+        own = Round(batch, on_host, known, size, self._limits(batch, known, size), self._context_length)
         drafting = self._times.clock.mark()
         begin, self._end = drafting if self._end is None else self._end, None
-        verified = [row for row, limit in enumerate(limits) if limit]
-        if on_publish is not None and not verified:
+        accepted = own.accepted()
+        if on_publish is not None and not own.checks:
             # Known before the pass: the next one can be prepared while it runs.
-            on_publish(lengths + 1)
-        sampling = CheckSampling(batch, limits, known)
-        tokens = torch.zeros(len(batch.reqs), WIDTH, dtype=torch.int64, device=lengths.device)
-        result, tokens[:, 0], drafts_ahead = self._first_pass(batch, limits, verified, on_host)
-        result.accept_lens = torch.ones_like(lengths, dtype=torch.int32)
+            on_publish(lengths + accepted)
+        tokens = self._earlier_drafts(own)
+        sampling = CheckSampling(batch, own.limits, known, own.made, tokens)
+        result, drafts_ahead = self._first_pass(own, tokens)
+        result.accept_lens = accepted
         checks: list[_Check] = []
-        if verified:
-            decoded = decoded_tokens(batch, limits, known, self._context_length)
-            self._draft(batch, limits, decoded, tokens, lengths, on_host, sampling)
-            # What checked rows come to is known when they have been.
-            counts = torch.tensor([max(1, count) for count in decoded], dtype=torch.int32)
-            result.accept_lens = to_device(counts, lengths.device)
+        if own.checks:
+            if not size.in_steps:
+                self._draft(own, tokens, sampling)
             was_drafted = self._times.clock.mark()
             checks = [
-                self._verify(batch, rows, limits, bonus, tokens, result.accept_lens, on_host, sampling)
-                for rows in self._parts(verified, limits)
+                self._verify(own, rows, tokens, accepted, sampling) for rows in self._parts(own.verified, own.limits)
             ]
-            self._times.note_round(size, begin, drafting, was_drafted, max(limits), drafts_ahead=drafts_ahead)
-        elif self._is_dense(batch, known):
-            self._times.note_dense(size, begin)
+            drafts, earlier = max(own.limits), max(own.made)
+            self._times.note_round(
+                size, begin, drafting, was_drafted, drafts, drafts_ahead=drafts_ahead, earlier=earlier
+            )
+        else:
+            sampling.leave()
+            self._note_pass(own, begin)
         self._end = self._times.clock.mark()
-        result.next_token_ids = tokens.flatten()
-        result.new_seq_lens = lengths + result.accept_lens
-        if on_publish is not None and verified:
+        newest = self._hand_on(own, tokens, result)
+        if on_publish is not None and own.checks:
             on_publish(result.new_seq_lens)
-        newest = tokens.gather(1, (result.accept_lens.long() - 1)[:, None])[:, 0]
-        result.next_draft_input = NextTokens(newest)
         note_rows(result, self.target_worker, batch)
         if checks:
-            goes_on = can_draft_ahead(batch, limits, known, self._context_length)
-            # Found before the host knows who has ended, and gives their slots to others.
-            slots = _slots_at(batch, result.new_seq_lens) if goes_on else None
-            accepted = OnHost(result.accept_lens)
-            if slots is not None:
-                self._draft_ahead(batch, limits, newest, slots, result, on_host)
+            on_the_way = OnHost(accepted)
+            self._draft_ahead(own, newest, result)
             # Only now does the host wait for the device.
-            self._learn(batch, limits, checks, accepted.tolist(), sampling, size)
+            self._learn(own, checks, on_the_way.tolist(), sampling)
         sampling.finish(result.logits_output)
-        if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
-            result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
         return result
 
-    def _first_pass(
-        self, batch: ScheduleBatch, limits: Sequence[int], verified: Sequence[int], on_host: Tensor
-    ) -> tuple[GenerationBatchResult, Tensor, int]:
-        """Return a round's first pass, the token that each row has of it, and how many drafts were made ahead."""
+    def _earlier_drafts(self, own: Round) -> Tensor:
+        """Return room for the tokens of a round, int64 [rows, ``WIDTH``], with the drafts of its earlier steps."""
+        slots = own.batch.req_pool_indices
+        tokens = torch.zeros(len(slots), WIDTH, dtype=torch.int64, device=slots.device)
+        if any(own.made):
+            tokens[:, :MAX_DRAFT_TOKENS] = self._pool(own.batch).read(slots)
+        return tokens
+
+    def _note_pass(self, own: Round, begin: Any) -> None:
+        """Note what a pass took behind which nothing is checked."""
+        if own.verified:
+            self._times.note_draft(own.size, begin)
+        elif own.size.in_steps or self._is_dense(own.batch, own.lengths):
+            self._times.note_dense(own.size, begin)
+
+    def _hand_on(self, own: Round, tokens: Tensor, result: GenerationBatchResult) -> Tensor:
+        """Put into the result what SGLang takes from it, and keep open drafts; return the newest tokens, int64 [rows].
+
+        Args:
+            own: the round.
+            tokens: int64 [rows, ``WIDTH``], what the rows have drafted or come to.
+            result: of the first pass, with how many tokens were accepted.
+        """
+        batch, accepted = own.batch, result.accept_lens
+        result.next_token_ids = tokens.flatten()
+        result.new_seq_lens = batch.seq_lens + accepted
+        newest = tokens.gather(1, (accepted.long() - 1).clamp_min(0)[:, None])[:, 0]
+        if own.verified and not own.checks:
+            newest = torch.where(accepted > 0, newest, batch.spec_info.bonus_tokens)
+            self._pool(batch).write(batch.req_pool_indices, tokens[:, :MAX_DRAFT_TOKENS])
+            result.winnow_drafting = frozenset(own.verified)
+        own.note_drafts()
+        result.next_draft_input = NextTokens(newest)
+        if batch.return_hidden_states and (states := result.logits_output.hidden_states) is not None:
+            result.logits_output.hidden_states = states.repeat_interleave(WIDTH, 0)
+        return newest
+
+    def _pool(self, batch: ScheduleBatch) -> DraftPool:
+        if self._open_drafts is None:
+            table = batch.req_to_token_pool.req_to_token
+            self._open_drafts = DraftPool(len(table), table.device)
+        return self._open_drafts
+
+    def _first_pass(self, own: Round, tokens: Tensor) -> tuple[GenerationBatchResult, int]:
+        """Return the first pass of a round or step, and how many drafts were made ahead; fill in what rows have of it.
+
+        ``tokens``, int64 [rows, ``WIDTH``], holds the drafts of earlier steps.
+        """
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and (drafts_ahead := ahead.of(batch.reqs, limits)) is not None:
-            return ahead.result, drafts_ahead, 1
-        result = self._decode(_part(batch, None), batch.spec_info.bonus_tokens, batch.seq_lens, on_host)
-        tokens = result.next_token_ids.to(torch.int64)
-        if verified:
-            index = to_device(torch.tensor(verified), tokens.device)
-            tokens = tokens.index_copy(0, index, result.logits_output.next_token_logits[index].argmax(-1))
-        return result, tokens, 0
+        batch, on_host = own.batch, own.on_host
+        if ahead is not None and (drafts_ahead := ahead.of(batch.reqs, own.limits)) is not None:
+            tokens[:, 0] = drafts_ahead
+            return ahead.result, 1
+        newest, cached = batch.spec_info.bonus_tokens, batch.seq_lens
+        place = torch.zeros_like(newest)
+        if any(own.made):
+            made = torch.tensor(own.made)
+            place = to_device(made, newest.device)
+            last = tokens.gather(1, (place - 1).clamp_min(0)[:, None])[:, 0]
+            newest, cached, on_host = torch.where(place > 0, last, newest), cached + place, on_host + made
+        result = self._decode(_part(batch, None), newest, cached, on_host)
+        drawn = result.next_token_ids.to(torch.int64)
+        if own.verified:
+            index = to_device(torch.tensor(own.verified), drawn.device)
+            drawn = drawn.index_copy(0, index, result.logits_output.next_token_logits[index].argmax(-1))
+        tokens.scatter_(1, place[:, None], drawn[:, None])
+        return result, 0
 
     def _limits(self, batch: ScheduleBatch, lengths: Sequence[int], size: BatchSize) -> list[int]:
-        """Return how many tokens each row drafts in this round; note who rests."""
+        """Return how many tokens each row drafts until its check; note who rests."""
         page_size = self.target_worker.model_runner.page_size
         drafting: dict[int, DraftLength] = {}
         for row, (req, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
@@ -173,45 +223,45 @@ class VerificationWorker(BaseSpecWorker):
             req.winnow_state.rests = False
             if drafts(req.winnow_state, length + 1, page_size):
                 drafting[row] = req.winnow_state.draft_length
-        begin_round(list(drafting.values()))
-        # Before anybody drafts as many as pay, a dense pass tells what that is to be measured by.
+        opened = [req.winnow_state.open_drafts for req in batch.reqs]
+        begins = not any(opened)
+        if begins:
+            begin_round(list(drafting.values()))
+        # Before anybody drafts as many as pay, a pass without drafts tells what that is to be measured by.
         measures = (
-            self._measures and self._times.costs(size) is None and all(each.follows for each in drafting.values())
+            begins
+            and self._measures
+            and self._times.costs(size) is None
+            and all(each.follows for each in drafting.values())
         )
         limits = [0] * len(batch.reqs)
         for row, draft_length in drafting.items():
             req = batch.reqs[row]
             wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
             limits[row] = 0 if measures else draft_length.next(wanted)
-            req.winnow_state.rests = limits[row] == 0
+        if size.in_steps:
+            limits = limits_in_steps(limits, opened)
+        for req, limit in zip(batch.reqs, limits, strict=True):
+            # In all passes of the round: some may lie behind the length from which on its policy leaves something out.
+            req.winnow_state.rests = req.winnow_state.policy.verify is not None and limit == 0
         return limits
 
-    def _learn(
-        self,
-        batch: ScheduleBatch,
-        limits: Sequence[int],
-        checks: Sequence[_Check],
-        accepted: Sequence[int],
-        sampling: CheckSampling,
-        size: BatchSize,
-    ) -> None:
+    def _learn(self, own: Round, checks: Sequence[_Check], accepted: Sequence[int], sampling: CheckSampling) -> None:
         """Note what checks have come to; let those who draft as many as pay learn from it.
 
         Args:
-            batch: in the round.
-            limits: how many tokens each of its rows has drafted.
+            own: the round.
             checks: of the round.
             accepted: how many tokens of each row stand, one more included.
             sampling: of the round.
-            size: of the batch.
         """
         drafting: list[DraftLength] = []
         for check in checks:
             sampling.note(check.output, check.rows, check.drawn, [accepted[row] for row in check.rows])
             for row in check.rows:
-                drafting.append(batch.reqs[row].winnow_state.draft_length)
-                drafting[-1].note(limits[row], accepted[row] - 1)
-        agree(drafting, (self._times.costs(size) if self._measures else None) or ASSUMED)
+                drafting.append(own.batch.reqs[row].winnow_state.draft_length)
+                drafting[-1].note(own.limits[row], accepted[row] - 1)
+        agree(drafting, (self._times.costs(own.size) if self._measures else None) or ASSUMED)
 
     def _is_dense(self, batch: ScheduleBatch, lengths: Sequence[int]) -> bool:
         """Return whether a pass in which nobody drafts was dense for everybody."""
@@ -219,19 +269,15 @@ class VerificationWorker(BaseSpecWorker):
         rows = zip(batch.reqs, lengths, strict=True)
         return all(reads_everything(req.winnow_state, length + 1, page_size) for req, length in rows)
 
-    def _draft_ahead(
-        self,
-        batch: ScheduleBatch,
-        limits: Sequence[int],
-        newest: Tensor,
-        slots: Tensor,
-        result: GenerationBatchResult,
-        on_host: Tensor,
-    ) -> None:
-        """Launch the pass that drafts first in the next round, behind the ``newest`` tokens, which get ``slots``."""
-        accepted = result.accept_lens
-        most = torch.tensor(limits) + 1 if accepted.is_cuda else accepted
-        bounds = on_host + most
+    def _draft_ahead(self, own: Round, newest: Tensor, result: GenerationBatchResult) -> None:
+        """Launch the pass that drafts first in the next round, behind the ``newest`` tokens, if there can be one."""
+        batch, accepted = own.batch, result.accept_lens
+        if not can_draft_ahead(batch, own.limits, own.lengths, self._context_length):
+            return
+        # Found before the host knows who has ended, and gives their slots to others.
+        slots = _slots_at(batch, result.new_seq_lens)
+        most = torch.tensor(own.limits) + 1 if accepted.is_cuda else accepted
+        bounds = own.on_host + most
         states = [req.winnow_state for req in batch.reqs]
         if not self.target_worker.model_runner.attn_backend.can_decode_ahead(states, (bounds + 1).tolist()):
             return
@@ -258,24 +304,19 @@ class VerificationWorker(BaseSpecWorker):
         part.spec_info = None
         return self.target_worker.forward_batch_generation(part, is_verify=not sample)
 
-    def _draft(
-        self,
-        batch: ScheduleBatch,
-        limits: list[int],
-        decoded: list[int],
-        tokens: Tensor,
-        lengths: Tensor,
-        on_host: Tensor,
-        sampling: CheckSampling,
-    ) -> None:
+    def _draft(self, own: Round, tokens: Tensor, sampling: CheckSampling) -> None:
         """Fill in what follows the first of ``tokens``: drafts, the most probable each, and what other rows draw."""
-        sampler = self.target_worker.model_runner.sampler
-        for step in range(1, max(limits)):
-            drafting = [row for row, limit in enumerate(limits) if limit > step]
-            others = [row for row, count in enumerate(decoded) if count > step]
+        sampler, lengths = self.target_worker.model_runner.sampler, own.batch.seq_lens
+        for step in range(1, max(own.limits)):
+            drafting = [row for row, limit in enumerate(own.limits) if limit > step]
+            others = [row for row, count in enumerate(own.decoded) if count > step]
             index = to_device(torch.tensor(drafting + others), lengths.device)
-            newest, cached, known = tokens[index, step - 1], lengths[index] + step, on_host[drafting + others] + step
-            part, count = _part(batch, drafting + others), len(drafting)
+            newest, cached, known = (
+                tokens[index, step - 1],
+                lengths[index] + step,
+                own.on_host[drafting + others] + step,
+            )
+            part, count = _part(own.batch, drafting + others), len(drafting)
             output = self._decode(part, newest, cached, known, sample=False).logits_output
             logits, output.next_token_logits = output.next_token_logits.tensor_split([count])
             sampling.adjust(logits, drafting, tokens, step)
@@ -295,22 +336,13 @@ class VerificationWorker(BaseSpecWorker):
         for first in range(0, len(rows), at_once):
             yield rows[first : first + at_once]
 
-    def _verify(
-        self,
-        batch: ScheduleBatch,
-        rows: list[int],
-        limits: list[int],
-        bonus: Tensor,
-        tokens: Tensor,
-        accepted: Tensor,
-        on_host: Tensor,
-        sampling: CheckSampling,
-    ) -> _Check:
+    def _verify(self, own: Round, rows: list[int], tokens: Tensor, accepted: Tensor, sampling: CheckSampling) -> _Check:
         """Check the drafts that ``rows`` have as ``tokens``; fill in what is drawn, and how many are ``accepted``.
 
         Where a row has drafted fewer than others, nothing is asked of the tokens that fill it up.
         """
-        width = max(limits[row] for row in rows) + 1
+        batch, on_host, bonus = own.batch, own.on_host, own.batch.spec_info.bonus_tokens
+        width = max(own.limits[row] for row in rows) + 1
         if self._graphs is not None:
             width = self._graphs.width(width)
         runner, part = self.target_worker.model_runner, _part(batch, rows)
@@ -330,17 +362,17 @@ class VerificationWorker(BaseSpecWorker):
         with nullcontext() if self._graphs is None else self._graphs.checking(width):
             checked = self.target_worker.forward_batch_generation(part, is_verify=True).logits_output
         inputs = part.input_ids.view(len(rows), width)
-        own = sampling.draw(runner.sampler, checked, rows, inputs, part.spec_info.positions)
-        limit = to_device(torch.tensor([limits[row] for row in rows]), bonus.device)
+        drawn = sampling.draw(runner.sampler, checked, rows, inputs, part.spec_info.positions)
+        limit = to_device(torch.tensor([own.limits[row] for row in rows]), bonus.device)
         standing = simulated_acceptance(limit)
         if standing is None:
-            standing = standing_drafts(drafted, own, limit)
+            standing = standing_drafts(drafted, drawn, limit)
         accepted[index] = (1 + standing).to(accepted.dtype)
-        tokens[index, :width] = own
+        tokens[index, :width] = drawn
         (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
         for row in rows:
             batch.reqs[row].winnow_state.written_anew(int(on_host[row]))
-        return _Check(rows, checked, own)
+        return _Check(rows, checked, drawn)
 
 
 def standing_drafts(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:

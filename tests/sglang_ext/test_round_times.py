@@ -86,6 +86,35 @@ def test_what_lies_between_rounds_is_part_of_checks() -> None:
     assert [found.check(drafts) for drafts in (1, 4)] == pytest.approx([1.625, 1.625])
 
 
+def test_drafts_in_steps_of_their_own_are_no_part_of_the_check() -> None:
+    """Costs of steps are apart from those of whole rounds of as large batches."""
+    size = BatchSize.of([900, 1100], in_steps=True)
+    clock = Moments()
+    times = RoundTimes(clock)
+    for _ in range(2):
+        dense(times, clock, 2.0)
+    assert times.costs(size) is None
+    for _ in range(2):
+        begin = clock.mark()
+        clock.now += 2.0
+        times.note_dense(size, begin)
+    for _ in range(4):
+        for _ in range(3):
+            begin = clock.mark()
+            clock.now += 0.5
+            times.note_draft(size, begin)
+        begin = clock.mark()
+        clock.now += 0.5
+        drafted = clock.mark()
+        clock.now += 3.0
+        times.note_round(size, begin, begin, drafted, 4, earlier=3)
+    found = times.costs(size)
+    assert found is not None
+    assert found.draft == pytest.approx(0.25)
+    assert found.check(4) == pytest.approx(1.5)
+    assert times.costs(SIZE) == ASSUMED
+
+
 def test_a_check_is_not_free() -> None:
     clock = Moments()
     times = RoundTimes(clock)
