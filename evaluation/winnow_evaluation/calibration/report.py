@@ -15,7 +15,7 @@ from winnow_evaluation.calibration.report_parts import drafts_section, scrolling
 from winnow_evaluation.fidelity.policies import Measured
 from winnow_evaluation.fidelity.record import SWEPT
 from winnow_evaluation.fidelity.table import prefill_label
-from winnow_evaluation.plotting import COLORS, label_axes, svg
+from winnow_evaluation.plotting import COLORS, label_axes, save_plot, svg
 from winnow_evaluation.writing import number, percent
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 
@@ -31,6 +31,7 @@ Lines = Mapping[str, Sequence[tuple[Curve, Point]]]
 
 _HEIGHT: Final = 9.0
 _TIME_HEIGHT: Final = 3.6
+_FRONTIER_HEIGHT: Final = 6.4
 _HEADINGS: Final = ("policy", "KV read %", "time", "KL", "top-1 equal %", "true share", "on the front by")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _STYLE: Final = """
@@ -171,6 +172,27 @@ def _costs(found: Iterable[tuple[Curve, Point]], cost: Cost) -> list[tuple[float
     return [(own, point.kl) for curve, point in found if (own := cost(curve, point)) is not None]
 
 
+def save_frontier(profile: Profile, length: int, path: Path) -> None:
+    """Write to ``path`` as SVG the KL of policies by what they read and by their time, with the Pareto fronts.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the profile has no times, or not of this length.
+    """
+    if profile.speed is None or length not in profile.lengths:
+        raise ValueError(f"length: the profile must have times at {length:,} tokens; it has {profile.lengths}")
+    lines, time = _lines(_at(profile, length)), _time(profile, length)
+
+    def draw(figure: Figure) -> None:
+        by_read, by_time = figure.subplots(2, 1)
+        _draw_kl(by_read, lines)
+        _label_read(by_read)
+        _draw_kl_by_time(by_time, lines, time)
+        _add_legend(figure, by_read, by_time)
+
+    save_plot(path, _FRONTIER_HEIGHT, draw)
+
+
 def _plots(profile: Profile, length: int) -> str:
     lines = _lines(_at(profile, length))
     drawn = svg(f"{profile.model.name}-{length}", _HEIGHT, lambda figure: _draw(figure, lines))
@@ -205,25 +227,38 @@ def _lines(found: Sequence[tuple[Curve, Point]]) -> Lines:
 
 def _draw(figure: Figure, lines: Lines) -> None:
     axes: Sequence[Axes] = figure.subplots(3, 1, sharex=True)
-    plots: tuple[tuple[str, str, Any], ...] = (
-        ("KL to dense attention", "nats", lambda point: point.kl if point.kl > 0 else None),
-        ("Next token equal to dense attention's", "share", lambda point: point.top1),
-        ("Attention mass of what is read", "share", lambda point: point.true_share),
-    )
-    for own, (title, unit, value) in zip(axes, plots, strict=True):
-        for place, (label, points) in enumerate(lines.items()):
-            shown = [(point.kv_read_ratio, value(point)) for _, point in points if value(point) is not None]
-            _draw_line(own, place, label, shown)
-        label_axes(own, title, "", unit)
-    _draw_front(axes[0], _costs((each for own in lines.values() for each in own), _read))
-    _label_kl(axes[0])
-    axes[-1].set_xlabel("KV cache and index read, of what dense attention reads")
-    axes[-1].xaxis.set_major_formatter(lambda ratio, _: f"{100 * ratio:g} %")
+    _draw_kl(axes[0], lines)
+    _draw_by_read(axes[1], lines, "Next token equal to dense attention's", "share", lambda point: point.top1)
+    _draw_by_read(axes[2], lines, "Attention mass of what is read", "share", lambda point: point.true_share)
+    _label_read(axes[-1])
     _add_legend(figure, axes[0])
 
 
 def _draw_time(figure: Figure, lines: Lines, time: Cost) -> None:
     axes: Axes = figure.subplots()
+    _draw_kl_by_time(axes, lines, time)
+    _add_legend(figure, axes)
+
+
+def _draw_by_read(axes: Axes, lines: Lines, title: str, unit: str, value: Callable[[Point], float | None]) -> None:
+    for place, (label, points) in enumerate(lines.items()):
+        shown = [(point.kv_read_ratio, own) for _, point in points if (own := value(point)) is not None]
+        _draw_line(axes, place, label, shown)
+    label_axes(axes, title, "", unit)
+
+
+def _draw_kl(axes: Axes, lines: Lines) -> None:
+    _draw_by_read(axes, lines, "KL to dense attention", "nats", lambda point: point.kl if point.kl > 0 else None)
+    _draw_front(axes, _costs((each for own in lines.values() for each in own), _read))
+    _label_kl(axes)
+
+
+def _label_read(axes: Axes) -> None:
+    axes.set_xlabel("KV cache and index read, of what dense attention reads")
+    axes.xaxis.set_major_formatter(lambda ratio, _: f"{100 * ratio:g} %")
+
+
+def _draw_kl_by_time(axes: Axes, lines: Lines, time: Cost) -> None:
     for place, (label, points) in enumerate(lines.items()):
         shown = [(own, point.kl) for curve, point in points if (own := time(curve, point)) is not None and point.kl > 0]
         _draw_line(axes, place, label, shown)
@@ -235,7 +270,6 @@ def _draw_time(figure: Figure, lines: Lines, time: Cost) -> None:
     _label_kl(axes)
     axes.set_xscale("log")
     _plain_logarithms(axes.xaxis)
-    _add_legend(figure, axes)
 
 
 def _draw_line(axes: Axes, place: int, label: str, points: Sequence[tuple[float, float]]) -> None:
@@ -271,6 +305,9 @@ def _plain_logarithms(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _add_legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+def _add_legend(figure: Figure, *plots: Axes) -> None:
+    handles: dict[str, Any] = {}
+    for axes in plots:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
