@@ -1,279 +1,18 @@
-"""Batches in which some rows are verified and others not, with a toy model: who gets which token in which step.
-
-The model's next token depends on every token before, as the KV cache has them. Drafts are often wrong.
-"""
+"""Batches in which some rows are verified and others not, with a toy model: who gets which token in which step."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import pytest
-import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_winnow import verification_worker
 from sglang_winnow.crossover import acting_at_every_length
-from sglang_winnow.next_tokens import NextTokens
-from sglang_winnow.request_policy import drafts
-from sglang_winnow.request_state import RequestState
-from sglang_winnow.round_times import Clock, RoundTimes
-from sglang_winnow.rows_with_tokens import process_rows_with_tokens
-from sglang_winnow.verification_worker import WIDTH, VerificationWorker, standing_drafts
-from winnow_kernels.policies.attention_policy import parse_policy
-
-VOCABULARY: Final = 30
-SLOTS: Final = 12
-POSITIONS: Final = 160
-CPU: Final = torch.device("cpu")
-
-
-def dense_token(tokens: Sequence[int]) -> int:
-    return hash((*tokens, 7)) % VOCABULARY
-
-
-def sparse_token(tokens: Sequence[int]) -> int:
-    """Return another token than ``dense_token`` in a third of all cases."""
-    exact = dense_token(tokens)
-    return (exact + 1) % VOCABULARY if hash((*tokens, 11)) % 3 == 0 else exact
-
-
-def chain(prompt: Sequence[int], count: int, policy: dict[str, Any]) -> list[int]:
-    """Return the answer of a request alone."""
-    tokens = [*prompt, dense_token(prompt)]
-    while len(tokens) < len(prompt) + count:
-        is_sparse = policy["decode"]["policy"] != "dense" and "verify" not in policy
-        tokens.append((sparse_token if is_sparse else dense_token)(tokens))
-    return tokens[len(prompt) :]
-
-
-@dataclass(eq=False)
-class Request:
-    prompt: list[int]
-    asked: dict[str, Any]
-    wanted: int
-    output_ids: list[int] = field(default_factory=list)
-    slot: int = -1
-    committed: int = 0
-    ended: bool = False
-    is_retracted: bool = False
-    grammar: None = None
-    return_logprob: bool = False
-
-    def __post_init__(self) -> None:
-        self.origin_input_ids = self.prompt
-        self.winnow_state = RequestState(parse_policy(self.asked), len(self.prompt))
-        self.sampling_params = SimpleNamespace(
-            max_new_tokens=self.wanted,
-            frequency_penalty=0.0,
-            presence_penalty=0.0,
-            repetition_penalty=1.0,
-            min_new_tokens=0,
-        )
-
-    @property
-    def is_verified(self) -> bool:
-        return self.winnow_state.policy.verify is not None
-
-
-@dataclass(eq=False)
-class Sampling:
-    """Of SGLang's ``SamplingBatchInfo`` what is read."""
-
-    temperatures: Tensor
-    top_ps = top_ks = min_ps = sampling_seed = logit_bias = None
-    vocab_size: int = VOCABULARY
-    has_custom_logit_processor: bool = False
-
-    def apply_logits_bias(self, logits: Tensor) -> None:
-        assert logits.shape[1] == VOCABULARY
-
-
-class Model:
-    """The target worker: the tokens of the KV cache, and which of them were written densely."""
-
-    def __init__(self) -> None:
-        self.table = torch.arange(SLOTS * POSITIONS).view(SLOTS, POSITIONS)
-        self.tokens = [-1] * (SLOTS * POSITIONS)
-        self.is_dense = [False] * (SLOTS * POSITIONS)
-        # By request: what was drafted since its last check.
-        self.drafted: dict[int, list[int]] = {}
-        self.widths: list[int] = []
-        backend = SimpleNamespace(accept=lambda _accepted: None, can_decode_ahead=lambda _states, _bounds: True)
-        self.model_runner = SimpleNamespace(
-            page_size=1,
-            attn_backend=backend,
-            sampler=lambda output, *_: output.next_token_logits.argmax(-1),
-            model_config=SimpleNamespace(context_len=POSITIONS),
-        )
-
-    def forward_batch_generation(self, part: Any, *, is_verify: bool = False) -> GenerationBatchResult:
-        lengths = part.seq_lens.tolist()
-        assert part.seq_lens_cpu.tolist() == lengths
-        width = len(part.input_ids) // len(lengths) if part.forward_mode.is_target_verify() else 1
-        found = []
-        for row, (req, length) in enumerate(zip(part.reqs, lengths, strict=True)):
-            own = slice(row * width, (row + 1) * width)
-            inputs, slots = part.input_ids[own].tolist(), part.out_cache_loc[own].tolist()
-            assert slots == self.table[req.slot, length - width : length].tolist()
-            found += self._row(part, req, length - width, inputs)
-        logits = torch.zeros(len(found), VOCABULARY)
-        logits[torch.arange(len(found)), torch.tensor(found)] = 1.0
-        result = GenerationBatchResult(logits_output=LogitsProcessorOutput(next_token_logits=logits))
-        if not is_verify:
-            result.next_token_ids = torch.tensor(found)
-        return result
-
-    def _row(self, part: Any, req: Request, begin: int, inputs: list[int]) -> list[int]:
-        checks = part.forward_mode.is_target_verify()
-        is_draft = not checks and drafts(req.winnow_state, begin + 1, 1)
-        is_sparse = is_draft or (not checks and not req.is_verified and req.asked["decode"]["policy"] != "dense")
-        if checks:
-            self.widths.append(len(inputs) - 1)
-        found = []
-        for place, token in enumerate(inputs, begin):
-            self.write(req.slot, place, token, is_dense=not is_sparse)
-            before = self.written(req.slot, place + 1)
-            found.append((sparse_token if is_sparse else dense_token)(before))
-        if is_draft:
-            self.drafted.setdefault(id(req), []).append(found[0])
-        return found
-
-    def write(self, slot: int, place: int, token: int, *, is_dense: bool) -> None:
-        self.tokens[slot * POSITIONS + place] = token
-        self.is_dense[slot * POSITIONS + place] = is_dense
-
-    def written(self, slot: int, count: int) -> list[int]:
-        return self.tokens[slot * POSITIONS : slot * POSITIONS + count]
-
-
-class Scheduler:
-    """What SGLang's scheduler does around a worker, with results that are processed a step later, or at once."""
-
-    def __init__(self, worker: Any, model: Model, *, overlaps: bool) -> None:
-        self._worker, self._model, self._overlaps = worker, model, overlaps
-        self.running: list[Request] = []
-        self._queue: list[tuple[Any, GenerationBatchResult]] = []
-        self._free = list(range(SLOTS))
-        self._lengths = torch.zeros(SLOTS, dtype=torch.int64)
-        self._newest = torch.zeros(SLOTS, dtype=torch.int64)
-        # Tokens that an unverified request got in a step, beside rows that drafted.
-        self.bursts: Counter[int] = Counter()
-        self.ended: list[Request] = []
-
-    def admit(self, req: Request) -> None:
-        if not self._free:
-            return
-        req.slot, req.is_retracted = self._free.pop(0), False
-        tokens = req.prompt + req.output_ids
-        for place, token in enumerate(tokens):
-            self._model.write(req.slot, place, token, is_dense=True)
-        req.committed = len(tokens)
-        batch = self._batch([req], ForwardMode.EXTEND, torch.tensor([len(tokens)]))
-        batch.prompts = [tokens]
-        self.running.append(req)
-        self._run(batch)
-
-    def step(self) -> None:
-        if self.running:
-            slots = torch.tensor([req.slot for req in self.running])
-            self._run(self._batch(list(self.running), ForwardMode.DECODE, self._lengths[slots]))
-        elif self._queue:
-            self._process()
-
-    def leave(self, req: Request, *, retract: bool) -> None:
-        """Abort a request, or retract it to be prefilled anew."""
-        self.running.remove(req)
-        self._free.append(req.slot)
-        if retract:
-            req.is_retracted = True
-        else:
-            req.ended = True
-
-    def _batch(self, reqs: list[Request], mode: ForwardMode, lengths: Tensor) -> Any:
-        slots = torch.tensor([req.slot for req in reqs])
-        return SimpleNamespace(
-            reqs=reqs,
-            forward_mode=mode,
-            req_pool_indices=slots,
-            req_pool_indices_cpu=slots,
-            seq_lens=lengths,
-            seq_lens_cpu=lengths.clone(),
-            orig_seq_lens=lengths,
-            spec_info=NextTokens(self._newest[slots]),
-            req_to_token_pool=SimpleNamespace(req_to_token=self._model.table),
-            sampling_info=Sampling(torch.ones(len(reqs), 1)),
-            return_logprob=False,
-            return_hidden_states=False,
-            enable_overlap=self._overlaps,
-        )
-
-    def _run(self, batch: Any) -> None:
-        published: list[Tensor] = []
-        if batch.forward_mode.is_extend():
-            batch.input_ids = None
-            result = self._prefilled(batch, published.append)
-        else:
-            result = self._worker.forward_batch_generation(batch, published.append)
-        [lengths] = published
-        assert lengths.tolist() == result.new_seq_lens.tolist()
-        self._lengths[batch.req_pool_indices] = lengths
-        self._newest[batch.req_pool_indices] = result.next_draft_input.bonus_tokens
-        self._queue.append((batch, result))
-        if not self._overlaps or len(self._queue) > 1:
-            self._process()
-
-    def _prefilled(self, batch: Any, on_publish: Callable[[Tensor], None]) -> GenerationBatchResult:
-        target = self._worker._target_worker
-        tokens = torch.tensor([dense_token(prompt) for prompt in batch.prompts])
-        prefill = GenerationBatchResult(next_token_ids=tokens)
-        self._worker._target_worker = SimpleNamespace(forward_batch_generation=lambda _batch: prefill)
-        try:
-            return self._worker.forward_batch_generation(batch, on_publish)
-        finally:
-            self._worker._target_worker = target
-
-    def _process(self) -> None:
-        batch, result = self._queue.pop(0)
-        if batch.forward_mode.is_decode():
-            process_rows_with_tokens(self._process_rows, None, batch, result)
-        else:
-            self._append(batch.reqs[0], result.next_token_ids.tolist(), is_prefill=True)
-
-    def _process_rows(self, _processor: None, batch: Any, result: GenerationBatchResult) -> None:
-        counts = result.accept_lens.tolist()
-        tokens = result.next_token_ids.view(len(counts), WIDTH).tolist()
-        assert len(counts) == len(batch.reqs)
-        for req, own, count in zip(batch.reqs, tokens, counts, strict=True):
-            assert count > 0
-            if not req.is_verified:
-                self.bursts[count] += 1
-            self._append(req, own[:count])
-
-    def _append(self, req: Request, tokens: list[int], *, is_prefill: bool = False) -> None:
-        if req.ended or req.is_retracted:
-            return
-        req.output_ids += tokens
-        req.committed += 0 if is_prefill else len(tokens)
-        if len(req.output_ids) < req.wanted:
-            return
-        del req.output_ids[req.wanted :]
-        req.ended = True
-        self.running.remove(req)
-        self._free.append(req.slot)
-        self.ended.append(req)
-        kept = len(req.prompt) + req.wanted - 1
-        assert self._model.written(req.slot, kept) == [*req.prompt, *req.output_ids][:kept]
-        if req.is_verified:
-            first = req.slot * POSITIONS
-            assert all(self._model.is_dense[first : first + kept])
+from sglang_winnow.verification_worker import VerificationWorker, standing_drafts
+from tests.sglang_ext.toy_scheduler import SLOTS, VOCABULARY, Model, Request, Scheduler, chain, worker_of
 
 
 @pytest.fixture
@@ -281,16 +20,6 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     monkeypatch.setattr(verification_worker, "note_rows", lambda *_: None)
     with acting_at_every_length():
         yield Model()
-
-
-def worker_of(model: Model, *, measures: bool) -> Any:
-    worker: Any = object.__new__(VerificationWorker)
-    worker._target_worker = model
-    worker._graphs = worker._ahead = worker._open_drafts = worker._end = None
-    worker._context_length = POSITIONS
-    worker._times = RoundTimes(Clock(CPU))
-    worker._measures = measures
-    return worker
 
 
 WINDOW: Final = {"policy": "streaming_llm", "sinks": 1, "window": 16}
@@ -322,6 +51,16 @@ def watched(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(VerificationWorker, "_verify", verify)
     monkeypatch.setattr(verification_worker, "standing_drafts", standing)
     return model
+
+
+def begun(model: Model, reqs: Sequence[Request], *, overlaps: bool, steps: int = 0) -> Scheduler:
+    """Return a scheduler that has admitted requests and run some steps of them."""
+    scheduler = Scheduler(worker_of(model, measures=False), model, overlaps=overlaps)
+    for req in reqs:
+        scheduler.admit(req)
+    for _ in range(steps):
+        scheduler.step()
+    return scheduler
 
 
 OVERLAP: Final = pytest.mark.parametrize("overlaps", [True, False])
@@ -368,10 +107,8 @@ def test_answers_are_those_of_requests_alone_whoever_comes_and_goes(watched: Mod
 @OVERLAP
 def test_drafts_are_made_in_steps_and_checked_together(watched: Model, overlaps: bool) -> None:
     """A row that drafts fewer decodes densely until the others have only as many to draft."""
-    scheduler = Scheduler(worker_of(watched, measures=False), watched, overlaps=overlaps)
     reqs = [Request(list(range(20)), kind, 50) for kind in (DENSE, verified(4), verified(2))]
-    for req in reqs:
-        scheduler.admit(req)
+    scheduler = begun(watched, reqs, overlaps=overlaps)
     opened = []
     for _ in range(8):
         scheduler.step()
@@ -388,12 +125,8 @@ def test_drafts_are_made_in_steps_and_checked_together(watched: Model, overlaps:
 def test_open_drafts_are_checked_when_the_last_row_that_is_not_verified_leaves(
     watched: Model, overlaps: bool, retract: bool
 ) -> None:
-    scheduler = Scheduler(worker_of(watched, measures=False), watched, overlaps=overlaps)
     leaving, staying = Request([1, 2, 3] * 5, DENSE, 50), Request(list(range(20)), verified(5), 50)
-    for req in (staying, leaving):
-        scheduler.admit(req)
-    for _ in range(3):
-        scheduler.step()
+    scheduler = begun(watched, (staying, leaving), overlaps=overlaps, steps=3)
     assert staying.winnow_state.open_drafts is not None
     scheduler.leave(leaving, retract=retract)
     while staying.winnow_state.open_drafts is not None:
@@ -408,12 +141,8 @@ def test_open_drafts_are_checked_when_the_last_row_that_is_not_verified_leaves(
 
 @OVERLAP
 def test_who_is_prefilled_anew_has_no_drafts(watched: Model, overlaps: bool) -> None:
-    scheduler = Scheduler(worker_of(watched, measures=False), watched, overlaps=overlaps)
     beside, req = Request([1, 2, 3] * 5, DENSE, 100), Request(list(range(20)), verified(8), 50)
-    for each in (beside, req):
-        scheduler.admit(each)
-    for _ in range(4):
-        scheduler.step()
+    scheduler = begun(watched, (beside, req), overlaps=overlaps, steps=4)
     assert req.winnow_state.open_drafts is not None
     scheduler.leave(req, retract=True)
     scheduler.step()
@@ -429,10 +158,8 @@ def test_a_round_that_begins_where_a_policy_reads_everything_is_dense_behind_tha
     watched: Model, overlaps: bool
 ) -> None:
     """In a round in which another row drafts, a verified row that does not draft decodes a token in every pass."""
-    scheduler = Scheduler(worker_of(watched, measures=False), watched, overlaps=overlaps)
     reqs = [Request(list(range(length)), verified(8), 30) for length in (14, 25)]
-    for req in reqs:
-        scheduler.admit(req)
+    scheduler = begun(watched, reqs, overlaps=overlaps)
     while scheduler.running:
         scheduler.step()
     assert [req.output_ids for req in reqs] == [chain(req.prompt, 30, req.asked) for req in reqs]
