@@ -3,9 +3,9 @@
     python -m benchmarks.serving.cuda_answers windows --output cuda-answers-windows.json
 
 Models are small and have random weights, in float32 but for gpt-oss's shape, whose experts SGLang computes in 16 bits
-alone on CUDA. Each policy is asked alone, then all are in one batch. Where both
-servers' tokens part, the log-probabilities of the CPU's two likeliest tokens tell whether it was a tie. A third server,
-on CUDA, verifies drafts: its answers are compared with dense ones of its own.
+alone on CUDA. Each policy is asked alone, then all are in one batch. Where both servers' tokens part, the
+log-probabilities of the CPU's two likeliest tokens tell whether it was a tie. A third server, on CUDA, verifies drafts:
+its answers are compared with dense ones of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import httpx
 import typer
@@ -54,7 +54,6 @@ TAKES_FLOAT32: Final = "triton"
 """The dense backend of SGLang that does."""
 TOKENS: Final = 16
 VERIFIED_TOKENS: Final = 24
-_Dtype = Literal["float32", "bfloat16"]
 _NARROW: Final = ("--kv-cache-dtype", "fp8_e4m3")
 _ARGUMENTS: Final = (
     *("--attention-backend", NAME, "--sampling-backend", "pytorch", "--grammar-backend", "none"),
@@ -72,19 +71,18 @@ class Model:
     shape: ModelShape
     policies: Mapping[str, Policy]
     options: Sequence[str] = ()
-    dtype: _Dtype = "float32"
 
 
 # All experts compute: in 16 bits rounding would choose among those that score alike.
-_WITH_SINKS: Final = replace(WITH_SINKS, chosen_experts=4)
+_WITH_SINKS: Final = replace(WITH_SINKS, chosen_experts=4, dtype="bfloat16")
 MODELS: Final = {
     "full": Model(SHAPE, POLICIES),
     "windows": Model(WINDOWED, WINDOWED_POLICIES),
     "8-bit": Model(SHAPE, POLICIES, _NARROW),
     "caps": Model(CAPPED, ALTERNATING_POLICIES),
     "caps-8-bit": Model(CAPPED, ALTERNATING_POLICIES, _NARROW),
-    "sinks": Model(_WITH_SINKS, ALTERNATING_POLICIES, dtype="bfloat16"),
-    "sinks-8-bit": Model(_WITH_SINKS, ALTERNATING_POLICIES, _NARROW, "bfloat16"),
+    "sinks": Model(_WITH_SINKS, ALTERNATING_POLICIES),
+    "sinks-8-bit": Model(_WITH_SINKS, ALTERNATING_POLICIES, _NARROW),
 }
 DRAFTS: Final[Mapping[str, Policy]] = {
     "quest": {"policy": "quest", "budget": 64, "full_layers": 0},
@@ -155,21 +153,22 @@ def main(
     """Ask, print a table, write JSON."""
     if model not in MODELS:
         raise typer.BadParameter(f"must be one of {', '.join(MODELS)}", param_hint="model")
-    served = replace(MODELS[model], dtype="bfloat16") if bfloat16 else MODELS[model]
-    if served.dtype == "float32" and dense_backend != TAKES_FLOAT32:
+    served = MODELS[model]
+    shape = replace(served.shape, dtype="bfloat16") if bfloat16 else served.shape
+    if shape.dtype == "float32" and dense_backend != TAKES_FLOAT32:
         message = f"only {TAKES_FLOAT32} takes float32: ask for --bfloat16"
         raise typer.BadParameter(message, param_hint="--dense-backend")
-    about = header_from_outside() | {"model": model, "dense_backend": dense_backend, "dtype": served.dtype}
+    about = header_from_outside() | {"model": model, "dense_backend": dense_backend, "dtype": shape.dtype}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(3) as pool:
         folder = Path(name)
-        weights = write_model(folder / "model", replace(served.shape, dtype=served.dtype))
+        weights = write_model(folder / "model", shape)
         write_weights(weights)
         on_cuda = {DENSE_ENVIRONMENT: dense_backend}
-        if served.dtype == "float32":
+        if shape.dtype == "float32":
             on_cuda["PYTHONPATH"] = python_path(NATIVE_LAYERS)
 
         def answers(ask: Ask, log: str, *arguments: str, **environment: str) -> list[Answer]:
-            options = (*_ARGUMENTS, "--dtype", served.dtype, *served.options, *arguments)
+            options = (*_ARGUMENTS, "--dtype", shape.dtype, *served.options, *arguments)
             environment[ENVIRONMENT] = "0"
             with (
                 runtime_server(weights, *options, log=folder / log, **environment) as runtime,
@@ -191,7 +190,8 @@ def main(
             if answer.cost.get("verify")
         ]
     record = {"header": about, "answers": [vars(row) for row in rows], "verified": [vars(row) for row in verified]}
-    path = output or RESULTS / f"cuda-answers-{model}.json"
+    others = [value for value in (dense_backend, shape.dtype) if value not in (TAKES_FLOAT32, served.shape.dtype)]
+    path = output or RESULTS / f"cuda-answers-{'-'.join([model, *others])}.json"
     write_json(path, record)
     console.print(Markdown(cuda_answers_table(path)))
 
