@@ -5,7 +5,7 @@
 Models are small and have random weights, in float32 but for gpt-oss's shape, whose experts SGLang computes in 16 bits
 alone on CUDA. Each policy is asked alone, then all are in one batch. Where both servers' tokens part, the
 log-probabilities of the CPU's two likeliest tokens tell whether it was a tie. A third server, on CUDA, verifies drafts:
-its answers are compared with dense ones of its own.
+its answers, and dense ones beside them, are compared with dense ones of its own.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ TAKES_FLOAT32: Final = "triton"
 """The dense backend of SGLang that does."""
 TOKENS: Final = 16
 VERIFIED_TOKENS: Final = 24
+BESIDE: Final = "dense, beside drafts"
 _NARROW: Final = ("--kv-cache-dtype", "fp8_e4m3")
 _ARGUMENTS: Final = (
     *("--attention-backend", NAME, "--sampling-backend", "pytorch", "--grammar-backend", "none"),
@@ -187,7 +188,7 @@ def main(
         verified = [
             compare(answer, dense[answer.request.rpartition(", ")[2]])
             for answer in checked.result()
-            if answer.cost.get("verify")
+            if answer.cost.get("verify") or answer.request.startswith(BESIDE)
         ]
     record = {"header": about, "answers": [vars(row) for row in rows], "verified": [vars(row) for row in verified]}
     others = [value for value in (dense_backend, shape.dtype) if value not in (TAKES_FLOAT32, served.shape.dtype)]
@@ -205,7 +206,7 @@ def ask_policies(http: httpx.Client, policies: Mapping[str, Policy]) -> list[Ans
 
 
 def ask_verified(http: httpx.Client) -> list[Answer]:
-    """Return dense answers to three prompts, then verified ones, with a dense and a sparse request beside them."""
+    """Return dense answers to three prompts, then verified ones, beside a dense request and beside a sparse one."""
     dense = [_ask(http, f"prompt {number}", {}, 300 + 90 * number, VERIFIED_TOKENS) for number in range(3)]
     jobs: list[tuple[str, Policy, int]] = [
         (
@@ -216,8 +217,11 @@ def ask_verified(http: httpx.Client) -> list[Answer]:
         for name, decode in DRAFTS.items()
         for drafts, number in ((2, 0), (5, 1), (5, 2))
     ]
-    jobs += [("dense, beside, prompt 1", {}, 390), ("snapkv, beside, prompt 2", POLICIES["snapkv"], 480)]
-    return dense + _together(http, jobs, VERIFIED_TOKENS)
+    beside: list[tuple[str, Policy, int]] = [(f"{BESIDE}, prompt 1", {}, 390)]
+    # Dense rows decode in the passes that check. A sparse one needs passes of its own.
+    beside_sparse = [(f"beside sparse, {request}", policy, length) for request, policy, length in jobs[:6]]
+    beside_sparse.append(("snapkv, beside, prompt 2", POLICIES["snapkv"], 480))
+    return dense + _together(http, jobs + beside, VERIFIED_TOKENS) + _together(http, beside_sparse, VERIFIED_TOKENS)
 
 
 def _together(http: httpx.Client, jobs: Sequence[tuple[str, Policy, int]], tokens: int) -> list[Answer]:

@@ -23,7 +23,7 @@ from sglang_winnow.refusals import attention_layers, refuse_what_is_not_served
 from sglang_winnow.released_prompts import is_due, release
 from sglang_winnow.request_state import RequestState, RequestTable
 from sglang_winnow.softmaxes import layer_cache
-from sglang_winnow.verification_plan import VerificationPlan
+from sglang_winnow.verification_plan import Accepted, VerificationPlan
 from winnow_kernels.cache import Context
 from winnow_kernels.decode.compaction import compact, room_for
 from winnow_kernels.decode.request import PromptSelection
@@ -173,8 +173,8 @@ class WinnowAttentionBackend(AttentionBackend):
             plan.finish()
         return output.flatten(1)
 
-    def accept(self, accepted: Tensor) -> None:
-        """Note how many tokens, int64 [requests], the last pass of a check has come to; of each at least one."""
+    def accept(self, accepted: Accepted) -> None:
+        """Note what the last pass that checks has ``accepted``."""
         assert isinstance(self._plan, VerificationPlan)
         self._plan.accept(accepted)
 

@@ -4,8 +4,8 @@ Where only some rows of a batch are verified, each pass that drafts is a step of
 tokens one by one, not all of a round at its end. What was drafted stays here from step to step. SGLang sees no token of
 these rows before they are checked: their newest token stays the one behind which they began to draft.
 
-All of a batch are checked in the same step, right behind its last drafts. A row that drafts fewer tokens than others
-begins later, and decodes densely until then.
+All of a batch are checked in the same step. A row that drafts fewer tokens than others begins later, and decodes
+densely until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OpenDrafts:
 
     Attributes:
         made: drafts; at least one.
-        missing: drafts that follow before the check; at least one, and as many for all requests of a batch.
+        missing: drafts that follow before the check, as many for all requests of a batch.
     """
 
     made: int

@@ -1,4 +1,4 @@
-"""Rows that do not draft in a round that is one step: they decode a token in every pass in which others draft."""
+"""Rows that do not draft in a round: they decode a token in every pass in which others draft, or beside their check."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def asks_for_tokens_alone(req: Req) -> bool:
     # Of SGLang's releases only the later ones have masks of what could be drawn.
     masks = getattr(req, "return_sampling_mask", False)
     return not (req.return_logprob or req.grammar is not None or masks or is_penalized(req))
+
+
+def joins_check(req: Req) -> bool:
+    """Return whether a request that does not draft can decode its next token in the pass that checks those of others.
+
+    That pass attends densely, and explains nothing.
+    """
+    state = req.winnow_state
+    return state.policy.answers_densely and state.explanation is None and asks_for_tokens_alone(req)

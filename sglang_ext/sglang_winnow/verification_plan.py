@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from winnow_kernels.attend.dense import prefill
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.statistics import Field, Statistics
+
+
+class Accepted(NamedTuple):
+    """What a pass that checks has come to: of each row that has drafted, and of those that decoded a token beside them.
+
+    Attributes:
+        tokens: int64 [requests], the drafts that stand, and one more token.
+        drafted: int64 [requests], the drafts that were checked.
+        rests: int64 [requests], 1 where nothing was drafted although the policy is not dense.
+    """
+
+    tokens: Tensor
+    drafted: Tensor
+    rests: Tensor
 
 
 class VerificationPlan:
@@ -61,14 +76,9 @@ class VerificationPlan:
     def finish(self) -> None:
         """Add what was read to the statistics."""
         self._statistics.add_decode(self._table_rows, self._meter)
-        self._statistics.add(self._table_rows, Field.VERIFICATIONS, 1.0)
 
-    def accept(self, accepted: Tensor) -> None:
-        """Count the steps that dense decoding would have taken to what the check has come to.
-
-        Args:
-            accepted: int64 [requests], the drafts that stand, and one more token.
-        """
+    def accept(self, accepted: Accepted) -> None:
+        """Count the steps that dense decoding would have taken to what the check has ``accepted``."""
         lengths = self._context.lengths
         count_accepted(
             self._statistics, self._table_rows, lengths, self._new_tokens, accepted, self._heads, self._bytes
@@ -80,25 +90,27 @@ def count_accepted(
     table_rows: Tensor,
     lengths: Tensor,
     new_tokens: int,
-    accepted: Tensor,
+    accepted: Accepted,
     heads: int,
     token_bytes: int,
 ) -> None:
-    """Count the steps that dense decoding would have taken to what a check has come to, and their contexts.
+    """Count a check, the steps that dense decoding would have taken to what it has come to, and their contexts.
 
     Args:
         statistics: what is added to.
         table_rows: int64 [requests], their rows there.
         lengths: int64 [requests], of their contexts, with all that was checked.
         new_tokens: that were checked, of each.
-        accepted: int64 [requests], the drafts that stand, and one more token.
+        accepted: what it has come to.
         heads: KV heads of all layers.
         token_bytes: bytes of a token's keys and values in all layers.
     """
-    first = lengths - new_tokens + 1
-    contexts = accepted * first + accepted * (accepted - 1) // 2
-    statistics.add(table_rows, Field.STEPS, accepted)
-    statistics.add(table_rows, Field.ACCEPTED, accepted - 1)
+    first, tokens = lengths - new_tokens + 1, accepted.tokens
+    contexts = tokens * first + tokens * (tokens - 1) // 2
+    statistics.add(table_rows, Field.STEPS, tokens)
+    statistics.add(table_rows, Field.DENSE_STEPS, accepted.rests)
+    statistics.add(table_rows, Field.VERIFICATIONS, (accepted.drafted > 0).double())
+    statistics.add(table_rows, Field.ACCEPTED, tokens - 1)
     statistics.add(table_rows, Field.DECODE_CONTEXT, contexts * heads)
     statistics.add(table_rows, Field.DECODE_CONTEXT_BYTES, contexts * token_bytes)
-    statistics.set(table_rows, Field.CONTEXT, first + accepted - 1)
+    statistics.set(table_rows, Field.CONTEXT, first + tokens - 1)

@@ -24,12 +24,12 @@ from sglang_winnow.reporting import note_rows
 from sglang_winnow.request_policy import drafts, reads_everything
 from sglang_winnow.round_times import ASSUMED, BatchSize, Clock, RoundTimes
 from sglang_winnow.simulated_acceptance import simulated_acceptance
+from sglang_winnow.verification_plan import Accepted
 from winnow_kernels.contract.verification import MAX_DRAFT_TOKENS
 from winnow_kernels.decode.ranks import ALONE
 from winnow_kernels.host_tensors import OnHost, to_device
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
@@ -44,12 +44,12 @@ class _Check(NamedTuple):
 
     Attributes:
         rows: of the batch.
-        output: what the pass came to.
+        result: of the pass.
         drawn: int64 [rows, width], behind the newest accepted token and each draft.
     """
 
     rows: list[int]
-    output: LogitsProcessorOutput
+    result: GenerationBatchResult
     drawn: Tensor
 
 
@@ -102,7 +102,7 @@ class VerificationWorker(BaseSpecWorker):
         return result
 
     def _round(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
-        """Run a round, or a step of one: passes that draft, and behind the last of them what checks."""
+        """Run a round, or a step of one: passes that draft, what checks, or both."""
         lengths = batch.seq_lens
         on_host = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else lengths.cpu()
         known = on_host.tolist()
@@ -116,15 +116,14 @@ class VerificationWorker(BaseSpecWorker):
             on_publish(lengths + accepted)
         tokens = self._earlier_drafts(own)
         sampling = CheckSampling(batch, own.limits, known, own.made, tokens)
-        result, drafts_ahead = self._first_pass(own, tokens)
-        result.accept_lens = accepted
+        result, drafts_ahead = (None, 0) if own.only_checks else self._first_pass(own, tokens)
         checks: list[_Check] = []
         if own.checks:
             if not size.in_steps:
                 self._draft(own, tokens, sampling)
             was_drafted = self._times.clock.mark()
             checks = [
-                self._verify(own, rows, tokens, accepted, sampling) for rows in self._parts(own.verified, own.limits)
+                self._verify(own, rows, tokens, accepted, sampling) for rows in self._parts(own.checked, own.limits)
             ]
             drafts, earlier = max(own.limits), max(own.made)
             self._times.note_round(
@@ -134,6 +133,9 @@ class VerificationWorker(BaseSpecWorker):
             sampling.leave()
             self._note_pass(own, begin)
         self._end = self._times.clock.mark()
+        if result is None:
+            result = checks[0].result
+        result.accept_lens = accepted
         newest = self._hand_on(own, tokens, result)
         if on_publish is not None and own.checks:
             on_publish(result.new_seq_lens)
@@ -257,10 +259,11 @@ class VerificationWorker(BaseSpecWorker):
         """
         drafting: list[DraftLength] = []
         for check in checks:
-            sampling.note(check.output, check.rows, check.drawn, [accepted[row] for row in check.rows])
+            sampling.note(check.result.logits_output, check.rows, check.drawn, [accepted[row] for row in check.rows])
             for row in check.rows:
-                drafting.append(own.batch.reqs[row].winnow_state.draft_length)
-                drafting[-1].note(own.limits[row], accepted[row] - 1)
+                if own.limits[row]:
+                    drafting.append(own.batch.reqs[row].winnow_state.draft_length)
+                    drafting[-1].note(own.limits[row], accepted[row] - 1)
         agree(drafting, (self._times.costs(own.size) if self._measures else None) or ASSUMED)
 
     def _is_dense(self, batch: ScheduleBatch, lengths: Sequence[int]) -> bool:
@@ -339,7 +342,7 @@ class VerificationWorker(BaseSpecWorker):
     def _verify(self, own: Round, rows: list[int], tokens: Tensor, accepted: Tensor, sampling: CheckSampling) -> _Check:
         """Check the drafts that ``rows`` have as ``tokens``; fill in what is drawn, and how many are ``accepted``.
 
-        Where a row has drafted fewer than others, nothing is asked of the tokens that fill it up.
+        Where a row has drafted fewer than others, or none, nothing is asked of the tokens that fill it up.
         """
         batch, on_host, bonus = own.batch, own.on_host, own.batch.spec_info.bonus_tokens
         width = max(own.limits[row] for row in rows) + 1
@@ -360,18 +363,20 @@ class VerificationWorker(BaseSpecWorker):
         last = self._context_length - 1
         part.spec_info = CheckedTokens(positions.clamp_max(last).flatten(), width)
         with nullcontext() if self._graphs is None else self._graphs.checking(width):
-            checked = self.target_worker.forward_batch_generation(part, is_verify=True).logits_output
+            checked = self.target_worker.forward_batch_generation(part, is_verify=True)
         inputs = part.input_ids.view(len(rows), width)
-        drawn = sampling.draw(runner.sampler, checked, rows, inputs, part.spec_info.positions)
-        limit = to_device(torch.tensor([own.limits[row] for row in rows]), bonus.device)
+        drawn = sampling.draw(runner.sampler, checked.logits_output, rows, inputs, part.spec_info.positions)
+        states = [batch.reqs[row].winnow_state for row in rows]
+        kinds = torch.tensor([[own.limits[row] for row in rows], [int(state.rests) for state in states]])
+        limit, rests = to_device(kinds, bonus.device)
         standing = simulated_acceptance(limit)
         if standing is None:
             standing = standing_drafts(drafted, drawn, limit)
         accepted[index] = (1 + standing).to(accepted.dtype)
         tokens[index, :width] = drawn
-        (runner.attn_backend if self._graphs is None else self._graphs).accept(1 + standing)
-        for row in rows:
-            batch.reqs[row].winnow_state.written_anew(int(on_host[row]))
+        (runner.attn_backend if self._graphs is None else self._graphs).accept(Accepted(1 + standing, limit, rests))
+        for state, first in zip(states, on_host[rows].tolist(), strict=True):
+            state.written_anew(first)
         return _Check(rows, checked, drawn)
 
 

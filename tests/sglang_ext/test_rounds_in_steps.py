@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglang_winnow import verification_worker
 from sglang_winnow.crossover import acting_at_every_length
+from sglang_winnow.open_drafts import OpenDrafts
 from sglang_winnow.verification_worker import VerificationWorker, standing_drafts
 from tests.sglang_ext.toy_scheduler import SLOTS, VOCABULARY, Model, Request, Scheduler, chain, worker_of
 
@@ -34,18 +35,16 @@ def verified(drafts: int | str) -> dict[str, Any]:
 @pytest.fixture
 def watched(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model, beside a check that what is checked is what was drafted."""
-    checking: list[list[Request]] = []
+    checking: list[list[tuple[Request, int]]] = []
     original = VerificationWorker._verify
 
     def verify(worker: Any, own: Any, rows: list[int], *others: Any) -> Any:
-        checking.append([own.batch.reqs[row] for row in rows])
+        checking.append([(own.batch.reqs[row], own.lengths[row]) for row in rows])
         return original(worker, own, rows, *others)
 
     def standing(drafted: Tensor, drawn: Tensor, limits: Tensor) -> Tensor:
-        for req, own, limit in zip(checking.pop(), drafted.tolist(), limits.tolist(), strict=True):
-            made = model.drafted.pop(id(req))
-            # What was made ahead may have been made in vain, and then again.
-            assert made[-limit:] == own[:limit]
+        for (req, length), own, limit in zip(checking.pop(), drafted.tolist(), limits.tolist(), strict=True):
+            assert [model.drafted[id(req)][length + place] for place in range(limit)] == own[:limit]
         return standing_drafts(drafted, drawn, limits)
 
     monkeypatch.setattr(VerificationWorker, "_verify", verify)
@@ -110,14 +109,39 @@ def test_drafts_are_made_in_steps_and_checked_together(watched: Model, overlaps:
     reqs = [Request(list(range(20)), kind, 50) for kind in (DENSE, verified(4), verified(2))]
     scheduler = begun(watched, reqs, overlaps=overlaps)
     opened = []
-    for _ in range(8):
+    for _ in range(10):
         scheduler.step()
         own = [req.winnow_state.open_drafts for req in reqs]
         opened.append([None if drafts is None else (drafts.made, drafts.missing) for drafts in own])
-    steps = [[None, (1, 3), None], [None, (2, 2), None], [None, (3, 1), (1, 1)], [None, None, None]]
-    assert opened == steps * 2
-    # On a CPU those that drafted as many are checked in a pass.
-    assert watched.widths == [2, 4] * 2
+    steps = [[None, (1, 3), None], [None, (2, 2), None], [None, (3, 1), (1, 1)], [None, (4, 0), (2, 0)]]
+    assert opened == [*steps, [None] * 3] * 2
+    # On a CPU those that drafted as many are checked in a pass; the dense row is, too, and has drafted nothing.
+    assert watched.widths == [0, 2, 4] * 2
+
+
+@OVERLAP
+def test_a_check_follows_the_last_drafts_at_once_beside_rows_that_need_a_pass_of_their_own(
+    watched: Model, overlaps: bool
+) -> None:
+    reqs = [Request(list(range(20)), kind, 50) for kind in (SPARSE, verified(3))]
+    begun(watched, reqs, overlaps=overlaps, steps=3)
+    assert reqs[1].winnow_state.open_drafts is None
+    assert watched.widths == [3]
+
+
+@OVERLAP
+def test_the_last_draft_is_made_once_more_where_a_row_comes_that_needs_a_pass(watched: Model, overlaps: bool) -> None:
+    reqs = [Request(list(range(20)), kind, 50) for kind in (DENSE, verified(2))]
+    scheduler = begun(watched, reqs, overlaps=overlaps, steps=2)
+    assert reqs[1].winnow_state.open_drafts == OpenDrafts(2, 0)
+    scheduler.admit(Request(list(range(25)), SPARSE, 50))
+    scheduler.step()
+    assert reqs[1].winnow_state.open_drafts is None
+    assert watched.widths == [2]
+    while scheduler.running:
+        scheduler.step()
+    for req in scheduler.ended:
+        assert req.output_ids == chain(req.prompt, req.wanted, req.asked)
 
 
 @OVERLAP

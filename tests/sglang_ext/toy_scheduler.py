@@ -99,8 +99,8 @@ class Model:
         self.table = torch.arange(SLOTS * POSITIONS).view(SLOTS, POSITIONS)
         self.tokens = [-1] * (SLOTS * POSITIONS)
         self.is_dense = [False] * (SLOTS * POSITIONS)
-        # By request: what was drafted since its last check.
-        self.drafted: dict[int, list[int]] = {}
+        # By request and place; the last one if some was made in vain.
+        self.drafted: dict[int, dict[int, int]] = {}
         self.widths: list[int] = []
         backend = SimpleNamespace(accept=lambda _accepted: None, can_decode_ahead=lambda _states, _bounds: True)
         self.model_runner = SimpleNamespace(
@@ -139,7 +139,7 @@ class Model:
             before = self.written(req.slot, place + 1)
             found.append((sparse_token if is_sparse else dense_token)(before))
         if is_draft:
-            self.drafted.setdefault(id(req), []).append(found[0])
+            self.drafted.setdefault(id(req), {})[begin] = found[0]
         return found
 
     def write(self, slot: int, place: int, token: int, *, is_dense: bool) -> None:

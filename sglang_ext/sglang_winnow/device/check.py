@@ -12,7 +12,7 @@ from torch import Tensor
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.forward_pass import scaled_output, scaled_queries, write_keys_and_values
-from sglang_winnow.verification_plan import count_accepted
+from sglang_winnow.verification_plan import Accepted, count_accepted
 from winnow_kernels.attend.gpu_check import CheckPartial, attend_new
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.contract.verification import MAX_CHECKED_TOKENS
@@ -70,8 +70,9 @@ class CheckBackend(AttentionBackend):
         self._step: Step = decode.buffers.largest
         self._width = 1
 
-    def note(self, _requests: Sequence[Req], _batch: ForwardBatch, _decoding: int) -> None:
-        """Do nothing: the decode pass before has noted the requests."""
+    def note(self, requests: Sequence[Req], _batch: ForwardBatch, _decoding: int) -> None:
+        """Note the parameters of requests that have had no decode pass: a check of others may be their first one."""
+        self._decode.own([request.winnow_state for request in requests])
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a pass that no CUDA graph serves."""
@@ -146,17 +147,14 @@ class CheckBackend(AttentionBackend):
         for observer in observers:
             observer.observed(place, self._width, step)
 
-    def accept(self, accepted: Tensor) -> None:
-        """Count the last pass, and the steps that dense decoding would have taken to what it has come to.
-
-        Args:
-            accepted: int64 [requests], the drafts that stand, and one more token.
-        """
-        step, statistics = self._step, self.statistics
-        slots, lengths = step.request_slots[: len(accepted)], step.batch.lengths[: len(accepted)].long()
+    def accept(self, accepted: Accepted) -> None:
+        """Count the last pass, and the steps that dense decoding would have taken to what it has ``accepted``."""
+        step, statistics, rows = self._step, self.statistics, len(accepted.tokens)
+        slots, lengths = step.request_slots[:rows], step.batch.lengths[:rows].long()
         heads = sum(cache.kv_heads for cache in self._caches)
         token_bytes = heads * 2 * self._caches[0].vector_bytes
-        statistics.add(slots, Field.VERIFICATIONS, 1.0)
-        statistics.add(slots, Field.DECODE_ATTENDED, lengths * heads)
-        statistics.add(slots, Field.DECODE_READ_BYTES, lengths * token_bytes)
+        # Of a row that has drafted nothing, the tokens that fill it up are not its own.
+        read = torch.where(accepted.drafted > 0, lengths, lengths - self._width + 1)
+        statistics.add(slots, Field.DECODE_ATTENDED, read * heads)
+        statistics.add(slots, Field.DECODE_READ_BYTES, read * token_bytes)
         count_accepted(statistics, slots, lengths, self._width, accepted, heads, token_bytes)

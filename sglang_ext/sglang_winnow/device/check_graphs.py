@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from torch import Tensor
 
+from sglang_winnow.verification_plan import Accepted
 from winnow_kernels.contract.verification import CHECKED_WIDTHS, MAX_CHECKED_TOKENS, checked_width
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class CheckGraphs:
         finally:
             runner.attn_backend, runner.decode_cuda_graph_runner = decode
 
-    def accept(self, accepted: Tensor) -> None:
-        """Count the last pass, which has come to so many tokens, int64 [requests]."""
+    def accept(self, accepted: Accepted) -> None:
+        """Count the last pass, and what it has ``accepted``."""
         self._backend.accept(accepted)
 
     def _captured(self, width: int) -> DecodeCudaGraphRunner:

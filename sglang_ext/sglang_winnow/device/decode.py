@@ -209,6 +209,11 @@ class DeviceDecode:
         else:
             copy_page_table(self._table, step.request_slots, lengths_on_device, step.batch)
 
+    def own(self, states: Sequence[RequestState]) -> None:
+        """Write the parameters of requests, unless they are there; call outside of a step's CUDA graph."""
+        for state in states:
+            self._own(state, state.slot)
+
     def begin(self) -> None:
         """Do what is done once a step."""
         step, variant = self._step, self.variant

@@ -12,7 +12,7 @@ from torch import Tensor
 from sglang_winnow.device.check import CheckBackend
 from sglang_winnow.device.decode import DeviceDecode
 from sglang_winnow.device.layers import ModelLayers
-from sglang_winnow.verification_plan import VerificationPlan
+from sglang_winnow.verification_plan import Accepted, VerificationPlan
 from tests.kernels.caches import random_cache
 from tests.sglang_ext.device.test_decode import (
     GROUP,
@@ -72,6 +72,12 @@ def check_backend(server: Server, decode: DeviceDecode, layers: ModelLayers = AL
     )
 
 
+def all_drafted(tokens: list[int], width: int, device: torch.device) -> Accepted:
+    """What a check has come to whose rows have all drafted as many."""
+    accepted = torch.tensor(tokens, device=device)
+    return Accepted(accepted, torch.full_like(accepted, width - 1), torch.zeros_like(accepted))
+
+
 @pytest.mark.parametrize(
     ("new_tokens", "padding", "scales"), [(2, 0, None), (5, 2, None), (17, 1, None), (3, 1, (2.0, 0.5))]
 )
@@ -107,7 +113,7 @@ def test_outputs_and_counts_are_those_of_the_torch_path(
         expected = of_values * plan.attend(number, of_keys * queries[:real], cache, SHAPE.scale, None)
         torch.testing.assert_close(output[:real], expected.flatten(1), rtol=1e-4, atol=1e-4)
     plan.finish()
-    accepted = torch.tensor([1, 2, 2], device=device)
+    accepted = all_drafted([1, 2, 2], new_tokens, device)
     plan.accept(accepted)
     check.accept(accepted)
     wanted, got = (own.statistics.rows[1:4].cpu() for own in (torch_server, server))
@@ -118,6 +124,53 @@ def test_outputs_and_counts_are_those_of_the_torch_path(
     begun = (server.indexes.generations.counts != before).nonzero().flatten()
     pages = (batch.out_cache_loc // server.indexes.page_size).unique()
     assert begun.tolist() == pages.tolist()
+
+
+def test_rows_that_drafted_nothing_decode_a_token(device: torch.device) -> None:
+    """One of them is dense, the other rests; tokens that fill them up are not theirs."""
+    width = 5
+    names = ["quest, verified", "dense", "quest, verified"]
+    torch_server, server = (Server(names, [143, 30, 16], device) for _ in range(2))
+    check = check_backend(server, device_decode(server))
+    batch = batch_of(server, width, padding=1)
+    check.init_forward_metadata(batch)
+    plans = []
+    for rows, new_tokens in ([0], width), ([1, 2], 1):
+        slots = torch_server.request_slots[rows]
+        lengths = torch.tensor([torch_server.lengths[row] + new_tokens for row in rows], device=device)
+        context = Context.of(
+            torch_server.table[slots, : int(lengths.max())].long(), lengths, torch_server.caches[0].slots
+        )
+        states = [torch_server.states[row] for row in rows]
+        plans.append(VerificationPlan(context, new_tokens, slots, states, torch_server.statistics))
+    for number, cache in enumerate(torch_server.caches):
+        generator = torch.Generator().manual_seed(number)
+        queries = torch.randn(len(batch.input_ids), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(device)
+        layer: Any = SimpleNamespace(
+            layer_id=number, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=HEAD_DIM, k_scale_float=1.0, v_scale_float=1.0
+        )
+        output = check.forward_extend(queries.flatten(1), queries, queries, layer, batch, save_kv_cache=False)
+        first_of_others = [width, 2 * width]
+        for plan, own in zip(plans, (list(range(width)), first_of_others), strict=True):
+            expected = plan.attend(number, queries[own], cache, SHAPE.scale, None)
+            torch.testing.assert_close(output[own], expected.flatten(1), rtol=1e-4, atol=1e-4)
+    accepted = Accepted(*torch.tensor([[3, 1, 1], [4, 0, 0], [0, 0, 1]], device=device))
+    for plan, rows in zip(plans, ([0], [1, 2]), strict=True):
+        plan.finish()
+        plan.accept(Accepted(*(values[rows] for values in accepted)))
+    check.accept(accepted)
+    wanted, got = (own.statistics.rows[1:4].cpu() for own in (torch_server, server))
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    counted = {
+        Field.VERIFICATIONS: [1, 0, 0],
+        Field.DENSE_STEPS: [0, 0, 1],
+        Field.STEPS: [3, 1, 1],
+        Field.CONTEXT: [146, 31, 17],
+    }
+    for field, values in counted.items():
+        assert got[:, field].tolist() == values
+    heads = LAYERS * KV_HEADS
+    assert got[:, Field.DECODE_ATTENDED].tolist() == [148 * heads, 31 * heads, 17 * heads]
 
 
 @pytest.mark.usefixtures(policies_act_at_every_length.__name__)

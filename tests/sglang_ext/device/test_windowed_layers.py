@@ -18,7 +18,7 @@ from sglang_winnow.device.variants import DENSE, variants_of
 from sglang_winnow.prefill_plan import PrefillPlan
 from sglang_winnow.request_state import RequestTable
 from sglang_winnow.verification_plan import VerificationPlan
-from tests.sglang_ext.device.test_check import batch_of, check_backend
+from tests.sglang_ext.device.test_check import all_drafted, batch_of, check_backend
 from tests.sglang_ext.device.test_decode import (
     KV_HEADS,
     LONGEST,
@@ -342,7 +342,7 @@ def test_a_check_is_that_of_the_torch_path(
         expected = of_values * plan.attend(number, of_keys * queries[:real], cache, SHAPE.scale, WINDOWS.get(number))
         torch.testing.assert_close(output[:real], expected.flatten(1), rtol=1e-4, atol=1e-4)
     plan.finish()
-    accepted = torch.tensor([1, 2], device=device)
+    accepted = all_drafted([1, 2], new_tokens, device)
     plan.accept(accepted)
     check.accept(accepted)
     assert_equal_statistics(torch_server, server)
