@@ -1,7 +1,10 @@
-"""Steps in which some rows only draft: SGLang processes the results of the others.
+"""Steps in which some rows only draft, and the steps that check them: how SGLang processes their results.
 
 SGLang expects a token of every row in every step. It would count a row without one as a check in which a draft too many
 fell, look for the end of its answer in all tokens once more, and send its client an event that holds nothing.
+
+Under overlap it processes a step's results when it has launched the next one, which takes it milliseconds. After a
+check it can launch nothing before the lengths of contexts are known. So clients get those tokens first.
 """
 
 from __future__ import annotations
@@ -52,6 +55,14 @@ def report_whole_batch(
     return report(reporter, *arguments, running_batch=whole, **counts)
 
 
+def processes_first(decides: Callable[..., bool], scheduler: Any, *arguments: Any, **options: Any) -> bool:
+    """Return whether the results of the last step are processed before the next one is launched: those of a check."""
+    waiting = scheduler.result_queue
+    if waiting and getattr(waiting[-1][1], "winnow_is_awaited", False):
+        return True
+    return decides(scheduler, *arguments, **options)
+
+
 def keep_results(result: GenerationBatchResult, rows: Sequence[int], count: int) -> None:
     """Reduce a result, on the host, to those of some ``rows`` of a batch that has ``count``."""
     index = list(rows)
@@ -76,6 +87,7 @@ _PROCESSOR: Final = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultP
 HOOKS: Final = around(
     {
         f"{_PROCESSOR}.process_batch_result_decode": process_rows_with_tokens,
+        "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch": processes_first,
         f"{_COMPONENTS}.metrics_reporter.SchedulerMetricsReporter.report_decode_stats": report_whole_batch,
     }
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -64,6 +65,8 @@ class VerificationWorker(BaseSpecWorker):
         self._ahead: DraftsAhead | None = None
         self._open_drafts: DraftPool | None = None
         self._end: Any = None
+        # What is learned from the last round as soon as the host needs it: until then it does not wait for the device.
+        self._learn_last: Callable[[], None] | None = None
         self._times = RoundTimes(Clock(torch.device(target_worker.model_runner.device)))
         # Several ranks must draft alike, and would measure different times.
         self._measures = attention_ranks() is ALONE
@@ -84,6 +87,7 @@ class VerificationWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None = None, **_: object
     ) -> GenerationBatchResult:
         # Some releases also pass what stages of a pipeline hand on, of which there is one.
+        self._finish_last()
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
         else:
@@ -141,12 +145,19 @@ class VerificationWorker(BaseSpecWorker):
             on_publish(result.new_seq_lens)
         note_rows(result, self.target_worker, batch)
         if checks:
-            on_the_way = OnHost(accepted)
+            self._learn_last = partial(self._learn, own, checks, OnHost(accepted), sampling)
             self._draft_ahead(own, newest, result)
-            # Only now does the host wait for the device.
-            self._learn(own, checks, on_the_way.tolist(), sampling)
+            result.winnow_is_awaited = size.in_steps
+            if batch.return_logprob:
+                self._finish_last()
         sampling.finish(result.logits_output)
         return result
+
+    def _finish_last(self) -> None:
+        """Learn from the last round; the host waits for the device."""
+        learn, self._learn_last = self._learn_last, None
+        if learn is not None:
+            learn()
 
     def _earlier_drafts(self, own: Round) -> Tensor:
         """Return room for the tokens of a round, int64 [rows, ``WIDTH``], with the drafts of its earlier steps."""
@@ -248,15 +259,16 @@ class VerificationWorker(BaseSpecWorker):
             req.winnow_state.rests = req.winnow_state.policy.verify is not None and limit == 0
         return limits
 
-    def _learn(self, own: Round, checks: Sequence[_Check], accepted: Sequence[int], sampling: CheckSampling) -> None:
+    def _learn(self, own: Round, checks: Sequence[_Check], counts: OnHost, sampling: CheckSampling) -> None:
         """Note what checks have come to; let those who draft as many as pay learn from it.
 
         Args:
             own: the round.
             checks: of the round.
-            accepted: how many tokens of each row stand, one more included.
+            counts: how many tokens of each row stand, one more included.
             sampling: of the round.
         """
+        accepted = counts.tolist()
         drafting: list[DraftLength] = []
         for check in checks:
             sampling.note(check.result.logits_output, check.rows, check.drawn, [accepted[row] for row in check.rows])

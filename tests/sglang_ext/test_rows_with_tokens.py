@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_winnow.rows_with_tokens import process_rows_with_tokens, report_whole_batch
+from sglang_winnow.rows_with_tokens import process_rows_with_tokens, processes_first, report_whole_batch
 
 
 def result_of(rows: int, width: int = 1) -> GenerationBatchResult:
@@ -75,3 +76,16 @@ def test_rows_that_only_drafted_run() -> None:
     assert ask(reported, None, False, running_batch=part, num_correct_drafts=0) == (5, {"num_correct_drafts": -3})
     assert ask(reported, None, False, running_batch=part, num_generated_tokens=2) == (5, {"num_generated_tokens": 2})
     assert ask(reported, None, False, running_batch=whole, num_correct_drafts=4) == (5, {"num_correct_drafts": 4})
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_results_of_a_check_are_processed_before_the_next_step_is_launched(decided: bool) -> None:
+    def decide(_scheduler: object, batch: str, *, last_batch: str) -> bool:
+        assert (batch, last_batch) == ("batch", "last")
+        return decided
+
+    check, step = result_of(2), result_of(2)
+    check.winnow_is_awaited = True
+    for queue, expected in (([], decided), ([("batch", step)], decided), ([("batch", check)], True)):
+        scheduler = SimpleNamespace(result_queue=queue)
+        assert processes_first(decide, scheduler, "batch", last_batch="last") == expected

@@ -21,7 +21,7 @@ from sglang_winnow.next_tokens import NextTokens
 from sglang_winnow.request_policy import drafts
 from sglang_winnow.request_state import RequestState
 from sglang_winnow.round_times import Clock, RoundTimes
-from sglang_winnow.rows_with_tokens import process_rows_with_tokens
+from sglang_winnow.rows_with_tokens import process_rows_with_tokens, processes_first
 from sglang_winnow.verification_worker import WIDTH, VerificationWorker
 from winnow_kernels.policies.attention_policy import parse_policy
 
@@ -213,6 +213,8 @@ class Scheduler:
 
     def _run(self, batch: Any) -> None:
         published: list[Tensor] = []
+        if processes_first(lambda *_: False, SimpleNamespace(result_queue=self._queue)):
+            self._process()
         if batch.forward_mode.is_extend():
             batch.input_ids = None
             result = self._prefilled(batch, published.append)
@@ -275,7 +277,7 @@ class Scheduler:
 def worker_of(model: Model, *, measures: bool) -> Any:
     worker: Any = object.__new__(VerificationWorker)
     worker._target_worker = model
-    worker._graphs = worker._ahead = worker._open_drafts = worker._end = None
+    worker._graphs = worker._ahead = worker._open_drafts = worker._end = worker._learn_last = None
     worker._context_length = POSITIONS
     worker._times = RoundTimes(Clock(CPU))
     worker._measures = measures
