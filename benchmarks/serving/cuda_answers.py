@@ -60,7 +60,10 @@ _ARGUMENTS: Final = (
     *("--attention-backend", NAME, "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--chunked-prefill-size", "512", "--max-total-tokens", "65536", "--max-running-requests", "32"),
 )
-_ON_CUDA: Final = ("--mem-fraction-static", "0.3", "--cuda-graph-bs-decode", "1", "4", "16", "32")
+_ON_CUDA: Final = (
+    *("--mem-fraction-static", "0.3", "--cuda-graph-bs-decode", "1", "4", "16", "32"),
+    *("--cuda-graph-bs-prefill", "512"),
+)
 
 console = Console(width=150)
 
