@@ -107,6 +107,9 @@ class VerificationWorker(BaseSpecWorker):
 
     def _round(self, batch: ScheduleBatch, on_publish: Callable[[Tensor], None] | None) -> GenerationBatchResult:
         """Run a round, or a step of one: passes that draft, what checks, or both."""
+        # Rows come and go before the next round learns from this one.
+        batch = copy(batch)
+        batch.reqs = list(batch.reqs)
         lengths = batch.seq_lens
         on_host = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else lengths.cpu()
         known = on_host.tolist()

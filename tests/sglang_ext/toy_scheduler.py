@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
@@ -224,7 +225,11 @@ class Scheduler:
         assert lengths.tolist() == result.new_seq_lens.tolist()
         self._lengths[batch.req_pool_indices] = lengths
         self._newest[batch.req_pool_indices] = result.next_draft_input.bonus_tokens
-        self._queue.append((batch, result))
+        kept = copy(batch)
+        kept.reqs = list(batch.reqs)
+        self._queue.append((kept, result))
+        # SGLang's batch of running requests is one object, whose rows come and go.
+        batch.reqs.clear()
         if not self._overlaps or len(self._queue) > 1:
             self._process()
 
