@@ -12,8 +12,9 @@ Where all rows are verified, a round is one step of the scheduler. Then rows tha
 tokens take part in the first pass alone. Where all draft, the first pass of the next round is launched right behind the
 last one (``draft_ahead``).
 
-Where only some rows are verified, each decode pass is a step, and the check follows in the step of the last one
-(``open_drafts``). A verified row gets no token in the other steps.
+Where only some rows are verified, each decode pass is a step, and what checks is one more (``open_drafts``): rows that
+are dense decode a token there, too. Verified rows get no token in the other steps. Beside a row that needs passes of
+its own, because its policy is sparse or it asks for more than tokens, the check follows in the step of the last draft.
 
 Behind each of these tokens the last pass draws the next one, as dense decoding would, and a draft stands if it is the
 one that was drawn. So answers have the distribution of dense decoding, whatever is drafted. Drafts are the tokens that
