@@ -115,6 +115,7 @@ def written(text: str, tables: Mapping[str, tuple[str, Callable[[Path], str]]], 
 TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "accuracy": ("accuracy.json", accuracy_table),
     "tasks": ("accuracy.json", tasks_table),
+    "cuda-answers-full": ("cuda-answers-full.json", cuda_answers_table),
     "cuda-answers-windows": ("cuda-answers-windows.json", cuda_answers_table),
     "cuda-answers-8-bit": ("cuda-answers-8-bit.json", cuda_answers_table),
     "cuda-answers-caps": ("cuda-answers-caps.json", cuda_answers_table),
