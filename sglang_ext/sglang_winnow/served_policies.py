@@ -33,8 +33,18 @@ def served_policies(*, verifies: bool) -> tuple[str, ...]:
     return tuple(name for name in DECODE_POLICIES if name in given | {"dense"})
 
 
+def left_out_policies(*, verifies: bool) -> tuple[str, ...]:
+    """Return the policies that are served only if the environment names them."""
+    served = served_policies(verifies=verifies)
+    return tuple(name for name in DECODE_POLICIES if name not in served and _has_use(name, verifies=verifies))
+
+
+def _has_use(name: str, *, verifies: bool) -> bool:
+    return verifies or not PARAMETERS["decode"][name].drafts_only
+
+
 def _is_served_by_default(name: str, *, verifies: bool) -> bool:
     declared = DECLARATIONS[name]
-    if PARAMETERS["decode"][name].drafts_only and not verifies:
+    if not _has_use(name, verifies=verifies):
         return False
     return declared.pays_on_gpu and declared.index in {None, *(DECLARATIONS[each].index for each in INDEXED_BY_DEFAULT)}

@@ -263,6 +263,8 @@ def test_a_server_leaves_room_for_indexes_and_says_for_which(
         f"Winnow's key codes take {100 * share * 0.109375:.1f} % of the KV cache, for lowbit_top_p, lowbit_top_k.",
     ]
     assert others.startswith("Winnow serves only if WINNOW_POLICIES names it: streaming_llm, snapkv, ")
+    # On a server that does not verify it has no use.
+    assert ("verified_pages" in others) == (algorithm is not None)
 
 
 def test_buffers_are_counted_without_being_made() -> None:

@@ -16,7 +16,7 @@ from sglang_winnow.device.layers import ModelLayers
 from sglang_winnow.device.reserved_indexes import reserved_indexes
 from sglang_winnow.hooks import Hook
 from sglang_winnow.key_bits import index_settings
-from sglang_winnow.served_policies import served_policies
+from sglang_winnow.served_policies import left_out_policies, served_policies
 from sglang_winnow.sglang_versions.arguments import resolved, verifies_drafts
 from sglang_winnow.sglang_versions.parallelism import attention_ranks_of
 from winnow_kernels.attend.gpu import AttendBuffers
@@ -28,7 +28,7 @@ from winnow_kernels.decode.gpu_step import StepBuffers
 from winnow_kernels.indexes.pool_shape import PoolShape
 from winnow_kernels.policies.declarations import DECLARATIONS, LAYOUT
 from winnow_kernels.policies.quoka.prefill.selection import QuokaPrefillWorkspace
-from winnow_kernels.policies.registry import DECODE_POLICIES, POLICIES_SETTING
+from winnow_kernels.policies.registry import POLICIES_SETTING
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -114,7 +114,7 @@ def _leave_room(profile: Callable[..., int], configurator: KVCacheConfigurator, 
     for index in reserved:
         readers = ", ".join(index.policies)
         logger.info("Winnow's %s take %.1f %% of the KV cache, for %s.", index.name, 100 * index.share, readers)
-    if others := [name for name in DECODE_POLICIES if name not in policies]:
+    if others := left_out_policies(verifies=verifies):
         logger.info("Winnow serves only if %s names it: %s.", POLICIES_SETTING, ", ".join(others))
     return left
 
