@@ -12,6 +12,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_winnow import (
+    attention_field,
     attention_registration,
     block_states,
     chunk_ends,
@@ -160,6 +161,7 @@ HOOKS: Final = (
     *next_token_audit.HOOKS,
     *reporting.HOOKS,
     *token_logprobs.HOOKS,
+    *attention_field.HOOKS,
     *openai_forms.HOOKS,
     *responses_form.HOOKS,
     *messages_form.HOOKS,

@@ -71,6 +71,47 @@ def server(small_server: Runtime) -> Iterator[Server]:
         yield Server(http, small_server.log)
 
 
+def forms(server: Server, policy: Any) -> Iterator[tuple[str, httpx.Response]]:
+    """Ask in each form with a policy at the top; yield the path and the answer."""
+    text = "abc " * 60
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"text": text, "sampling_params": sampling},
+        "/v1/completions": {"model": MODEL, "prompt": text, "max_tokens": 8},
+        "/v1/chat/completions": {"model": MODEL, "messages": MESSAGES, "max_tokens": 8},
+        "/v1/responses": {"model": MODEL, "input": text, "max_output_tokens": 8},
+        "/v1/messages": {"model": MODEL, "messages": MESSAGES, "max_tokens": 8},
+    }
+    for path, form in bodies.items():
+        yield path, server.http.post(path, json=form | {"attention": policy})
+
+
+def test_each_form_takes_the_policy_at_the_top_as_the_service_does(server: Server) -> None:
+    for path, answer in forms(server, STREAMING):
+        assert answer.status_code == 200, (path, answer.text)
+        told = answer.json()
+        cost = told["meta_info"]["attention"] if path == "/generate" else told["attention"]
+        assert cost["decode"]["policy"] == "streaming_llm", path
+        assert cost["decode"]["attended_ratio"] < 0.5, path
+
+
+def test_each_form_refuses_a_policy_at_the_top_that_it_cannot_serve(server: Server) -> None:
+    for policy, message in (
+        ("balanced", "not the name of a policy"),
+        ({"decode": {"policy": "none"}}, "attention.dec"),
+    ):
+        for path, answer in forms(server, policy):
+            assert answer.status_code == 400, (path, answer.text)
+            assert message in answer.text, path
+
+
+def test_prompts_of_a_batch_have_policies_of_their_own_at_the_top(server: Server) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    batch = {"input_ids": [prompt(200, 1), prompt(200, 2)], "sampling_params": sampling}
+    answers = server.post("/generate", batch | {"attention": [STREAMING, {}]})
+    assert [answer["meta_info"]["attention"]["decode"]["policy"] for answer in answers] == ["streaming_llm", "dense"]
+
+
 def test_an_audited_answer_is_the_same_and_tells_what_it_lost(server: Server) -> None:
     for policy in (STREAMING, {"decode": {"policy": "lowbit_top_p", "p": 0.5}}):
         plain = server.post("/generate", body(prompt(400, 3), policy, 20))

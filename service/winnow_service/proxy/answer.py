@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json, to_json
 
-from winnow_service.proxy.attention_field import FIELD
+from winnow_kernels.contract.request_body import FIELD
 from winnow_service.proxy.body import Form
 from winnow_service.proxy.reported_usage import ReportedUsage, reported_usage
 

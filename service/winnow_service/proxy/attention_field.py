@@ -1,22 +1,17 @@
-"""The ``attention`` field of a request: reading its policies, and putting them where the runtime looks for them.
-
-SGLang ignores fields that it does not know. What it carries to its attention backend is ``custom_params``: among the
-sampling parameters in its native form, at the top level in the OpenAI forms.
-"""
+"""The ``attention`` field of a request: reading its policies, and putting them where the runtime looks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.contract.request_body import CUSTOM, FIELD, SAMPLING, with_policies
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import InvalidPolicy, PolicyForbidden
 from winnow_service.policies.registry import Named, read_policy
 from winnow_service.proxy.body import Form
 
-FIELD = "attention"
-_CUSTOM = "custom_params"
-_SAMPLING = "sampling_params"
 # How many lists open before the first element of a single prompt; a batch has one more.
 _PROMPT_DEPTH = {"text": 0, "input_ids": 1}
 
@@ -47,9 +42,9 @@ def read_policies(body: Mapping[str, Any], form: Form, named: Named) -> Policies
 
 def is_custom_param(name: str, body: Mapping[str, Any], form: Form) -> bool:
     """Whether ``body`` has something of that name among the ``custom_params``, where the runtime looks for it."""
-    holders: Any = body.get(_SAMPLING) if form is Form.NATIVE else body
+    holders: Any = body.get(SAMPLING) if form is Form.NATIVE else body
     for holder in holders if isinstance(holders, list) else [holders]:
-        custom = holder.get(_CUSTOM) if isinstance(holder, Mapping) else None
+        custom = holder.get(CUSTOM) if isinstance(holder, Mapping) else None
         if isinstance(custom, Mapping) and name in custom:
             return True
     return False
@@ -61,26 +56,11 @@ def place_policies(body: Mapping[str, Any], form: Form, policies: Given) -> Any:
     Raises:
         InvalidPolicy: the body names a policy there too, or has something else there than SGLang expects.
     """
-    placed = {name: value for name, value in body.items() if name != FIELD}
-    if form is not Form.NATIVE:
-        assert not isinstance(policies, list)
-        return _with_custom_params(placed, "", policies)
-    parameters = placed.get(_SAMPLING)
-    if isinstance(policies, list) and not isinstance(parameters, list):
-        parameters = [parameters] * len(policies)
-    if not isinstance(parameters, list):
-        assert not isinstance(policies, list)
-        return placed | {_SAMPLING: _with_custom_params(parameters, _SAMPLING, policies)}
-    if not isinstance(policies, list):
-        policies = [policies] * len(parameters)
-    if len(parameters) != len(policies):
-        raise InvalidPolicy(_SAMPLING, f"{len(parameters)} values for {len(policies)} prompts")
-    return placed | {
-        _SAMPLING: [
-            _with_custom_params(each, f"{_SAMPLING}.{index}", policy)
-            for index, (each, policy) in enumerate(zip(parameters, policies, strict=True))
-        ]
-    }
+    texts = [each.canonical() for each in policies] if isinstance(policies, list) else policies.canonical()
+    try:
+        return with_policies(body, texts, is_native=form is Form.NATIVE)
+    except PolicyError as error:
+        raise InvalidPolicy(error.path, error.problem) from None
 
 
 def each_policy(items: Sequence[Any], read: Callable[[Any], AttentionPolicy]) -> list[AttentionPolicy]:
@@ -108,21 +88,3 @@ def _depth(value: object) -> int:
         depth += 1
         value = value[0] if value else None
     return depth
-
-
-def _with_custom_params(holder: object, path: str, policy: AttentionPolicy) -> dict[str, Any]:
-    """Return ``holder``, found at ``path``, with ``policy`` in its ``custom_params``."""
-    known = _object(holder, path)
-    path = f"{path}.{_CUSTOM}".lstrip(".")
-    custom = _object(known.get(_CUSTOM), path)
-    if FIELD in custom:
-        raise InvalidPolicy(FIELD, f"give this or {path}.{FIELD}, not both")
-    return known | {_CUSTOM: custom | {FIELD: policy.canonical()}}
-
-
-def _object(value: object, path: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise InvalidPolicy(path, "must be an object")
-    return value

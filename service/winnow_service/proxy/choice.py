@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow_kernels.contract.explanation import PARAMETER as EXPLAIN
+from winnow_kernels.contract.request_body import FIELD
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import InvalidField, PolicyForbidden
 from winnow_service.keys.keyring import Caller
 from winnow_service.policies.bounds import Bounds
 from winnow_service.policies.registry import PolicyRegistry
-from winnow_service.proxy.attention_field import FIELD, Policies, each_policy, is_custom_param, read_policies
+from winnow_service.proxy.attention_field import Policies, each_policy, is_custom_param, read_policies
 from winnow_service.proxy.body import Form
 
 _DENSE = AttentionPolicy()

@@ -11,10 +11,10 @@ from fastapi import Request, Response
 from pydantic_core import from_json, to_json
 
 from winnow_kernels.contract.explanation import PARAMETER, Explain
+from winnow_kernels.contract.request_body import FIELD
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.admission.queue import AdmissionQueue
 from winnow_service.errors import InvalidField, RuntimeFailure
-from winnow_service.proxy.attention_field import FIELD
 from winnow_service.proxy.client_leaving import unless_client_leaves
 from winnow_service.proxy.headers import to_client, to_runtime
 from winnow_service.proxy.incidents import Incidents

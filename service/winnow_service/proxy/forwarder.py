@@ -13,6 +13,7 @@ from typing import cast
 from fastapi import Request, Response
 from pydantic_core import to_json
 
+from winnow_kernels.contract.request_body import FIELD
 from winnow_kernels.policies.quality import NAME as AUTO_QUALITY
 from winnow_service.admission.queue import AdmissionQueue, QueueTicket
 from winnow_service.errors import ClientDisconnected, InvalidField, InvalidPolicy, RuntimeFailure
@@ -21,7 +22,7 @@ from winnow_service.limits.limiter import Limiter
 from winnow_service.metrics.instruments import Metrics
 from winnow_service.policies.registry import PolicyRegistry
 from winnow_service.proxy.answer import AnswerReader
-from winnow_service.proxy.attention_field import FIELD, Given, Policies, place_policies
+from winnow_service.proxy.attention_field import Given, Policies, place_policies
 from winnow_service.proxy.body import Form, JsonBody, read_json_object
 from winnow_service.proxy.charge import SettlingResponse, reserve
 from winnow_service.proxy.choice import Choice, choose

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow_kernels.contract.attention_statistics import Statistics, amount, section
-from winnow_service.proxy.attention_field import FIELD
+from winnow_kernels.contract.request_body import FIELD
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request, Response
 
 from winnow_kernels.contract.explanation import PARAMETER, Explain, default_heads, default_layers, default_steps
 from winnow_kernels.contract.fields import PolicyError
+from winnow_kernels.contract.request_body import FIELD
 from winnow_kernels.policies.attention_policy import AttentionPolicy
 from winnow_service.errors import InvalidField, InvalidPolicy, PolicyForbidden, ServiceError
 from winnow_service.keys.keyring import ANYONE, Caller
 from winnow_service.openapi import forwarded, json_body, problems
 from winnow_service.policies.explanation import ExplainQuestion, Explanation
 from winnow_service.policies.registry import PolicyRegistry, read_policy
-from winnow_service.proxy.attention_field import FIELD
 from winnow_service.proxy.authorization import Administers
 from winnow_service.proxy.explaining import AskedPolicy, Question, explain
 from winnow_service.proxy.incidents import Incidents
