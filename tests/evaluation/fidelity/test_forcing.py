@@ -38,6 +38,18 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         torch.testing.assert_close(found.reported_share, expected.reported_share, atol=1e-4, rtol=1e-4)
 
 
+def assert_as_many(found: Outcome, expected: Outcome, distance: float) -> None:
+    """The same counts, and outputs and shares that are apart by less than ``distance`` on average.
+
+    Rounding differs between CPUs, and may have exchanged tokens that score alike.
+    """
+    assert found.counts.keys() == expected.counts.keys()
+    for name, counts in found.counts.items():
+        assert torch.equal(counts, expected.counts[name]), name
+    for own, other in ((found.hidden, expected.hidden), (found.true_share, expected.true_share)):
+        assert float((own - other).abs().mean()) < distance
+
+
 def assert_alike(found: Outcome, expected: Outcome) -> None:
     """The same, but where rounding has moved a level of a query, and with it a token across a threshold."""
     for name in ("attended", "read_bytes"):
@@ -49,10 +61,9 @@ def assert_alike(found: Outcome, expected: Outcome) -> None:
         (found.true_share, expected.true_share),
         (found.reported_share, expected.reported_share),
     ):
-        # Policies without a share report none.
-        assert (own is None) == (other is None)
-        if own is not None and other is not None:
-            assert float((own - other).abs().mean()) < 1e-3
+        assert own is not None
+        assert other is not None
+        assert float((own - other).abs().mean()) < 1e-3
 
 
 def _assert_forced_alike(name: str, found: Outcome, expected: Outcome) -> None:
