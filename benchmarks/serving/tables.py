@@ -344,6 +344,6 @@ def cuda_answers_table(path: Path) -> str:
     server = f"{header['device']}, {header['dtype']}, dense backend {header['dense_backend']}"
     return markdown_table(headings, rows) + (
         f"\n{server}, {commit_of(header['commit'])}."
-        f" Of {len(verified)} answers that were verified, or dense beside such, {len(gaps)} part from those of a server"
-        f" without drafts{parting}.\n"
+        f" Of {len(verified)} answers with drafts or beside them,"
+        f" {len(gaps)} part from the server's dense ones{parting}.\n"
     )

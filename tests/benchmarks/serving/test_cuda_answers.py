@@ -33,5 +33,5 @@ def test_the_table_tells_how_many_verified_answers_part(tmp_path: Path) -> None:
     table = cuda_answers_table(tmp_path / "record.json")
     assert "| quest |  | 0.0000 | 50.0 | 50.0 |" in table
     assert "| quest | 1 (0.2500) | 0.0000 | 50.0 | 50.0 |" in table
-    told = "Of 2 answers that were verified, or dense beside such, 1 part from those of a server without drafts"
+    told = "Of 2 answers with drafts or beside them, 1 part from the server's dense ones"
     assert f"{told}, at gaps up to 0.2500." in table
