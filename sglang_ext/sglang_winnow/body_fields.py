@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, create_model
 
 from sglang_winnow.admission import check_custom_params, limits_of
 from sglang_winnow.reporting import KEY
+from winnow_kernels.contract.request_body import CUSTOM
 
 if TYPE_CHECKING:
     from fastapi import Request
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-CUSTOM_PARAMS: Final = "custom_params"
 
 
 async def custom_params_of(raw_request: Request | None, manager: TokenizerManager) -> dict[str, Any] | None:
@@ -25,7 +24,7 @@ async def custom_params_of(raw_request: Request | None, manager: TokenizerManage
     """
     if raw_request is None:
         return None
-    custom: dict[str, Any] | None = (await raw_request.json()).get(CUSTOM_PARAMS)
+    custom: dict[str, Any] | None = (await raw_request.json()).get(CUSTOM)
     check_custom_params(custom, limits_of(manager))
     return custom
 

@@ -67,11 +67,11 @@ class Round:
     @cached_property
     def checks(self) -> bool:
         """Whether what was drafted is checked at the end."""
-        if not self.size.in_steps or self.only_checks:
+        if not self.size.in_steps:
             return bool(self.verified)
-        if self._others_join or not self.verified:
-            return False
-        return all(self.limits[row] == self.made[row] + 1 for row in self.verified)
+        if self._others_join:
+            return self.only_checks
+        return bool(self.verified) and all(self.limits[row] == self.made[row] + 1 for row in self.verified)
 
     @cached_property
     def checked(self) -> list[int]:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_winnow.body_fields import CUSTOM_PARAMS, custom_params_of, with_cost
+from sglang_winnow.body_fields import custom_params_of, with_cost
 from sglang_winnow.hooks import Hook
 from sglang_winnow.reporting import KEY
+from winnow_kernels.contract.request_body import CUSTOM
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -52,7 +53,7 @@ async def generate_response(
     """Generate with what the body of a request of the responses form has as ``custom_params``."""
     if (custom := await custom_params_of(raw_request, serving.tokenizer_manager)) is not None:
         # Those of ``adapted``, and of the requests that follow it when tools are called.
-        sampling_params[CUSTOM_PARAMS] = custom
+        sampling_params[CUSTOM] = custom
     contexts = generate(
         serving, request_id, prompt, adapted, sampling_params, context, raw_request=raw_request, **options
     )
