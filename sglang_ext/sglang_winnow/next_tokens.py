@@ -38,13 +38,15 @@ class CheckedTokens(SpecInput):
 
     Attributes:
         positions: int64 [tokens].
+        own_tokens: int32 [rows]; how many of a row's tokens, the first ones, are its own: the others fill it up.
         num_tokens_per_req: how many each row has.
         draft_token_num: how many of these lie past the lengths of the rows, as SGLang asks: these count them already.
     """
 
     draft_token_num = 0
 
-    def __init__(self, positions: Tensor, width: int) -> None:
+    def __init__(self, positions: Tensor, own_tokens: Tensor, width: int) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.positions = positions
+        self.own_tokens = own_tokens
         self.num_tokens_per_req = width

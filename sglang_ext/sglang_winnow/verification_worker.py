@@ -374,16 +374,16 @@ class VerificationWorker(BaseSpecWorker):
         part.out_cache_loc = slots.flatten().to(torch.int64)
         part.prefix_lens, part.extend_lens = on_host[rows].tolist(), [width] * len(rows)
         part.seq_lens, part.seq_lens_cpu, part.seq_lens_sum = cached + width, on_host[rows] + width, None
+        states = [batch.reqs[row].winnow_state for row in rows]
+        kinds = torch.tensor([[own.limits[row] for row in rows], [int(state.rests) for state in states]])
+        limit, rests = to_device(kinds, bonus.device)
         # What lies beyond the longest context is of rows that have drafted less: it is not looked at.
         last = self._context_length - 1
-        part.spec_info = CheckedTokens(positions.clamp_max(last).flatten(), width)
+        part.spec_info = CheckedTokens(positions.clamp_max(last).flatten(), (limit + 1).int(), width)
         with nullcontext() if self._graphs is None else self._graphs.checking(width):
             checked = self.target_worker.forward_batch_generation(part, is_verify=True)
         inputs = part.input_ids.view(len(rows), width)
         drawn = sampling.draw(runner.sampler, checked.logits_output, rows, inputs, part.spec_info.positions)
-        states = [batch.reqs[row].winnow_state for row in rows]
-        kinds = torch.tensor([[own.limits[row] for row in rows], [int(state.rests) for state in states]])
-        limit, rests = to_device(kinds, bonus.device)
         standing = simulated_acceptance(limit)
         if standing is None:
             standing = standing_drafts(drafted, drawn, limit)

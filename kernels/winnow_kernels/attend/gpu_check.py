@@ -1,12 +1,13 @@
 """Dense attention from several new tokens of each row: the pass in which drafts are checked.
 
-A layer with a sliding window is read from the first token on that the row's first query sees.
+A layer with a sliding window is read from the first token on that the row's first query sees. Of a row that has drafted
+less than others, or nothing, only the tokens that are its own attend, in a smaller block where they fit one.
 
 All new tokens of a row share one read of its context, on tensor cores: the query heads of a KV head's group, times the
 new tokens, are the rows of a tile. What must be read is as much as for one dense decode step of the row. A context is
 read in splits of 4 to 64 tiles of 64 tokens, and what these yield is merged. Two launches. How many splits there are
-follows from the context's length, and from how many rows there are: as many as programs run at once, or a few times as
-many, since a device that is filled two and a half times waits as long as one that is filled three times.
+follows from the context's length, and from how many rows there are: as many as programs run at once, or twice as many,
+since a device that is filled one and a half times waits as long as one that is filled twice.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ BLOCK_BYTES: Final = 32 << 10
 _SPLITS = tl.constexpr(SPLITS)
 _TILE = tl.constexpr(TILE)
 _QUARTERS = tl.constexpr(4)
+_LANES = tl.constexpr(4)
+_SMALLEST_BLOCK: Final = tl.constexpr(16)
 _SMALL_BLOCK: Final = tl.constexpr(32)
 _FEWEST_TILES = tl.constexpr(4)
 _MAX_TILES = tl.constexpr(64)
-_MAX_ROUNDS: Final = 3
+_MAX_ROUNDS: Final = 2
 _SHARED_BYTES: Final = 227 << 10
 _OTHER_BYTES: Final = 8 << 10
 _FEW_REGISTERS: Final = 128
@@ -71,19 +74,21 @@ class CheckPartial(NamedTuple):
         )
 
 
-class PageLogs(NamedTuple):
-    """How much attention each page gets from each query, of rows that ask for it.
+class PageSums(NamedTuple):
+    """How much attention each page gets from each query, of rows that ask for it; of other rows they mean nothing.
+
+    The queries are the new tokens of a row times the query heads of a KV head's group, a token's heads together.
 
     Attributes:
-        pointer: float32 [rows, KV heads, ``width``, queries], the queries being the new tokens of a row times the query
-            heads of a KV head's group, a token's heads together; logarithms to base 2 of what exponentials of a page's
-            scaled scores add up to. Of rows that do not ask, and of pages that a query sees nothing of, they mean
-            nothing or are at most ``NO_MASS``, -inf too.
+        sums: float32 [rows, KV heads, ``width``, queries]; 2 to the power of each of a page's scores, to base 2, less
+            ``highest`` of its tile, added up.
+        highest: float32 [rows, KV heads, tiles of ``width`` pages, queries]; the highest score up to the tile, or more.
         asking: int32 [rows]; not 0 of those that ask.
         width: pages of a row and KV head.
     """
 
-    pointer: Pointer
+    sums: Pointer
+    highest: Pointer
     asking: Pointer
     width: Number
 
@@ -115,7 +120,7 @@ class CheckLaunch:
         ``element_size`` is that of queries, as which keys and values are multiplied.
         """
         vector_bytes = triton.next_power_of_2(cache.head_dim) * element_size
-        block = max(16, min(BLOCK_BYTES // vector_bytes, triton.next_power_of_2(queries)))
+        block = max(_SMALLEST_BLOCK.value, min(BLOCK_BYTES // vector_bytes, triton.next_power_of_2(queries)))
         blocks = triton.cdiv(queries, block)
         stages = 2 if vector_bytes <= 512 else 1
         registers = None
@@ -141,8 +146,9 @@ def attend_new(
     partial: CheckPartial,
     output: Tensor,
     launch: CheckLaunch | None = None,
-    page_logs: PageLogs | None = None,
+    page_sums: PageSums | None = None,
     window: int | None = None,
+    own_tokens: Tensor | None = None,
 ) -> None:
     """Attend from each row's newest tokens, whose keys and values are in the cache, causally to its whole context.
 
@@ -156,15 +162,17 @@ def attend_new(
         partial: for at least as many tokens.
         output: of the queries' shape; strided by token and head.
         launch: how the kernel runs.
-        page_logs: for at least as many tokens; gets what pages get, where it is wanted. Not beside a window.
+        page_sums: for at least as many tokens; gets what pages get, where it is wanted. Not beside a window.
         window: how many tokens before its own position a token sees; None for all.
+        own_tokens: int32 [rows], at least 1; how many of a row's new tokens, the first ones, are to attend; None for
+            all. The others get zeros.
     """
     tokens, query_heads, _ = queries.shape
     new_tokens, rest = divmod(tokens, batch.rows)
     assert rest == 0
     assert tokens <= len(partial.masses)
     assert batch.page_size <= TILE
-    assert page_logs is None or window is None
+    assert page_sums is None or window is None
     own_window = _NO_WINDOW.value if window is None else window
     heads = Heads.of(query_heads, cache)
     of_pair = new_tokens * (query_heads // cache.kv_heads)
@@ -180,8 +188,9 @@ def attend_new(
         scale * _LOG2_E,
         cache.softmax.cap_log2,
         # Where nobody asks nothing is looked at.
-        page_logs or PageLogs(partial.masses, batch.lengths, 0),
-        leaves_logs=page_logs is not None,
+        page_sums or PageSums(partial.masses, partial.masses, batch.lengths, 0),
+        own_tokens,
+        leaves_sums=page_sums is not None,
         new_tokens=new_tokens,
         block=launch.block,
         window=own_window,
@@ -196,6 +205,7 @@ def attend_new(
         Vectors.of(output),
         cache.softmax.sink_logits,
         heads,
+        own_tokens,
         new_tokens=new_tokens,
         window=own_window,
         aimed_splits=launch.splits,
@@ -220,7 +230,16 @@ def _first_tile(length: tl.tensor, new_tokens: tl.constexpr, window: tl.constexp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
+def _own_tokens(own_tokens_ptr: tl.tensor | None, row: tl.tensor, new_tokens: tl.constexpr) -> tl.tensor:
+    """Return how many of a row's new tokens attend."""
+    own = new_tokens
+    if own_tokens_ptr is not None:
+        own = tl.load(own_tokens_ptr + row)
+    return own
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_kernel(
     queries: Vectors,
     cache: KeysAndValues,
     rows: Rows,
@@ -228,8 +247,9 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
     heads: Heads,
     scale_log2: tl.tensor,
     cap_log2: tl.tensor | None,
-    page_logs: PageLogs,
-    leaves_logs: tl.constexpr,
+    page_sums: PageSums,
+    own_tokens_ptr: tl.tensor | None,
+    leaves_sums: tl.constexpr,
     new_tokens: tl.constexpr,
     window: tl.constexpr,
     block: tl.constexpr,
@@ -239,36 +259,114 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
     """Grid: splits × (KV heads × blocks of queries) × rows."""
     split = tl.program_id(0)
     kv_head = tl.program_id(1) % heads.kv_heads
+    first_query = tl.program_id(1) // heads.kv_heads * block
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(rows.lengths + row)
     tiles = tl.cdiv(length, _TILE)
     first = _first_tile(length, new_tokens, window)
     of_split = _tiles_of_split(tiles - first, aimed_splits)
     begin = first + split * of_split
-    if begin >= tiles:
+    own_queries = _own_tokens(own_tokens_ptr, row, new_tokens) * heads.group
+    if (begin >= tiles) | (first_query >= own_queries):
         return
-    member = tl.program_id(1) // heads.kv_heads * block + tl.arange(0, block)
+    end = tl.minimum(begin + of_split, tiles)
+    # The one is decided when the kernel is compiled.
+    if own_tokens_ptr is not None and block > _SMALLEST_BLOCK:  # noqa: SIM102
+        if own_queries <= _SMALLEST_BLOCK:
+            _attend_split(
+                queries,
+                cache,
+                rows,
+                partial,
+                heads,
+                scale_log2,
+                cap_log2,
+                page_sums,
+                split,
+                kv_head,
+                first_query,
+                own_queries,
+                row,
+                begin,
+                end,
+                leaves_sums,
+                new_tokens,
+                window,
+                _SMALLEST_BLOCK,
+                stages,
+            )
+            return
+    _attend_split(
+        queries,
+        cache,
+        rows,
+        partial,
+        heads,
+        scale_log2,
+        cap_log2,
+        page_sums,
+        split,
+        kv_head,
+        first_query,
+        own_queries,
+        row,
+        begin,
+        end,
+        leaves_sums,
+        new_tokens,
+        window,
+        block,
+        stages,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_split(  # noqa: PLR0915  # A kernel's state cannot be handed around in parts.
+    queries: Vectors,
+    cache: KeysAndValues,
+    rows: Rows,
+    partial: CheckPartial,
+    heads: Heads,
+    scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
+    page_sums: PageSums,
+    split: tl.tensor,
+    kv_head: tl.tensor,
+    first_query: tl.tensor,
+    own_queries: tl.tensor,
+    row: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    leaves_sums: tl.constexpr,
+    new_tokens: tl.constexpr,
+    window: tl.constexpr,
+    block: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """Attend from a block of the ``own_queries`` of a row and KV head to the tiles from ``begin`` to ``end``."""
+    length = tl.load(rows.lengths + row)
+    member = first_query + tl.arange(0, block)
     new_token = member // heads.group
     head = kv_head * heads.group + member % heads.group
-    is_query = new_token < new_tokens
+    is_query = member < own_queries
     dim = tl.arange(0, heads.dim_block)
     is_dim = dim < heads.head_dim
-    token = row * new_tokens + new_token
-    of_token = token * queries.row_stride + head * queries.head_stride
+    # What a row has fits 32 bits, and half as many registers.
+    of_token = new_token * queries.row_stride + head * queries.head_stride
     query = tl.load(
-        queries.pointer + of_token[:, None] + dim[None, :], mask=is_query[:, None] & is_dim[None, :], other=0.0
+        queries.pointer + row * new_tokens * queries.row_stride + of_token[:, None] + dim[None, :],
+        mask=is_query[:, None] & is_dim[None, :],
+        other=0.0,
     )
     position = tl.where(is_query, length - new_tokens + new_token, -1)
     table_ptr = rows.page_table + row * rows.table_stride
     in_tile = _tokens_of_tile()
-    if leaves_logs:
-        asks = tl.load(page_logs.asking + row) != 0
+    if leaves_sums:
+        asks = tl.load(page_sums.asking + row) != 0
     highest = tl.full([block], _NO_MASS, tl.float32)
-    # Sums over a whole tile make the warps of a small block wait for each other; of a large one each has whole rows.
-    parts: tl.constexpr = _QUARTERS if leaves_logs or block <= _SMALL_BLOCK else 1
-    mass = tl.zeros([block, parts], tl.float32)
+    mass = tl.zeros([block, _QUARTERS, _LANES], tl.float32)
     weighted = tl.zeros([block, heads.dim_block], tl.float32)
-    for tile in tl.range(begin, tl.minimum(begin + of_split, tiles), num_stages=stages):
+    for tile in tl.range(begin, end, num_stages=stages):
         seen = tile * _TILE + in_tile
         page = tl.load(table_ptr + seen // rows.page_size, mask=seen < length, other=0)
         # Tiles consist of whole pages, so what is added is the same in all.
@@ -288,23 +386,27 @@ def _attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         fade = tl.exp2(highest - higher)
         weights = tl.exp2(scores - higher[:, None])
-        of_parts = _sums_of_parts(weights, parts)
-        mass = mass * fade[:, None] + of_parts
+        of_lanes = _sums_of_lanes(weights)
+        mass = mass * _of_lanes(fade, weights) + of_lanes
         weighted = tl.dot(weights.to(value.dtype), value, weighted * fade[:, None], input_precision="ieee")
         highest = higher
-        if leaves_logs:  # noqa: SIM102  # The one is decided when the kernel is compiled.
-            # Rows that do not ask wait for no logarithms.
+        if leaves_sums:  # noqa: SIM102  # The one is decided when the kernel is compiled.
             if asks:
                 pair = row * heads.kv_heads + kv_head
-                _leave_logs(page_logs, rows, pair, member, new_tokens * heads.group, of_parts, higher, tile, length)
-    mass = tl.sum(mass, axis=1)
+                of_quarters = tl.sum(of_lanes, axis=2)
+                _leave_sums(
+                    page_sums, rows, pair, member, is_query, new_tokens * heads.group, of_quarters, higher, tile, length
+                )
+    mass = tl.sum(tl.sum(mass, axis=2), axis=1)
     saw = mass > 0.0
     # Of padding, and of queries before all that a split has, nothing is seen: neither logarithms nor quotients of 0.
     mass = tl.where(saw, mass, 1.0)
-    of_split_ptr = (token * (heads.kv_heads * heads.group) + head) * _SPLITS + split
-    tl.store(partial.masses + of_split_ptr, tl.where(saw, highest + tl.log2(mass), _NO_MASS), mask=is_query)
+    query_heads = heads.kv_heads * heads.group
+    of_row = row * new_tokens * query_heads * _SPLITS
+    place = (new_token * query_heads + head) * _SPLITS + split
+    tl.store(partial.masses + of_row + place, tl.where(saw, highest + tl.log2(mass), _NO_MASS), mask=is_query)
     tl.store(
-        partial.outputs + of_split_ptr[:, None] * heads.head_dim + dim[None, :],
+        partial.outputs + of_row * heads.head_dim + place[:, None] * heads.head_dim + dim[None, :],
         weighted / mass[:, None],
         mask=is_query[:, None] & is_dim[None, :],
     )
@@ -323,37 +425,49 @@ def _tokens_of_tile() -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums_of_parts(weights: tl.tensor, parts: tl.constexpr) -> tl.tensor:
-    """Return the sums of ``weights``, [queries, tokens of a tile] as they are taken, over its quarters or all of it."""
-    columns: tl.constexpr = 8 * _QUARTERS // parts
-    by_part = tl.reshape(weights, [weights.shape[0], _TILE // (columns * parts), parts, columns])
-    return tl.sum(tl.sum(by_part, axis=3), axis=1)
+def _sums_of_lanes(weights: tl.tensor) -> tl.tensor:
+    """Return what of ``weights``, [queries, tokens of a tile] as they are taken, one thread has of each quarter, added.
+
+    Tensor cores give each of ``_LANES`` threads two columns of 8.
+    """
+    by_lane = tl.reshape(weights, [weights.shape[0], _TILE // (8 * _QUARTERS), _QUARTERS, _LANES, 2])
+    return tl.sum(tl.sum(by_lane, axis=4), axis=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _leave_logs(
-    page_logs: PageLogs,
+def _of_lanes(of_queries: tl.tensor, weights: tl.tensor) -> tl.tensor:
+    """Return ``of_queries``, [queries], for all that ``_sums_of_lanes`` of ``weights`` returns.
+
+    The threads that multiply the two have both: a mere ``of_queries[:, None, None]`` would go through shared memory.
+    """
+    everywhere = tl.broadcast_to(of_queries[:, None], weights.shape)
+    by_lane = tl.reshape(everywhere, [weights.shape[0], _TILE // (8 * _QUARTERS), _QUARTERS, _LANES, 2])
+    return tl.max(tl.max(by_lane, axis=4), axis=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _leave_sums(
+    page_sums: PageSums,
     rows: Rows,
     pair: tl.tensor,
     member: tl.tensor,
+    is_query: tl.tensor,
     queries_of_pair: tl.constexpr,
     of_quarters: tl.tensor,
     highest: tl.tensor,
     tile: tl.tensor,
     length: tl.tensor,
 ) -> None:
-    """Store the logarithms of a tile's pages, from sums of [queries, quarters] relative to ``highest``, [queries]."""
+    """Store the sums of a tile's pages, from those of [queries, quarters], and ``highest``, [queries]."""
     pages: tl.constexpr = _TILE // rows.page_size
-    of_pages = tl.sum(tl.reshape(of_quarters, [of_quarters.shape[0], pages, _QUARTERS // pages]), axis=2)
     page = tile * pages + tl.arange(0, pages)
-    # Of nothing the logarithm is -inf, of which an exponential is 0 again.
-    has_mass = of_pages > 0.0
-    logs = tl.log2(tl.where(has_mass, of_pages, 1.0)) + highest[:, None]
     tl.store(
-        page_logs.pointer + (pair * page_logs.width + page)[None, :] * queries_of_pair + member[:, None],
-        tl.where(has_mass, logs, float("-inf")),
-        mask=(member < queries_of_pair)[:, None] & (page * rows.page_size < length)[None, :],
+        page_sums.sums + pair * page_sums.width * queries_of_pair + page[None, :] * queries_of_pair + member[:, None],
+        tl.sum(tl.reshape(of_quarters, [of_quarters.shape[0], pages, _QUARTERS // pages]), axis=2),
+        mask=is_query[:, None] & (page * rows.page_size < length)[None, :],
     )
+    tiles = tl.cdiv(page_sums.width, pages)
+    tl.store(page_sums.highest + (pair * tiles + tile) * queries_of_pair + member, highest, mask=is_query)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -363,6 +477,7 @@ def _merge_kernel(
     output: Vectors,
     sink_logits_ptr: tl.tensor | None,
     heads: Heads,
+    own_tokens_ptr: tl.tensor | None,
     new_tokens: tl.constexpr,
     window: tl.constexpr,
     aimed_splits: tl.constexpr,
@@ -370,10 +485,12 @@ def _merge_kernel(
     """Grid: tokens × query heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    length = tl.load(rows.lengths + token // new_tokens)
+    row = token // new_tokens
+    length = tl.load(rows.lengths + row)
+    attends = token % new_tokens < _own_tokens(own_tokens_ptr, row, new_tokens)
     tiles = tl.cdiv(length, _TILE) - _first_tile(length, new_tokens, window)
     split = tl.arange(0, _SPLITS)
-    present = split < tl.cdiv(tiles, _tiles_of_split(tiles, aimed_splits))
+    present = attends & (split < tl.cdiv(tiles, _tiles_of_split(tiles, aimed_splits)))
     place = (token * (heads.kv_heads * heads.group) + head) * _SPLITS + split
     masses = tl.load(partial.masses + place, mask=present, other=_NO_MASS)
     dim = tl.arange(0, heads.dim_block)

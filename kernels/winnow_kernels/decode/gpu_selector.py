@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from winnow_kernels.attend.gpu import AttendBuffers
-from winnow_kernels.attend.gpu_check import CheckPartial, PageLogs
+from winnow_kernels.attend.gpu_check import CheckPartial, PageSums
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_step import Step
 from winnow_kernels.decode.ranks import Ranks
@@ -113,9 +113,9 @@ class Selector:
         del new_tokens
         return step.rows
 
-    def page_logs(self, step: Step) -> PageLogs | None:
-        """Return what the attention of a check leaves of the rows' pages; None for nothing."""
-        del step
+    def page_sums(self, new_tokens: int, step: Step) -> PageSums | None:
+        """Return what the attention of a check of so many tokens leaves of the rows' pages; None for nothing."""
+        del new_tokens, step
         return None
 
     def observe(self, layer: int, new_tokens: int, part: Step, rows: slice, whole: Step, partial: CheckPartial) -> None:

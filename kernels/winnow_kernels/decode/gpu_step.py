@@ -25,6 +25,7 @@ class Step:
         reported: what selectors believe of a layer and attention reports in a step. Each row's selector alone writes
             its beliefs.
         drafting: int32 [rows]; 1 where the row's token is a draft, which a pass of its own checks.
+        checked: int32 [rows], at least 1; how many of its tokens are the row's own in a pass that checks.
     """
 
     request_slots: Tensor
@@ -34,6 +35,7 @@ class Step:
     counts: Tensor
     reported: ReportedShares
     drafting: Tensor
+    checked: Tensor
 
     @property
     def rows(self) -> int:
@@ -58,6 +60,7 @@ class Step:
             self.counts[:, rows],
             self.reported.of_rows(rows),
             self.drafting[rows],
+            self.checked[rows],
         )
 
 
@@ -95,6 +98,7 @@ class StepBuffers:
         self._counts = torch.zeros(layers * rows * kv_heads, dtype=torch.int32, device=device)
         self._reported = ReportedShares.empty(rows, query_heads, device)
         self._drafting = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._checked = torch.ones(rows, dtype=torch.int32, device=device)
         self._layers = layers
         self._steps: dict[int, Step] = {}
 
@@ -108,7 +112,7 @@ class StepBuffers:
         """Bytes of device memory."""
         batch, parameters = self._batch, self._parameters
         tensors = (batch.page_table, batch.lengths, batch.counts, parameters.values, self._slots, self._counts)
-        return sum(tensor.nbytes for tensor in (*tensors, *self._reported, self._drafting))
+        return sum(tensor.nbytes for tensor in (*tensors, *self._reported, self._drafting, self._checked))
 
     @property
     def largest(self) -> Step:
@@ -132,5 +136,6 @@ class StepBuffers:
                 self._counts[: self._layers * rows * heads].view(self._layers, rows, heads),
                 self._reported.of_rows(slice(rows)),
                 self._drafting[:rows],
+                self._checked[:rows],
             )
         return self._steps[rows]

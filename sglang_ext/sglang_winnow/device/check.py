@@ -69,9 +69,14 @@ class CheckBackend(AttentionBackend):
         self._partial = CheckPartial.empty(MAX_CHECKED_TOKENS, query_heads, caches[0])
         self._step: Step = decode.buffers.largest
         self._width = 1
+        self._own_tokens: Tensor | None = None
 
-    def note(self, requests: Sequence[Req], _batch: ForwardBatch, _decoding: int) -> None:
-        """Note the parameters of requests that have had no decode pass: a check of others may be their first one."""
+    def note(self, requests: Sequence[Req], batch: ForwardBatch, _decoding: int) -> None:
+        """Note which tokens of a pass are its rows' own, and the parameters of requests that have had no decode pass.
+
+        A check of others may be the first pass of a request that decodes.
+        """
+        self._own_tokens = batch.spec_info.own_tokens
         self._decode.own([request.winnow_state for request in requests])
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -93,6 +98,10 @@ class CheckBackend(AttentionBackend):
         self._step = step = self._decode.buffers[len(slots)]
         self._width = len(forward_batch.input_ids) // len(slots)
         step.request_slots.copy_(slots)
+        # Of rows of padding nothing is looked at.
+        step.checked.fill_(self._width if self._own_tokens is None else 1)
+        if self._own_tokens is not None:
+            step.checked[: len(self._own_tokens)] = self._own_tokens
         copy_page_table(self._table, step.request_slots, forward_batch.seq_lens, step.batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -120,7 +129,17 @@ class CheckBackend(AttentionBackend):
         output = torch.empty_like(queries)
         if place is None:
             window = self._layers.windows[layer.layer_id]
-            attend_new(queries, cache, self._step.batch, self._scale, self._partial, output, window=window)
+            step = self._step
+            attend_new(
+                queries,
+                cache,
+                step.batch,
+                self._scale,
+                self._partial,
+                output,
+                window=window,
+                own_tokens=step.checked,
+            )
         else:
             self._attend(place, queries, output)
         return scaled_output(output, layer, cache).flatten(1)
@@ -131,8 +150,8 @@ class CheckBackend(AttentionBackend):
         at_once = min([step.rows, *(observer.rows_observed(self._width, step) for observer in observers)])
         for rows, part in step.parts(at_once):
             tokens = slice(rows.start * self._width, rows.stop * self._width)
-            logs = [own for observer in observers if (own := observer.page_logs(part)) is not None]
-            assert len(logs) <= 1
+            sums = [own for observer in observers if (own := observer.page_sums(self._width, part)) is not None]
+            assert len(sums) <= 1
             attend_new(
                 queries[tokens],
                 cache,
@@ -140,7 +159,8 @@ class CheckBackend(AttentionBackend):
                 self._scale,
                 self._partial,
                 output[tokens],
-                page_logs=logs[0] if logs else None,
+                page_sums=sums[0] if sums else None,
+                own_tokens=part.checked,
             )
             for observer in observers:
                 observer.observe(place, self._width, part, rows, step, self._partial)

@@ -40,8 +40,12 @@ def outputs(
     seed: int = 0,
     window: int | None = None,
     softmax: Softmax = PLAIN,
+    own_tokens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel yields and what is correct, [rows, new tokens, query heads, head dim]."""
+    """What the kernel yields and what is correct, [rows, new tokens, query heads, head dim].
+
+    A row's tokens but for its ``own_tokens``, the first ones, fill it up.
+    """
     pool = (sum(-(-length // page_size) for length in lengths) + 1) * page_size
     context = scattered_context(lengths, pool, page_size, seed)
     cache = replace(random_cache(pool, kv_heads, head_dim, seed, dtype), softmax=softmax)
@@ -58,10 +62,13 @@ def outputs(
         seeing = min(length, new_tokens)
         own = wide[row * new_tokens : (row + 1) * new_tokens, :heads][new_tokens - seeing :]
         correct[row, new_tokens - seeing :] = prefill(own, context.slots[row, :length], cache, 0.1, window)
+        if own_tokens is not None:
+            correct[row, own_tokens[row] :] = 0
     on_device = cache_on(device, cache)
     output = torch.full((len(lengths) * new_tokens, heads, head_dim), torch.nan, dtype=dtype, device=device)
     partial = CheckPartial.empty(len(output), heads, on_device)
-    attend_new(wide.to(device)[:, :heads], on_device, batch, 0.1, partial, output, window=window)
+    counts = None if own_tokens is None else torch.tensor(own_tokens, dtype=torch.int32, device=device)
+    attend_new(wide.to(device)[:, :heads], on_device, batch, 0.1, partial, output, window=window, own_tokens=counts)
     return output.cpu().view_as(correct), correct
 
 
@@ -90,6 +97,21 @@ def test_a_row_of_padding_sees_nothing_before_its_first_token(device: torch.devi
     torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
     assert actual[0, :4].eq(0).all()
     assert actual[1, :2].eq(0).all()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("group", "new_tokens", "own_tokens"),
+    [(4, 5, [1, 5, 4, 2]), (3, 17, [1, 17, 5, 6]), (16, 9, [1, 9, 2, 3]), (1, 17, [16, 17, 1, 2])],
+)
+def test_tokens_that_fill_a_row_up_attend_to_nothing(
+    group: int, new_tokens: int, own_tokens: list[int], window: int | None, device: torch.device
+) -> None:
+    """Also where all tokens of a row need several blocks, and its own tokens one."""
+    lengths = [310, 64 + new_tokens, 200, 190]
+    actual, correct = outputs(lengths, new_tokens, device, group=group, window=window, own_tokens=own_tokens)
+    torch.testing.assert_close(actual, correct, atol=1e-5, rtol=1e-5)
+    assert all(actual[row, own:].eq(0).all() for row, own in enumerate(own_tokens))
 
 
 def test_long_contexts_have_longer_splits(device: torch.device) -> None:
@@ -130,13 +152,23 @@ def test_nothing_before_a_window_is_read(device: torch.device) -> None:
     new_tokens=st.integers(1, 17),
     page_size=st.sampled_from([16, 32, 64]),
     window=st.none() | st.integers(0, LONGEST),
+    own_tokens=st.none() | st.lists(st.integers(1, 17), min_size=3, max_size=3),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=EXAMPLES)
 def test_any_lengths(
-    lengths: list[int], new_tokens: int, page_size: int, window: int | None, seed: int, device: torch.device
+    lengths: list[int],
+    new_tokens: int,
+    page_size: int,
+    window: int | None,
+    own_tokens: list[int] | None,
+    seed: int,
+    device: torch.device,
 ) -> None:
-    actual, correct = outputs(lengths, new_tokens, device, page_size=page_size, seed=seed, window=window)
+    own = own_tokens and [min(tokens, new_tokens) for tokens in own_tokens[: len(lengths)]]
+    actual, correct = outputs(
+        lengths, new_tokens, device, page_size=page_size, seed=seed, window=window, own_tokens=own
+    )
     torch.testing.assert_close(actual, correct, atol=2e-5, rtol=2e-5)
 
 
@@ -152,7 +184,8 @@ def _launch() -> None:
         cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16))
         queries = torch.empty(2 * new_tokens, 8 * group, head_dim, dtype=torch.bfloat16)
         partial = CheckPartial.empty(len(queries), 8 * group, cache)
-        attend_new(queries, cache, batch, 0.1, partial, torch.empty_like(queries))
+        own = torch.ones(2, dtype=torch.int32)
+        attend_new(queries, cache, batch, 0.1, partial, torch.empty_like(queries), own_tokens=own)
 
 
 def _launch_with_window() -> None:

@@ -16,7 +16,7 @@ from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launc
 from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.gpu.selectors import cache_on
 from winnow_kernels.attend.gather import Meter
-from winnow_kernels.attend.gpu_check import CheckPartial, PageLogs, attend_new
+from winnow_kernels.attend.gpu_check import CheckPartial, PageSums, attend_new
 from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.policies.snapkv import gpu as stored_gpu
@@ -34,7 +34,10 @@ SHAPES = [(64, 3, 5), (128, 4, 5), (128, 4, 17), (256, 4, 5)]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows that check ``new_tokens``; where a row has no parameters it is another policy's."""
+    """Rows that check ``new_tokens``; where a row has no parameters it is another policy's.
+
+    Where ``own_tokens`` are given, the row's others fill it up.
+    """
 
     lengths: Sequence[int]
     parameters: Sequence[VerifiedPages | None]
@@ -45,6 +48,12 @@ class Case:
     page_size: int = 16
     seed: int = 0
     softmax: str = "plain"
+    own_tokens: Sequence[int] | None = None
+
+    @property
+    def own(self) -> Sequence[int]:
+        """How many of the new tokens are a row's own."""
+        return self.own_tokens or [self.new_tokens] * len(self.lengths)
 
     @property
     def context(self) -> Context:
@@ -93,22 +102,19 @@ def chosen(case: Case, device: torch.device) -> tuple[KeptPages, Tensor, DecodeB
     )
     pages = batch.page_table.shape[1]
     tokens = rows * case.new_tokens
-    logs = torch.full((tokens, heads, pages), torch.nan, dtype=torch.float32, device=device)
-    page_logs = PageLogs(logs, of_rows.recent, pages)
+    sums, highest = torch.full((2, tokens, heads, pages), torch.nan, dtype=torch.float32, device=device)
+    page_sums = PageSums(sums, highest, of_rows.recent, pages)
     partial = CheckPartial.empty(tokens, heads, cache)
     queries = case.queries.to(device)
     output = torch.empty_like(queries)
-    attend_new(queries, cache, batch, SCALE, partial, output, page_logs=page_logs)
+    own_tokens = torch.tensor(case.own, dtype=torch.int32, device=device)
+    attend_new(queries, cache, batch, SCALE, partial, output, page_sums=page_sums, own_tokens=own_tokens)
     plain = torch.empty_like(queries)
-    attend_new(queries, cache, batch, SCALE, partial, plain)
-    if case.new_tokens * case.group <= 32:
-        assert torch.equal(output, plain)
-    else:
-        # Without logarithms sums are over whole tiles there.
-        torch.testing.assert_close(output, plain, rtol=1e-5, atol=1e-6)
+    attend_new(queries, cache, batch, SCALE, partial, plain, own_tokens=own_tokens)
+    assert torch.equal(output, plain)
     masses = torch.full((LAYERS, rows, case.kv_heads, pages), torch.nan, dtype=torch.float32, device=device)
     for of_layer in masses:
-        weigh(case.new_tokens, batch, of_rows, page_logs, partial.totals, of_layer)
+        weigh(case.new_tokens, batch, of_rows, page_sums, own_tokens, partial.totals, of_layer)
     keep(0, case.new_tokens, batch, of_rows, masses, request_slots, kept)
     return kept, request_slots, batch
 
@@ -123,9 +129,10 @@ def check(case: Case, device: torch.device) -> None:
             assert kept.since[slots[row]] == -7
             continue
         state = CheckedPages(own, case.page_size, LAYERS, case.kv_heads, length)
-        queries = case.queries[row * case.new_tokens : (row + 1) * case.new_tokens]
+        first, missing = row * case.new_tokens, case.new_tokens - case.own[row]
+        queries = case.queries[first : first + case.own[row]]
         for layer in range(LAYERS):
-            state.observe(layer, queries, context.slots[row, :length], cache, SCALE)
+            state.observe(layer, queries, context.slots[row, : length - missing], cache, SCALE)
         states.append(state)
         assert kept.since[slots[row]] == state.since
         for head in range(case.kv_heads):
@@ -176,6 +183,12 @@ def test_equals_the_reference(
     check(Case([410, 300, 330, 90], parameters, new_tokens, kv_heads, group, head_dim, page_size), device)
 
 
+def test_tokens_that_fill_a_row_up_weigh_nothing(device: torch.device) -> None:
+    parameters = [VerifiedPages(budget=160, recency=32), None, VerifiedPages(budget=80, recency=64, sinks=0)]
+    parameters.append(VerifiedPages(budget=160, recency=32))
+    check(Case([410, 300, 330, 400], parameters, 9, group=4, own_tokens=[9, 1, 1, 4]), device)
+
+
 @pytest.mark.parametrize("softmax", SOFTMAXES[1:])
 def test_masses_of_caps_and_sinks(softmax: str, device: torch.device) -> None:
     parameters = [VerifiedPages(budget=160, recency=32), None, VerifiedPages(budget=80, recency=64, sinks=0)]
@@ -190,16 +203,25 @@ def test_masses_of_caps_and_sinks(softmax: str, device: torch.device) -> None:
     ),
     new_tokens=st.integers(1, 17),
     page_size=st.sampled_from([16, 32]),
+    own_tokens=st.none() | st.lists(st.integers(1, 17), min_size=3, max_size=3),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=EXAMPLES)
 def test_any_budgets(
-    rows: list[tuple[int, int, int, int]], new_tokens: int, page_size: int, seed: int, device: torch.device
+    rows: list[tuple[int, int, int, int]],
+    new_tokens: int,
+    page_size: int,
+    own_tokens: list[int] | None,
+    seed: int,
+    device: torch.device,
 ) -> None:
+    own = own_tokens and [min(tokens, new_tokens) for tokens in own_tokens[: len(rows)]]
     parameters = [
         VerifiedPages(budget=sinks + recency + more, sinks=sinks, recency=recency) for _, sinks, recency, more in rows
     ]
-    check(Case([row[0] for row in rows], parameters, new_tokens, page_size=page_size, seed=seed), device)
+    check(
+        Case([row[0] for row in rows], parameters, new_tokens, page_size=page_size, seed=seed, own_tokens=own), device
+    )
 
 
 def _launch() -> None:
@@ -214,10 +236,11 @@ def _launch() -> None:
         cache = LayerCache(*torch.empty(2, 64, 8, head_dim, dtype=torch.bfloat16))
         queries = torch.empty(2 * new_tokens, 8 * group, head_dim, dtype=torch.bfloat16)
         partial = CheckPartial.empty(len(queries), 8 * group, cache)
-        logs = PageLogs(torch.empty(64), asking.recent, pages)
-        attend_new(queries, cache, batch, 0.1, partial, torch.empty_like(queries), page_logs=logs)
+        sums = PageSums(torch.empty(64), torch.empty(64), asking.recent, pages)
+        own = torch.ones(2, dtype=torch.int32)
+        attend_new(queries, cache, batch, 0.1, partial, torch.empty_like(queries), page_sums=sums, own_tokens=own)
         masses = torch.empty(1, 2, 8, pages)
-        weigh(new_tokens, batch, asking, logs, partial.totals, masses[0])
+        weigh(new_tokens, batch, asking, sums, own, partial.totals, masses[0])
         keep(LAYER, new_tokens, batch, asking, masses, torch.arange(2), kept)
 
 

@@ -133,6 +133,9 @@ def test_rows_that_drafted_nothing_decode_a_token(device: torch.device) -> None:
     torch_server, server = (Server(names, [143, 30, 16], device) for _ in range(2))
     check = check_backend(server, device_decode(server))
     batch = batch_of(server, width, padding=1)
+    batch.spec_info = SimpleNamespace(own_tokens=torch.tensor([width, 1, 1], dtype=torch.int32, device=device))
+    requests: Any = [SimpleNamespace(winnow_state=state) for state in server.states]
+    check.note(requests, batch, 0)
     check.init_forward_metadata(batch)
     plans = []
     for rows, new_tokens in ([0], width), ([1, 2], 1):
@@ -154,6 +157,8 @@ def test_rows_that_drafted_nothing_decode_a_token(device: torch.device) -> None:
         for plan, own in zip(plans, (list(range(width)), first_of_others), strict=True):
             expected = plan.attend(number, queries[own], cache, SHAPE.scale, None)
             torch.testing.assert_close(output[own], expected.flatten(1), rtol=1e-4, atol=1e-4)
+        others = [row * width + token for row in (1, 2) for token in range(1, width)]
+        assert output[others].eq(0).all()
     accepted = Accepted(*torch.tensor([[3, 1, 1], [4, 0, 0], [0, 0, 1]], device=device))
     for plan, rows in zip(plans, ([0], [1, 2]), strict=True):
         plan.finish()

@@ -1,10 +1,10 @@
 """``verified_pages`` on a GPU (``reference``): pages chosen in the passes that check, out of their own attention.
 
-The attention of a check leaves the logarithm of each page's mass for every new token and query head: 4 bytes for each
-and page, that is 1 % of the bytes of keys and values for five tokens, a group of 4 and bf16 keys of 128. A launch in
-each layer adds up the masses of a KV head, once log-sum-exps are known (``weigh``), and one for several layers, which
-together fill the device, chooses (``keep``). What is chosen waits in memory for the drafts, of which each layer has one
-launch, SnapKV's.
+The attention of a check leaves each page's mass for every new token and query head: 4 bytes for each and page, and 4
+for each and tile, that is 1 % of the bytes of keys and values for five tokens, a group of 4 and bf16 keys of 128. A
+launch in each layer adds up the masses of a KV head, once log-sum-exps are known (``weigh``), and one for several
+layers, which together fill the device, chooses (``keep``). What is chosen waits in memory for the drafts, of which each
+layer has one launch, SnapKV's.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow_kernels.attend.gpu_check import PageLogs
-from winnow_kernels.batch import DecodeBatch
+from winnow_kernels.attend.early_termination import TILE
+from winnow_kernels.attend.gpu_check import PageSums
+from winnow_kernels.batch import NO_MASS, DecodeBatch
 from winnow_kernels.kernel_arguments import Pointer, Rows
 from winnow_kernels.selection.gpu_pages import warps_of
 from winnow_kernels.selection.gpu_threshold import LOWEST, ordered, threshold
 
-_PAGES_WEIGHED: Final = 64
+_PAGES_WEIGHED: Final = 128
 _QUERIES_WEIGHED: Final = 32
 _PAGES_COMPACTED: Final = tl.constexpr(1024)
 _SINKS_AT_ONCE: Final = tl.constexpr(64)
+_TILE: Final = tl.constexpr(TILE)
+_NO_MASS: Final = tl.constexpr(NO_MASS)
 
 
 class KeptPages(NamedTuple):
@@ -61,17 +64,19 @@ def weigh(
     new_tokens: int,
     batch: DecodeBatch,
     budgets: BudgetRows,
-    logs: PageLogs,
+    sums: PageSums,
+    own_tokens: Tensor,
     totals: Tensor,
     masses: Tensor,
 ) -> None:
     """Add up what the queries of each KV head give to each page, after a layer's attention in a check.
 
     Args:
-        new_tokens: that are checked, of each row.
+        new_tokens: of each row.
         batch: where the rows' contexts lie, the new tokens among them.
         budgets: of the rows.
-        logs: the pages' masses, as attention has left them.
+        sums: the pages' masses, as attention has left them.
+        own_tokens: int32 [rows]; how many of the new tokens, the first ones, attended.
         totals: float32 [tokens, query heads]; log-sum-exps to base 2.
         masses: float32 [rows, KV heads, pages], contiguous; what is written to.
     """
@@ -82,7 +87,8 @@ def weigh(
     _weigh_kernel[(triton.cdiv(pages, _PAGES_WEIGHED), kv_heads, rows)](
         budgets,
         Rows.of(batch),
-        logs,
+        sums,
+        own_tokens,
         totals,
         masses,
         pages,
@@ -145,7 +151,8 @@ def _first_of_recent(rows: Rows, row: tl.tensor, new_tokens: tl.constexpr, recen
 def _weigh_kernel(
     budgets: BudgetRows,
     rows: Rows,
-    logs: PageLogs,
+    sums: PageSums,
+    own_tokens_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     pages: tl.tensor,
@@ -168,17 +175,24 @@ def _weigh_kernel(
     page = begin + tl.arange(0, block)
     pair = row * kv_heads + kv_head
     queries: tl.constexpr = new_tokens * group
+    own_queries = tl.load(own_tokens_ptr + row) * group
+    pages_of_tile: tl.constexpr = _TILE // rows.page_size
+    tiles = tl.cdiv(sums.width, pages_of_tile)
     mass = tl.zeros([block], tl.float32)
     for first in tl.static_range(0, queries, queries_at_once):
         query = first + tl.arange(0, queries_at_once)
         of_head = (row * new_tokens + query // group) * (kv_heads * group) + kv_head * group + query % group
-        total = tl.load(totals_ptr + of_head, mask=query < queries, other=0.0)
-        own = tl.load(
-            logs.pointer + (pair * logs.width + page)[:, None] * queries + query[None, :],
-            mask=(page < end)[:, None] & (query < queries)[None, :],
-            other=float("-inf"),
+        total = tl.load(totals_ptr + of_head, mask=query < own_queries, other=0.0)
+        is_own = (page < end)[:, None] & (query < own_queries)[None, :]
+        own_sums = tl.load(
+            sums.sums + (pair * sums.width + page)[:, None] * queries + query[None, :], mask=is_own, other=0.0
         )
-        mass += tl.sum(tl.exp2(own - total[None, :]), axis=1)
+        highest = tl.load(
+            sums.highest + (pair * tiles + page // pages_of_tile)[:, None] * queries + query[None, :],
+            mask=is_own,
+            other=_NO_MASS,
+        )
+        mass += tl.sum(own_sums * tl.exp2(highest - total[None, :]), axis=1)
     tl.store(masses_ptr + pair * pages + page, mass, mask=page < end)
 
 

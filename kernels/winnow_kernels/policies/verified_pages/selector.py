@@ -9,7 +9,8 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from winnow_kernels.attend.gpu_check import CheckPartial, PageLogs
+from winnow_kernels.attend.early_termination import TILE
+from winnow_kernels.attend.gpu_check import CheckPartial, PageSums
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.decode.gpu_selector import SCRATCH_BYTES, Entry, Selector, Server
 from winnow_kernels.decode.gpu_step import Step
@@ -27,8 +28,11 @@ CAPACITY: Final = 2**23
 """Pages of a server: of 540 requests of a Llama-3.1-8B that keep 1,024 tokens for each KV head."""
 
 
-ROWS_OF_LAUNCH: Final = 64
-"""Rows times layers for which pages are chosen at once: with 8 KV heads, programs for all that a H200 runs at once."""
+ROWS_OF_LAUNCH: Final = 256
+"""Rows times layers for which pages are chosen at once.
+
+With 64, as many as a H200 runs at once, 32 layers of 24 rows take twice as long: launches wait for their last programs.
+"""
 
 
 class CheckedPagesSelector(Selector):
@@ -47,7 +51,7 @@ class CheckedPagesSelector(Selector):
         empty = StoredRows.empty(step.rows, layers, kv_heads, 1, device)
         self._offsets, self._kept, self._since_of_rows = empty.offsets, empty.kept, empty.prompt_lengths
         pages = step.batch.page_table.shape[1]
-        self._logs = torch.empty(SCRATCH_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device)
+        self._sums = torch.empty(SCRATCH_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device)
         rows = max(step.rows, ROWS_OF_LAUNCH)
         self._masses = torch.empty(rows * kv_heads * pages, dtype=torch.float32, device=device)
         self._entered: dict[int, weakref.ref[Request]] = {}
@@ -88,15 +92,19 @@ class CheckedPagesSelector(Selector):
         stored_gpu.select(layer, step.batch, of_rows, step.selection(layer), self._page_size)
 
     def rows_observed(self, new_tokens: int, step: Step) -> int:
-        bytes_of_row = new_tokens * self._query_heads * step.batch.page_table.shape[1] * torch.float32.itemsize
+        pages, tiles = self._pages_and_tiles(step)
+        bytes_of_row = new_tokens * self._query_heads * (pages + tiles) * torch.float32.itemsize
         return max(1, SCRATCH_BYTES // bytes_of_row)
 
-    def page_logs(self, step: Step) -> PageLogs:
-        return PageLogs(self._logs, step.parameters.own(KIND, "recent"), step.batch.page_table.shape[1])
+    def page_sums(self, new_tokens: int, step: Step) -> PageSums:
+        pages, _ = self._pages_and_tiles(step)
+        highest = self._sums[step.rows * new_tokens * self._query_heads * pages :]
+        return PageSums(self._sums, highest, step.parameters.own(KIND, "recent"), pages)
 
     def observe(self, layer: int, new_tokens: int, part: Step, rows: slice, whole: Step, partial: CheckPartial) -> None:
         masses = self._masses_of(whole)[layer % self._layers_at_once(whole), rows]
-        gpu.weigh(new_tokens, part.batch, _budgets(part), self.page_logs(part), partial.totals, masses)
+        sums = self.page_sums(new_tokens, part)
+        gpu.weigh(new_tokens, part.batch, _budgets(part), sums, part.checked, partial.totals, masses)
 
     def observed(self, layer: int, new_tokens: int, step: Step) -> None:
         at_once, layers = self._layers_at_once(step), self._stored.kept.shape[1]
@@ -112,6 +120,11 @@ class CheckedPagesSelector(Selector):
             step.request_slots,
             KeptPages(self._stored.positions, self._stored.offsets, self._stored.kept, self._since),
         )
+
+    def _pages_and_tiles(self, step: Step) -> tuple[int, int]:
+        """Return how many pages a row and KV head has, and how many tiles of attention."""
+        pages = step.batch.page_table.shape[1]
+        return pages, -(-pages * self._page_size // TILE)
 
     def _layers_at_once(self, step: Step) -> int:
         return max(1, ROWS_OF_LAUNCH // step.rows)
