@@ -11,7 +11,7 @@ from winnow_kernels.decode.policy_batch import PolicyBatch
 from winnow_kernels.decode.request import Request
 from winnow_kernels.policies.verified_pages.parameters import VerifiedPages
 from winnow_kernels.policies.verified_pages.reference import CheckedPages, PageBudget, VerifiedPagesStep
-from winnow_kernels.policies.verified_pages.selector import CAPACITY, KIND, CheckedPagesSelector
+from winnow_kernels.policies.verified_pages.selector import CAPACITY, KIND, MASSES_BYTES, CheckedPagesSelector
 from winnow_kernels.selection.pages import pages_kept
 
 
@@ -21,7 +21,7 @@ class VerifiedPagesDeclaration(Declaration[VerifiedPages]):
     kind = KIND
     crossover = Crossover(cpu=4096, cuda=0)
     columns = Columns(("recent", "most"))
-    buffer_bytes = SCRATCH_BYTES + CAPACITY * torch.int32.itemsize
+    buffer_bytes = SCRATCH_BYTES + MASSES_BYTES + CAPACITY * torch.int32.itemsize
 
     def budget(self, parameters: VerifiedPages, prompt_length: int, length: int, page_size: int) -> int:
         return pages_kept(parameters.budget, parameters.recency, parameters.sinks, page_size) * page_size

@@ -26,8 +26,8 @@ from winnow_kernels.policies.verified_pages.reference import PageBudget
 KIND: Final = "verified_pages"
 CAPACITY: Final = 2**23
 """Pages of a server: of 540 requests of a Llama-3.1-8B that keep 1,024 tokens for each KV head."""
-
-
+MASSES_BYTES: Final = 2**26
+"""Of the masses that wait until pages are chosen; more where one layer of the largest batch has more."""
 ROWS_OF_LAUNCH: Final = 256
 """Rows times layers for which pages are chosen at once.
 
@@ -52,8 +52,8 @@ class CheckedPagesSelector(Selector):
         self._offsets, self._kept, self._since_of_rows = empty.offsets, empty.kept, empty.prompt_lengths
         pages = step.batch.page_table.shape[1]
         self._sums = torch.empty(SCRATCH_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device)
-        rows = max(step.rows, ROWS_OF_LAUNCH)
-        self._masses = torch.empty(rows * kv_heads * pages, dtype=torch.float32, device=device)
+        masses = max(step.rows * kv_heads * pages, MASSES_BYTES // torch.float32.itemsize)
+        self._masses = torch.empty(masses, dtype=torch.float32, device=device)
         self._entered: dict[int, weakref.ref[Request]] = {}
 
     def enter(self, request: Request, slot: int, context: Context) -> Entry:
@@ -127,7 +127,8 @@ class CheckedPagesSelector(Selector):
         return pages, -(-pages * self._page_size // TILE)
 
     def _layers_at_once(self, step: Step) -> int:
-        return max(1, ROWS_OF_LAUNCH // step.rows)
+        of_layer = step.rows * self._stored.kept.shape[2] * step.batch.page_table.shape[1]
+        return max(1, min(ROWS_OF_LAUNCH // step.rows, len(self._masses) // of_layer))
 
     def _masses_of(self, step: Step) -> Tensor:
         """Return scratch, float32 [layers, rows, KV heads, pages]."""
