@@ -37,7 +37,7 @@ _TILE = tl.constexpr(TILE)
 _QUARTERS = tl.constexpr(4)
 _LANES = tl.constexpr(4)
 _SMALLEST_BLOCK: Final = tl.constexpr(16)
-_SMALL_BLOCK: Final = tl.constexpr(32)
+_SMALL_BLOCK: Final = 32
 _FEWEST_TILES = tl.constexpr(4)
 _MAX_TILES = tl.constexpr(64)
 _MAX_ROUNDS: Final = 2
@@ -124,7 +124,7 @@ class CheckLaunch:
         blocks = triton.cdiv(queries, block)
         stages = 2 if vector_bytes <= 512 else 1
         registers = None
-        if block <= _SMALL_BLOCK.value and vector_bytes <= 256:
+        if block <= _SMALL_BLOCK and vector_bytes <= 256:
             # While one waits for its tile, and for its warps, the others compute.
             registers, of_multiprocessor = _FEW_REGISTERS, _PROGRAMS_OF_FEW_REGISTERS
         else:
@@ -257,19 +257,19 @@ def _attend_kernel(
     stages: tl.constexpr,
 ) -> None:
     """Grid: splits × (KV heads × blocks of queries) × rows."""
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1) % heads.kv_heads
     first_query = tl.program_id(1) // heads.kv_heads * block
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(rows.lengths + row)
     tiles = tl.cdiv(length, _TILE)
     first = _first_tile(length, new_tokens, window)
     of_split = _tiles_of_split(tiles - first, aimed_splits)
-    begin = first + split * of_split
+    begin = first + tl.program_id(0) * of_split
     own_queries = _own_tokens(own_tokens_ptr, row, new_tokens) * heads.group
     if (begin >= tiles) | (first_query >= own_queries):
         return
     end = tl.minimum(begin + of_split, tiles)
+    # Constants stay apart: in a tuple they would become values.
+    part = (scale_log2, cap_log2, own_queries, begin, end)
     # The one is decided when the kernel is compiled.
     if own_tokens_ptr is not None and block > _SMALLEST_BLOCK:  # noqa: SIM102
         if own_queries <= _SMALLEST_BLOCK:
@@ -278,45 +278,18 @@ def _attend_kernel(
                 cache,
                 rows,
                 partial,
-                heads,
-                scale_log2,
-                cap_log2,
                 page_sums,
-                split,
-                kv_head,
-                first_query,
-                own_queries,
-                row,
-                begin,
-                end,
+                heads,
+                *part,
                 leaves_sums,
                 new_tokens,
                 window,
-                _SMALLEST_BLOCK,
                 stages,
+                _SMALLEST_BLOCK,
             )
             return
     _attend_split(
-        queries,
-        cache,
-        rows,
-        partial,
-        heads,
-        scale_log2,
-        cap_log2,
-        page_sums,
-        split,
-        kv_head,
-        first_query,
-        own_queries,
-        row,
-        begin,
-        end,
-        leaves_sums,
-        new_tokens,
-        window,
-        block,
-        stages,
+        queries, cache, rows, partial, page_sums, heads, *part, leaves_sums, new_tokens, window, stages, block
     )
 
 
@@ -326,26 +299,25 @@ def _attend_split(  # noqa: PLR0915  # A kernel's state cannot be handed around 
     cache: KeysAndValues,
     rows: Rows,
     partial: CheckPartial,
+    page_sums: PageSums,
     heads: Heads,
     scale_log2: tl.tensor,
     cap_log2: tl.tensor | None,
-    page_sums: PageSums,
-    split: tl.tensor,
-    kv_head: tl.tensor,
-    first_query: tl.tensor,
     own_queries: tl.tensor,
-    row: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     leaves_sums: tl.constexpr,
     new_tokens: tl.constexpr,
     window: tl.constexpr,
-    block: tl.constexpr,
     stages: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
-    """Attend from a block of the ``own_queries`` of a row and KV head to the tiles from ``begin`` to ``end``."""
+    """Attend from a program's block of the ``own_queries`` of a row and KV head to its tiles, ``begin`` to ``end``."""
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1) % heads.kv_heads
+    row = tl.program_id(2).to(tl.int64)
     length = tl.load(rows.lengths + row)
-    member = first_query + tl.arange(0, block)
+    member = tl.program_id(1) // heads.kv_heads * block + tl.arange(0, block)
     new_token = member // heads.group
     head = kv_head * heads.group + member % heads.group
     is_query = member < own_queries

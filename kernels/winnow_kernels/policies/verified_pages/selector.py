@@ -28,11 +28,6 @@ CAPACITY: Final = 2**23
 """Pages of a server: of 540 requests of a Llama-3.1-8B that keep 1,024 tokens for each KV head."""
 MASSES_BYTES: Final = 2**26
 """Of the masses that wait until pages are chosen; more where one layer of the largest batch has more."""
-ROWS_OF_LAUNCH: Final = 256
-"""Rows times layers for which pages are chosen at once.
-
-With 64, as many as a H200 runs at once, 32 layers of 24 rows take twice as long: launches wait for their last programs.
-"""
 
 
 class CheckedPagesSelector(Selector):
@@ -128,7 +123,7 @@ class CheckedPagesSelector(Selector):
 
     def _layers_at_once(self, step: Step) -> int:
         of_layer = step.rows * self._stored.kept.shape[2] * step.batch.page_table.shape[1]
-        return max(1, min(ROWS_OF_LAUNCH // step.rows, len(self._masses) // of_layer))
+        return min(self._stored.kept.shape[1], len(self._masses) // of_layer)
 
     def _masses_of(self, step: Step) -> Tensor:
         """Return scratch, float32 [layers, rows, KV heads, pages]."""
