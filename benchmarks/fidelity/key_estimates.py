@@ -17,7 +17,6 @@ from benchmarks.fidelity.captured_attention import Moments
 from winnow_kernels.indexes.key_codes import BLOCK, MEAN_BITS, rotation, rounded
 
 _FACTOR_BITS: Final = 16
-_MEAN_FACTOR_BITS: Final = 32
 _TINY: Final = torch.finfo(torch.float32).tiny
 _SMALLEST: Final = 1e-6
 """Of a covariance's directions, beside the mean one: smaller ones count as this."""
@@ -56,8 +55,8 @@ class Code:
         """Return the bits of a key's channel with its part of what a token and a block have, without padding."""
         if self.name == PER_CHANNEL:
             return self.bits + 2 * _FACTOR_BITS / self.block
-        of_block = MEAN_BITS + _MEAN_FACTOR_BITS / head_dim
-        return self.bits + _FACTOR_BITS / head_dim + of_block / self.block
+        # The mean's factor is in the signs of the tokens' factors.
+        return self.bits + _FACTOR_BITS / head_dim + MEAN_BITS / self.block
 
 
 PER_CHANNEL: Final = "steps of each channel"
@@ -102,7 +101,7 @@ def rotated(keys: Tensor, bits: int, block: int) -> Tensor:
     def estimated(own: Tensor) -> Tensor:
         turned = own @ turn.T
         values, factors = rounded(turned.mean(1, keepdim=True), MEAN_BITS)
-        means = values * factors
+        means = values * factors.half().float()
         values, factors = _rounded(turned - means, bits)
         back: Tensor = (means + values * factors.half().float()) @ turn / head_dim
         return back

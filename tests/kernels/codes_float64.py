@@ -32,7 +32,7 @@ def block_of(keys: Vector, bits: int) -> tuple[Vector, float, list[Vector], list
     """What a block of keys, [16, head dim], is known by: its mean's values and factor, its keys' values and factors."""
     rotated = keys @ rotation(keys.shape[1]).double().numpy().T
     mean, mean_factor = rounded(rotated.mean(0), 4)
-    mean_factor = float(np.float32(mean_factor))
+    mean_factor = float(np.float16(mean_factor))
     residuals = [rounded(key - mean * mean_factor, bits) for key in rotated]
     return mean, mean_factor, [values for values, _ in residuals], [float(np.float16(own)) for _, own in residuals]
 

@@ -40,6 +40,6 @@ def test_an_index_does_not_see_what_comes_back_from_the_host(kind: type[PageInde
 def entries_of(index: PageIndex) -> list[torch.Tensor]:
     """Return what an index holds of all pages."""
     if isinstance(index, KeyCodes):
-        return [index.codes.clone(), index.factors.clone(), index.means.clone(), index.mean_factors.clone()]
+        return [index.codes.clone(), index.factors.clone(), index.means.clone()]
     assert isinstance(index, PageBounds)
     return [index.bounds.clone()]

@@ -33,7 +33,6 @@ class Codes(NamedTuple):
     codes: Pointer
     factors: Pointer
     means: Pointer
-    mean_factors: Pointer
     layer_blocks: Number
     bits: Constant
     head_dim: Constant
@@ -50,7 +49,6 @@ class Coding(NamedTuple):
     codes: Pointer
     factors: Pointer
     means: Pointer
-    mean_factors: Pointer
     layer_blocks: Number
     rotation: Pointer
     mean_step: Number
@@ -73,7 +71,15 @@ def entries_of(pools: KeyPools, codes: Codes, rotation: Tensor, steps: tuple[flo
     """
     dim_block = max(16, triton.next_power_of_2(pools.head_dim))
     sizes = (codes.bits, codes.block_bytes, tl.constexpr(page_size), tl.constexpr(dim_block))
-    return Entries(pools, Coding(*codes[:5], rotation, *steps, *sizes), _write_codes, pools.kv_heads)
+    return Entries(pools, Coding(*codes[:4], rotation, *steps, *sizes), _write_codes, pools.kv_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def factor_of_mean(signed: tl.tensor) -> tl.tensor:
+    """Return the factors of blocks' means, float32 [blocks], that are the signs of float16 [blocks, 16]."""
+    bits = signed.to(tl.int16, bitcast=True).to(tl.int32) >> 15 & 1
+    shifted = bits << tl.arange(0, _BLOCK)[None, :]
+    return tl.sum(shifted, 1).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -136,14 +142,14 @@ def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
     block = (first_block + tl.arange(0, blocks)) * pools.kv_heads + head
     means = tl.sum(by_block, 1) * (1.0 / _BLOCK)
     mean_codes, mean_factors = _rounded(means, codes.mean_step, 4, is_dim[None, :])
+    narrow_factors = tl.minimum(mean_factors, _MAX_FACTOR).to(tl.float16)
     block_bytes: tl.constexpr = codes.block_bytes
-    tl.store(codes.mean_factors + block * (block_bytes // 4), mean_factors)
     half_dim = tl.arange(0, dim_block // 2)
     of_mean: tl.constexpr = head_dim // 2
     _store_packed(
         codes.means + block[:, None] * block_bytes + half_dim[None, :], mean_codes, 4, 2, (half_dim < of_mean)[None, :]
     )
-    rounded_means = (mean_codes * 2 - 15).to(tl.float32) * mean_factors[:, None]
+    rounded_means = (mean_codes * 2 - 15).to(tl.float32) * narrow_factors.to(tl.float32)[:, None]
     rounded_means = tl.where(is_dim[None, :], rounded_means, 0.0)
     residuals = tl.reshape(by_block - rounded_means[:, None, :], [page_size, dim_block])
     bits: tl.constexpr = codes.bits
@@ -152,7 +158,10 @@ def _write_codes(pools: Pools, codes: Coding, page: tl.tensor) -> None:
     own_block = (first_block + in_page // _BLOCK) * pools.kv_heads + head
     in_block = in_page % _BLOCK
     factors_ptr = codes.factors + own_block * (block_bytes // 2) + in_block
-    tl.store(factors_ptr, tl.minimum(factors, _MAX_FACTOR).to(tl.float16))
+    signs = narrow_factors.to(tl.int16, bitcast=True)[:, None] >> tl.arange(0, _BLOCK)[None, :] & 1
+    sign = tl.reshape(signs, [page_size])
+    factors = tl.minimum(factors, _MAX_FACTOR).to(tl.float16).to(tl.int16, bitcast=True) | (sign << 15)
+    tl.store(factors_ptr, factors.to(tl.int16).to(tl.float16, bitcast=True))
     own_ptr = codes.codes + (own_block * block_bytes + in_block * (head_dim * bits // 8))[:, None]
     if bits == 4:
         _store_packed(own_ptr + half_dim[None, :], key_codes, 4, 2, (half_dim < head_dim // 2)[None, :])

@@ -9,7 +9,8 @@ section 3.2). Rotated, a residual has no outlying channels, whatever the model, 
 Blocks of 16 are as good as blocks of 64 with a full mean (``benchmarks/NOTES.md``), and 16 tokens are a page: an entry
 depends on nothing but its page, so requests that share a page share its entry.
 
-What a block has lies in one piece: what a GPU reads of it are whole sectors, and one copy brings it.
+What a block has lies in one piece: what a GPU reads of it are whole sectors, and one copy brings it. The mean's factor,
+float16 like those of the tokens, needs no place of its own: its bits are the signs of theirs, which are never negative.
 
 Queries are rotated, scaled and rounded to 8 bits. So a score is two products of small integers and two factors, the
 same on every device.
@@ -47,8 +48,6 @@ _CHANNELS: Final = 8
 _SECTOR_BYTES: Final = 32
 QUERY_LEVELS: Final = 127
 _FACTOR_BYTES: Final = torch.float16.itemsize
-# Two bytes of which a GPU could not load ahead.
-_MEAN_FACTOR_BYTES: Final = torch.float32.itemsize
 # The steps that lose least of a number that is normally distributed with a variance of 1.
 _STEPS: Final = {2: 0.9957, 3: 0.5860, 4: 0.3352}
 _LOG2_E: Final = 1.4426950408889634
@@ -88,13 +87,13 @@ class BlockLayout(NamedTuple):
     Attributes:
         means: the mean's codes.
         factors: of the tokens.
-        mean_factor: of the mean.
+        end: of what it has.
         size: of the piece.
     """
 
     means: int
     factors: int
-    mean_factor: int
+    end: int
     size: int
 
     @classmethod
@@ -102,9 +101,8 @@ class BlockLayout(NamedTuple):
         """Return that of a head's blocks."""
         means = BLOCK * head_dim * bits // 8
         factors = means + head_dim * MEAN_BITS // 8
-        mean_factor = factors + BLOCK * _FACTOR_BYTES
-        end = mean_factor + _MEAN_FACTOR_BYTES
-        return cls(means, factors, mean_factor, -(-end // _SECTOR_BYTES) * _SECTOR_BYTES)
+        end = factors + BLOCK * _FACTOR_BYTES
+        return cls(means, factors, end, -(-end // _SECTOR_BYTES) * _SECTOR_BYTES)
 
 
 def bytes_of_key(head_dim: int, bits: int) -> float:
@@ -157,6 +155,10 @@ def length_of_factor(bits: int) -> float:
     """Return how long a vector is, nearly, over its code's factor: E[x · code of x], x normally distributed."""
     densities = [math.exp(-((_STEPS[bits] * step) ** 2) / 2) for step in range(1, 2 ** (bits - 1))]
     return 2 * (1 + 2 * math.fsum(densities)) / math.sqrt(2 * math.pi)
+
+
+def _narrow(factors: Tensor) -> Tensor:
+    return factors.clamp_max(_MAX_FACTOR).half()
 
 
 def packed(values: Tensor, bits: int) -> Tensor:
@@ -218,6 +220,23 @@ def _words_of_bytes(bits: int, device: torch.device) -> Tensor:
     return numbers.to(torch.int8).view({1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]).flatten().to(device)
 
 
+def signed_by(factors: Tensor, of_means: Tensor) -> Tensor:
+    """Return factors of tokens whose signs are the bits of those of their blocks' means, the first one's the lowest.
+
+    Args:
+        factors: float16 [..., 16], not negative.
+        of_means: float16 [...], not negative.
+    """
+    bits = of_means.view(torch.int16)[..., None] >> torch.arange(BLOCK, device=factors.device) & 1
+    return torch.where(bits > 0, -factors, factors)
+
+
+def factors_of_means(signed: Tensor) -> Tensor:
+    """Return what ``signed_by`` has written as the signs of float16 [..., 16]: float32 [...]."""
+    bits = signed.signbit().to(torch.int16) << torch.arange(BLOCK, dtype=torch.int16, device=signed.device)
+    return bits.sum(-1, dtype=torch.int16).view(torch.float16).float()
+
+
 class _Misfit(NamedTuple):
     """A ``size`` that there are no codes for, of the ``field`` that must be a multiple of ``unit``."""
 
@@ -243,9 +262,8 @@ class KeyCodes(DevicePageIndex):
         layout: of a block's piece.
         pieces: uint8 [layers, blocks of the pool, KV heads, bytes]; what follows are parts of it.
         codes: uint8 [layers, blocks of the pool, KV heads, 16, head dim × bits ÷ 8].
-        factors: float16 [layers, blocks, KV heads, 16].
+        factors: float16 [layers, blocks, KV heads, 16], ``signed_by`` those of the means.
         means: uint8 [layers, blocks, KV heads, head dim ÷ 2].
-        mean_factors: float32 [layers, blocks, KV heads].
     """
 
     name: ClassVar[str] = "key codes"
@@ -271,12 +289,11 @@ class KeyCodes(DevicePageIndex):
         self.bits = bits
         blocks = (shape.layers, len(generations.counts) * generations.page_size // BLOCK, shape.kv_heads)
         self.layout = BlockLayout.of(shape.head_dim, bits)
-        means, factors, mean_factor, size = self.layout
+        means, factors, end, size = self.layout
         self.pieces = torch.zeros(*blocks, size, dtype=torch.uint8, device=device)
         self.codes = self.pieces[..., :means].unflatten(-1, (BLOCK, -1))
         self.means = self.pieces[..., means : means + shape.head_dim * MEAN_BITS // 8]
-        self.factors = self.pieces[..., factors:mean_factor].view(torch.float16)
-        self.mean_factors = self.pieces[..., mean_factor : mean_factor + _MEAN_FACTOR_BYTES].view(torch.float32)[..., 0]
+        self.factors = self.pieces[..., factors:end].view(torch.float16)
 
     @classmethod
     def for_server(cls, caches: Sequence[LayerCache], generations: PageGenerations, settings: IndexSettings) -> Self:
@@ -299,11 +316,12 @@ class KeyCodes(DevicePageIndex):
         keys = self.page_keys(cache, pages).float().unflatten(1, (-1, BLOCK)).flatten(0, 1).transpose(1, 2) @ turn.T
         blocks = self.blocks_of(pages)
         values, factors = rounded(keys.mean(2), MEAN_BITS)
-        self.means[layer][blocks], self.mean_factors[layer][blocks] = packed(values, MEAN_BITS), factors[..., 0]
+        self.means[layer][blocks] = packed(values, MEAN_BITS)
+        of_means = _narrow(factors)
         # What rounding the mean loses is the residuals' to keep.
-        values, factors = rounded(keys - (values * factors)[:, :, None], self.bits)
+        values, factors = rounded(keys - (values * of_means.float())[:, :, None], self.bits)
         self.codes[layer][blocks] = packed(values, self.bits)
-        self.factors[layer][blocks] = factors[..., 0].clamp_max(_MAX_FACTOR).half()
+        self.factors[layer][blocks] = signed_by(_narrow(factors)[..., 0], of_means[..., 0])
 
     def blocks_of(self, pages: Tensor) -> Tensor:
         """Return the blocks of ``pages``, int64 [..., n], in their order."""
@@ -322,10 +340,11 @@ class KeyCodes(DevicePageIndex):
             float32 [..., KV heads, group, n × 16].
         """
         means = products(queries.levels, take(self.means[layer], blocks).transpose(-3, -2), MEAN_BITS)
-        means *= take(self.mean_factors[layer], blocks).mT[..., None, :]
+        factors = take(self.factors[layer], blocks)
+        means *= factors_of_means(factors).mT[..., None, :]
         codes = take(self.codes[layer], blocks).transpose(-4, -3)
         scores = products(queries.levels, codes.flatten(-3, -2), self.bits).unflatten(-1, (-1, BLOCK))
-        scores *= take(self.factors[layer], blocks).transpose(-3, -2).float()[..., None, :, :]
+        scores *= factors.transpose(-3, -2).float().abs_()[..., None, :, :]
         scores += means[..., None]
         return scores.flatten(-2).mul_(queries.steps[..., None])
 
@@ -342,8 +361,9 @@ class KeyCodes(DevicePageIndex):
         Returns:
             float32 [KV heads, n × 16].
         """
-        residuals = take(self.factors[layer], blocks).float() * length_of_factor(self.bits)
-        means = take(self.mean_factors[layer], blocks) * length_of_factor(MEAN_BITS)
+        factors = take(self.factors[layer], blocks)
+        residuals = factors.float() * length_of_factor(self.bits)
+        means = factors_of_means(factors) * length_of_factor(MEAN_BITS)
         squares = residuals.square() + means.square()[..., None]
         return squares.transpose(0, 1).flatten(1).sqrt()
 
@@ -366,12 +386,11 @@ class KeyCodes(DevicePageIndex):
 
     def arguments(self, layer: int | None = None) -> Codes:
         """Return what kernels take: the codes of all layers, or of one."""
-        codes, factors, means, mean_factors = (
-            tensor if layer is None else tensor[layer]
-            for tensor in (self.codes, self.factors, self.means, self.mean_factors)
+        codes, factors, means = (
+            tensor if layer is None else tensor[layer] for tensor in (self.codes, self.factors, self.means)
         )
         bits, head_dim, kv_heads, block_bytes = (
             triton.language.constexpr(size)
             for size in (self.bits, self.shape.head_dim, self.shape.kv_heads, self.layout.size)
         )
-        return Codes(codes, factors, means, mean_factors, self.pieces.shape[1], bits, head_dim, kv_heads, block_bytes)
+        return Codes(codes, factors, means, self.pieces.shape[1], bits, head_dim, kv_heads, block_bytes)

@@ -110,7 +110,7 @@ def test_more_bits_hold_more_and_report_better(prompt: Prompt, moments: Moments)
 
 def test_bits_count_what_a_block_shares() -> None:
     assert Code(PER_CHANNEL, 2, 64).bits_of_channel(64) == 2.5
-    assert Code(ROTATED, 2, 16).bits_of_channel(64) == 2 + 16 / 64 + (4 * 64 + 32) / (16 * 64)
+    assert Code(ROTATED, 2, 16).bits_of_channel(64) == 2 + 16 / 64 + 4 / 16
 
 
 def test_a_file_becomes_a_table(tmp_path: Path, prompt: Prompt, moments: Moments) -> None:

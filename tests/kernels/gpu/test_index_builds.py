@@ -10,7 +10,7 @@ from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, compile_launc
 from winnow_kernels.batch import DecodeBatch
 from winnow_kernels.cache import NARROW, LayerCache
 from winnow_kernels.indexes.clusters import ClusterIndex
-from winnow_kernels.indexes.key_codes import KeyCodes, is_hadamard, rotation
+from winnow_kernels.indexes.key_codes import KeyCodes, factors_of_means, is_hadamard, rotation
 from winnow_kernels.indexes.page_bounds import PageBounds
 from winnow_kernels.indexes.pages import PageGenerations
 
@@ -43,8 +43,9 @@ def assert_same_codes(one: KeyCodes, other: KeyCodes) -> None:
     assert (one.codes != other.codes).sum() <= SLIPS
     assert (one.means != other.means).sum() <= SLIPS
     half = torch.finfo(torch.float16).eps
-    assert (~torch.isclose(one.factors, other.factors, rtol=half, atol=0)).sum() <= SLIPS
-    assert (~torch.isclose(one.mean_factors, other.mean_factors, rtol=1e-6, atol=0)).sum() <= SLIPS
+    assert (~torch.isclose(one.factors.abs(), other.factors.abs(), rtol=half, atol=0)).sum() <= SLIPS
+    of_one, of_other = (factors_of_means(codes.factors) for codes in (one, other))
+    assert (~torch.isclose(of_one, of_other, rtol=half, atol=0)).sum() <= SLIPS
 
 
 SHAPES = [
@@ -86,8 +87,9 @@ def test_codes_of_more_bits_equal_torchs(device: torch.device, head_dim: int, pa
     assert in_triton.ensure(listed) == in_torch.ensure(listed) == 3
     assert_same(in_triton, in_torch)
     blocks = in_torch.blocks_of(listed)
-    assert (in_torch.factors[:, blocks] > 0).all()
-    assert (in_torch.mean_factors[:, blocks] > 0).all()
+    factors = in_torch.factors[:, blocks]
+    assert (factors != 0).all()
+    assert (factors_of_means(factors) > 0).all()
 
 
 def test_codes_of_zeros_are_zeros(device: torch.device) -> None:
@@ -98,7 +100,7 @@ def test_codes_of_zeros_are_zeros(device: torch.device) -> None:
     for index in (in_triton, in_torch):
         index.ensure(listed)
         assert not index.factors.any()
-        assert not index.mean_factors.any()
+        assert not factors_of_means(index.factors).any()
     assert torch.equal(in_triton.codes, in_torch.codes)
 
 

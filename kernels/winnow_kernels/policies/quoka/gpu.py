@@ -17,7 +17,7 @@ from torch import Tensor
 
 from winnow_kernels.batch import DecodeBatch, DeviceSelection
 from winnow_kernels.cache import LayerCache
-from winnow_kernels.indexes.gpu_key_codes import Codes
+from winnow_kernels.indexes.gpu_key_codes import Codes, factor_of_mean
 from winnow_kernels.indexes.key_codes import BLOCK, MEAN_BITS, QUERY_LEVELS, KeyCodes, bytes_of_key, length_of_factor
 from winnow_kernels.kernel_arguments import Constant, Pointer, Rows, Vectors
 from winnow_kernels.policies.lowbit_top_p.gpu.prepare import rotated
@@ -280,12 +280,16 @@ def _norms_of_tile(
 ) -> tl.tensor:
     """Return how long a tile's keys are, nearly (``KeyCodes.norms``): float32 [lines, columns], token by token.
 
-    ``scores_of_tile`` loads the residuals' factors, too: compiled, both are one load.
+    ``scores_of_tile`` loads the factors, too: compiled, both are one load.
     """
     in_block: tl.constexpr = _BLOCK // shape.columns
     line = tl.arange(0, tile // shape.columns)
     line_block = block_at(rows, row, begin, line // in_block, scored) * codes.kv_heads + kv_head
-    means = tl.load(codes.mean_factors + line_block * (codes.block_bytes // 4)) * lengths.mean
+    blocks: tl.constexpr = tile // _BLOCK
+    block = tl.max(tl.reshape(line_block, [blocks, in_block]), 1)
+    of_block = codes.factors + (block * (codes.block_bytes // 2))[:, None] + tl.arange(0, _BLOCK)[None, :]
+    means = factor_of_mean(tl.load(of_block)) * lengths.mean
+    means = tl.reshape(tl.broadcast_to(means[:, None], [blocks, in_block]), [tile // shape.columns])
     line_factors = line_block * (codes.block_bytes // 2) + line % in_block * shape.columns
     in_row = tl.arange(0, shape.columns)
     residuals = tl.load(codes.factors + line_factors[:, None] + in_row[None, :]).to(tl.float32) * lengths.residual

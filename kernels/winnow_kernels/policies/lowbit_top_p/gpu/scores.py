@@ -7,7 +7,7 @@ import triton.language as tl
 
 from winnow_kernels.attend.gpu_softmax import soft_capped
 from winnow_kernels.decode.predicted_attention import STEPS
-from winnow_kernels.indexes.gpu_key_codes import Codes
+from winnow_kernels.indexes.gpu_key_codes import Codes, factor_of_mean
 from winnow_kernels.indexes.key_codes import BLOCK
 from winnow_kernels.kernel_arguments import Rows
 from winnow_kernels.policies.lowbit_top_p.gpu.state import (
@@ -297,7 +297,8 @@ def scores_of_tile(
         codes.means + block[:, None] * block_bytes + byte[None, :], mask=(byte < mean_bytes)[None, :], other=0
     )
     means = products(packed, for_means, 4, in_words).to(tl.float32) * worths[None, :] - 15 * sums[None, :]
-    means *= tl.load(codes.mean_factors + block * (block_bytes // 4))[:, None]
+    of_block = codes.factors + (block * (block_bytes // 2))[:, None] + tl.arange(0, _BLOCK)[None, :]
+    means *= factor_of_mean(tl.load(of_block))[:, None]
     token = begin + each * _BLOCK
     means = tl.where(((token >= sinks) & (token < scored))[:, None], means, _NOTHING)
     means = tl.broadcast_to(means[:, None, :], [blocks, in_block, shape.columns])
@@ -330,7 +331,7 @@ def scores_of_tile(
         values = 2 * values + lowest * worths[None, :] - sums[None, :]
     in_row = tl.arange(0, of_row)
     line_factors = own_block * (block_bytes // 2) + first_in_block
-    factors = tl.load(codes.factors + line_factors[:, None] + in_row[None, :]).to(tl.float32)
+    factors = tl.abs(tl.load(codes.factors + line_factors[:, None] + in_row[None, :]).to(tl.float32))
     factors = tl.broadcast_to(factors[:, :, None], [tile // of_row, of_row, shape.padded_group])
     factors = tl.reshape(factors, [tile // of_row, shape.columns])
     return values * factors + tl.reshape(means, [tile // of_row, shape.columns])

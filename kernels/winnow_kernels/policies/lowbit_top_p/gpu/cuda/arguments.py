@@ -81,7 +81,7 @@ class Sizes:
     def list_bytes(self) -> int:
         """Shared memory of a block that lists: ``Shared`` of ``shared.cuh``."""
         blocks = TILE // BLOCK
-        stage = blocks * -(-(self.layout.mean_factor + 4) // 16) * 16
+        stage = blocks * -(-self.layout.end // 16) * 16
         of_warps = LIST_WARPS * (2 * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
         of_columns = self.columns * (256 * 4 + 9 * 4) + 8 * 4
         of_all = of_warps + 8 + of_columns + 32 * self.head_dim // 32 * 2 * 4 + PAIRS * 6 + 24
@@ -129,7 +129,7 @@ class Sizes:
             "BLOCK_BYTES": self.layout.size,
             "MEANS_AT": self.layout.means,
             "FACTORS_AT": self.layout.factors,
-            "MEAN_FACTOR_AT": self.layout.mean_factor,
+            "PIECE_END": self.layout.end,
         }
         return source_of(*(_FOLDER / name for name in (*_HEADERS[file], file)), macros=macros)
 

@@ -92,9 +92,16 @@ DEVICE void score_means(Shared& shared, const Stage& stage, const Query& query, 
         for (int plane = 0; plane < 2; ++plane)
             multiply_add(products, words[word] >> 4 * plane & 0x0f0f0f0f, 0, words[word + 1] >> 4 * plane & 0x0f0f0f0f,
                          0, levels[2 * word + plane], levels[2 * word + 2 + plane]);
+    // The bits of a mean's factor are the signs of its tokens' factors: each of a row's four lanes has four of them.
+    uint32 factors[2] = {0, 0}, bits = 0;
+    if (row < BLOCKS) load_words(factors, stage.pieces[row] + FACTORS_AT + sizeof(factors) * part);
+    for (int word = 0; word < 2; ++word)
+        bits |= ((factors[word] >> 15 & 1) | (factors[word] >> 30 & 2)) << (4 * part + 2 * word);
+    bits |= from_xor(bits, 1);
+    bits |= from_xor(bits, 2);
     if (row < BLOCKS) {
         const int token = first + row * BLOCK;
-        const float factor = *reinterpret_cast<const float*>(stage.pieces[row] + MEAN_FACTOR_AT);
+        const float factor = from_half(static_cast<uint16>(bits));
         for (int each = 0; each < 2; ++each) {
             const float product = static_cast<float>(products[each]);
             const float mean = multiply_then_add(product, 64 * query.worths[each], shared.sums[2 * part + each]);
@@ -140,7 +147,7 @@ struct Reader {
             const int row = 16 * number + 8 * half, block = row / ROWS_IN_BLOCK;
             const uint8* const of_row =
                 factors + block * PIECE_BYTES + row % ROWS_IN_BLOCK * TOKENS_IN_ROW * sizeof(uint16);
-            const float factor = from_half(*reinterpret_cast<const uint16*>(of_row));
+            const float factor = from_half(*reinterpret_cast<const uint16*>(of_row) & 0x7fff);
             for (int each = 0; each < 2; ++each) {
                 const int place = 2 * half + each;
                 const int sum = 4 * (4 * (4 * planes[0][place] + planes[1][place]) + planes[2][place]);

@@ -7,8 +7,8 @@
 // Defined by the launch: STEPS (from one mass to its double), BLOCK and TILE (tokens), LIST_WARPS, TAKE_WARPS,
 // TAKE_ROOM (tokens), HEAD_DIM, GROUP, STRIDE (query heads of a pair, and their places in memory), KV_HEADS, PAGE_SIZE, WINDOW,
 // WHOLE_SHARE, WHOLE_ABOVE, STEPS_TO_FLOOR, SPARE, SPARE_OF_END, PAIRS, BLOCKS_OF_PAIR, LOWEST_KEY, KEY_STEPS, ORDER_KEYS, ORDERS,
-// WHOLE_TO_THE_END, NO_MASS, READ_BYTES; of a block's piece, BLOCK_BYTES, and where in it means, factors and the mean's
-// factor are, MEANS_AT, FACTORS_AT, MEAN_FACTOR_AT.
+// WHOLE_TO_THE_END, NO_MASS, READ_BYTES; of a block's piece, BLOCK_BYTES, and where in it means and factors are, and
+// what it has ends, MEANS_AT, FACTORS_AT, PIECE_END.
 
 constexpr int BLOCKS_IN_TILE = TILE / BLOCK;
 constexpr int BINS = 256;

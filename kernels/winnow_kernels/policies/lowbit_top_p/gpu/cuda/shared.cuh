@@ -11,7 +11,7 @@ constexpr int ROUNDS_BITS = 0x4B400000;
 constexpr int CODE_BYTES = HEAD_DIM / 4;
 constexpr int MEAN_BYTES = HEAD_DIM / 2;
 // What of a block's piece is copied.
-constexpr int PIECE_BYTES = (MEAN_FACTOR_AT + 4 + 15) / 16 * 16;
+constexpr int PIECE_BYTES = (PIECE_END + 15) / 16 * 16;
 constexpr int ROW_BYTES = TOKENS_IN_ROW * CODE_BYTES;
 // Words of a row, and of a mean, that a lane holds.
 constexpr int WORDS = ROW_BYTES / 16;
