@@ -7,8 +7,9 @@ attention is in torch (``linear_in_torch``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from tests.models import LINEAR_ATTENTION, Family, ModelShape, write_model, writ
 from tests.policy_rows import ROWS, small_policies
 from tests.runtime import runtime_server
 from tests.sglang_ext.answers import LOGPROBS, TOLERANCE, TOLERANCE_OF_SELECTIONS, prompt_of
+from tests.sglang_ext.reference import NARROW
 from tests.sglang_ext.test_device_server import interpreted
 
 ON_CUDA: Final = torch.cuda.is_available()
@@ -29,6 +31,28 @@ DTYPE: Final = "bfloat16" if ON_CUDA else "float32"
 SHAPES: Final[Mapping[Family, ModelShape]] = {
     family: ModelShape(family=family, layers=4, kv_heads=2, context_length=2048, chosen_experts=4, dtype=DTYPE)
     for family in LINEAR_ATTENTION
+}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model of one of ``SHAPES`` and how it is served.
+
+    Attributes:
+        family: of the model.
+        options: of the server.
+        attention: of transformers' model that answers alike; its own by default.
+    """
+
+    family: Family
+    options: Sequence[str] = ()
+    attention: str | None = None
+
+
+DEPLOYMENTS: Final[Mapping[str, Deployment]] = {
+    **{family: Deployment(family) for family in SHAPES},
+    "qwen3_next, 8 bits": Deployment("qwen3_next", ("--kv-cache-dtype", "fp8_e4m3"), NARROW),
+    **({"qwen3_next, two GPUs": Deployment("qwen3_next", ("--tp-size", "2"))} if torch.cuda.device_count() > 1 else {}),
 }
 LINEAR, FULL = [0, 2], [1, 3]
 CHUNK, INTERVAL, STATES_EVERY, PAGE = 512, 32, 64, 16
@@ -82,17 +106,17 @@ def written_model(folder: Path, family: Family) -> Path:
 
 
 @contextmanager
-def winnow_server(model: Path, log: Path) -> Iterator[Server]:
+def winnow_server(model: Path, log: Path, *options: str) -> Iterator[Server]:
     environment = {DENSE_ENVIRONMENT: TRITON} if ON_CUDA else _INTERPRETED
-    with _serve(model, log, "--attention-backend", "winnow", **environment) as server:
+    with _serve(model, log, "--attention-backend", "winnow", *options, **environment) as server:
         yield server
 
 
 @contextmanager
-def sglang_server(model: Path, log: Path) -> Iterator[Server]:
+def sglang_server(model: Path, log: Path, *options: str) -> Iterator[Server]:
     """Serve with SGLang's own attention."""
     environment = {} if ON_CUDA else _INTERPRETED
-    with _serve(model, log, "--attention-backend", _DENSE, **environment) as server:
+    with _serve(model, log, "--attention-backend", _DENSE, *options, **environment) as server:
         yield server
 
 

@@ -18,6 +18,7 @@ from tests.sglang_ext.answers import TOLERANCE, equal_steps, steps
 from tests.sglang_ext.linear_servers import (
     CHUNK,
     COVERED,
+    DEPLOYMENTS,
     FULL,
     INTERVAL,
     LINEAR,
@@ -26,9 +27,9 @@ from tests.sglang_ext.linear_servers import (
     QUOKA,
     ROUNDING,
     ROUNDING_OF_SELECTIONS,
-    SHAPES,
     STATES_EVERY,
     TOKENS,
+    Deployment,
     Server,
     cached,
     cost,
@@ -50,20 +51,25 @@ TERMINATED: Final[Mapping[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written_model(tmp_path_factory.mktemp("linear") / "model", request.param)
+@pytest.fixture(scope="module", params=DEPLOYMENTS)
+def deployment(request: pytest.FixtureRequest) -> Deployment:
+    return DEPLOYMENTS[request.param]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Server]:
-    with winnow_server(model, model.parent / "winnow.log") as own:
+def model(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written_model(tmp_path_factory.mktemp("linear") / "model", deployment.family)
+
+
+@pytest.fixture(scope="module")
+def server(deployment: Deployment, model: Path) -> Iterator[Server]:
+    with winnow_server(model, model.parent / "winnow.log", *deployment.options) as own:
         yield own
 
 
 @pytest.fixture(scope="module")
-def sglang(model: Path) -> Iterator[Server]:
-    with sglang_server(model, model.parent / "sglang.log") as own:
+def sglang(deployment: Deployment, model: Path) -> Iterator[Server]:
+    with sglang_server(model, model.parent / "sglang.log", *deployment.options) as own:
         yield own
 
 
@@ -89,10 +95,10 @@ def test_dense_answers_are_sglangs_own(server: Server, sglang: Server, length: i
 
 
 @pytest.mark.skipif(ON_CUDA, reason="what SGLang launches on CUDA is its own")
-def test_linear_attention_in_torch_is_that_of_transformers(model: Path, sglang: Server) -> None:
+def test_linear_attention_in_torch_is_that_of_transformers(deployment: Deployment, model: Path, sglang: Server) -> None:
     text = prompt(1)
     answer = sglang.ask(text, {})
-    reference, tokens = Reference(model), answer["output_ids"]
+    reference, tokens = Reference(model, deployment.attention), answer["output_ids"]
     assert max(reference.logit_gaps(text, tokens)) < TOLERANCE
     told = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     assert told == pytest.approx(reference.logprobs(text, tokens), abs=TOLERANCE)
