@@ -217,6 +217,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "verification-32k": ("verification-32k.json", verification_table),
     "verification-32k-gpu": ("verification-32k-gpu.json", verification_table),
     "verification-pages": ("verification-pages.json", verification_table),
+    "verification-records": ("verification-records.json", verification_table),
     "verified-answers": ("verified-answers.json", verified_answers_table),
     "verified-answers-auto": ("verified-answers-auto.json", verified_answers_table),
     "verified-requests": ("verified-requests.json", verified_requests_table),
