@@ -23,6 +23,7 @@ from winnow_service.store.documents import Conflict, Store
 from winnow_service.store.mirror import Mirror
 from winnow_service.store.open import open_store, parse_store_url
 from winnow_service.store.redis import RedisStore
+from winnow_service.store.redis_connection import RedisAddress, RedisConnection
 from winnow_service.store.sqlite import SqliteStore
 
 
@@ -243,6 +244,68 @@ async def test_redis_is_asked_to_wait_where_it_can(tmp_path: Path, caplog: pytes
                 known = False
         assert store._can_wait is known
         await store.write("policies", "a", {}, "absent", "me")
+
+
+async def test_a_redis_that_reads_its_file_is_away_and_keeps_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with redis_server(tmp_path) as server, opened(server.url) as store:
+        await store.write("policies", "a", {}, "absent", "me")
+        async with server.client() as client:
+            # It looks for clients once in 1,024 commands of the file.
+            pipeline = client.pipeline(transaction=False)
+            for number in range(30_000):
+                pipeline.set("other", number)
+            await pipeline.execute()
+        await server.kill()
+        # Microseconds for each command of the file.
+        server.arguments = (*DURABLE, "--key-load-delay", "50")
+        starting = asyncio.create_task(server.start())
+        reasons = set()
+
+        async def read() -> int | None:
+            try:
+                return len((await store.changes(0)).documents)
+            except StoreUnavailable as error:
+                reasons.add(error.message)
+                return None
+
+        assert await eventually(read, timeout_seconds=30) == 1
+        await starting
+        assert any("loading" in reason for reason in reasons), reasons
+        assert "keeps no append-only file" not in caplog.text
+
+
+async def connections(server: RedisServer) -> int:
+    """How many there are beside the one that asks."""
+    async with server.client() as client:
+        return len(await client.client_list()) - 1
+
+
+async def test_a_failed_operation_takes_no_connection_from_another(tmp_path: Path) -> None:
+    async with redis_server(tmp_path) as server:
+        address = parse_store_url(server.url)
+        assert isinstance(address, RedisAddress)
+        connection = RedisConnection(address, "test")
+
+        async def fail(error: Exception) -> None:
+            async with connection.use() as failing:
+                assert await failing.ping()
+                raise error
+
+        async with connection.use() as lasting:
+            for error in (ConnectionResetError("reset"), RuntimeError("the handler is closed")):
+                with pytest.raises(StoreUnavailable, match=str(error)):
+                    await fail(error)
+                async with connection.use() as fresh:
+                    assert await fresh.ping()
+                assert await lasting.ping()
+            # That of the lasting operation, and that of the last one.
+            assert await connections(server) == 2
+        assert fresh is not lasting
+        assert await connections(server) == 1
+        await connection.close()
+        assert await connections(server) == 0
 
 
 async def test_a_password(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from redis.asyncio.client import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import BusyLoadingError, ResponseError
 
 from winnow_service.errors import StoreUnavailable
 from winnow_service.store.documents import KEPT_REVISIONS, Changes, Conflict, Document, Expected, Store
@@ -156,15 +156,14 @@ class RedisStore(Store):
     async def _listen(self) -> None:
         """Note every message; ends with an error when the connection does."""
         try:
-            subscription = (await self.connection.client()).pubsub()
-            try:
-                await subscription.subscribe(self._channel)
-                async for _ in subscription.listen():
-                    self._notified.set()
-            finally:
-                await subscription.aclose()  # type: ignore[no-untyped-call]
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis at {self.connection.address.description}: {error}") from error
+            async with self.connection.use() as client:
+                subscription = client.pubsub()
+                try:
+                    await subscription.subscribe(self._channel)
+                    async for _ in subscription.listen():
+                        self._notified.set()
+                finally:
+                    await subscription.aclose()  # type: ignore[no-untyped-call]
         finally:
             self._notified.set()
 
@@ -177,6 +176,9 @@ async def _can_wait(client: Redis) -> bool:
     except ResponseError as error:
         logger.warning("Redis does not tell whether it keeps an append-only file: %s", error)
         return False
+    if persistence.get("loading"):
+        # Until its append-only file is read Redis says that it keeps none.
+        raise BusyLoadingError("Redis is loading its data")
     if not persistence.get("aof_enabled"):
         logger.warning("Redis keeps no append-only file: policies and keys may be lost when it ends")
         return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
@@ -34,6 +34,8 @@ _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 # More than this many operations at once wait here and not in connections.
 _CONNECTIONS = 64
+# uvloop raises RuntimeError where something is written to a connection that has been closed meanwhile.
+_FAILURES = (RedisError, OSError, TimeoutError, RuntimeError)
 
 
 class StoreAddressError(ValueError):
@@ -109,6 +111,14 @@ def parse_redis_url(url: str, password: str | None = None) -> RedisAddress:
     return RedisAddress(kind, hosts, service, options, sentinel_options)
 
 
+@dataclass
+class _SharedClient:
+    """A client, and how many operations use it."""
+
+    client: Redis
+    users: int = 0
+
+
 class RedisConnection:
     """The server that takes writes now.
 
@@ -120,7 +130,7 @@ class RedisConnection:
     def __init__(self, address: RedisAddress, namespace: str) -> None:
         self.address = address
         self.prefix = f"{{{namespace}}}:"
-        self._client: Redis | None = None
+        self._shared: _SharedClient | None = None
         self._finding = asyncio.Lock()
         self._slots = asyncio.Semaphore(_CONNECTIONS)
 
@@ -128,25 +138,39 @@ class RedisConnection:
     async def use(self) -> AsyncIterator[Redis]:
         """The client, for one operation. What fails within leaves as StoreUnavailable."""
         try:
-            async with self._slots:
-                yield await self.client()
-        except (RedisError, OSError, TimeoutError) as error:
-            await self._forget()
+            async with self._slots, self._lent() as client:
+                yield client
+        except _FAILURES as error:
             raise StoreUnavailable(
                 f"Redis at {self.address.description}: {str(error).rstrip('.') or type(error).__name__}"
             ) from error
 
     async def close(self) -> None:
-        if self._client is not None:
-            client, self._client = self._client, None
-            await client.aclose()
+        if self._shared is not None:
+            shared, self._shared = self._shared, None
+            await shared.client.aclose()
 
-    async def client(self) -> Redis:
-        """The client, for a subscription: one operation that never ends. redis-py's exceptions pass."""
+    @asynccontextmanager
+    async def _lent(self) -> AsyncIterator[Redis]:
         async with self._finding:
-            if self._client is None:
-                self._client = await self._find()
-            return self._client
+            if self._shared is None:
+                self._shared = _SharedClient(await self._find())
+            shared = self._shared
+        shared.users += 1
+        try:
+            yield shared.client
+        except _FAILURES:
+            # Its other connections are as broken, and nobody has noticed yet; in a cluster another node may have the
+            # slot by now. Whoever uses one goes on with it: closed under their hands it would fail in ways of its own.
+            if self._shared is shared:
+                self._shared = None
+            raise
+        finally:
+            shared.users -= 1
+            if shared.users == 0 and self._shared is not shared:
+                # What was done with it is done, however its connections end.
+                with suppress(*_FAILURES):
+                    await shared.client.aclose()
 
     async def _find(self) -> Redis:
         match self.address.kind:
@@ -176,14 +200,6 @@ class RedisConnection:
 
     def _options(self) -> dict[str, Any]:
         return {**_timeouts(), "decode_responses": True, **self.address.options}
-
-    async def _forget(self) -> None:
-        if self.address.kind == "cluster":
-            # Another node may have the slot by now.
-            await self.close()
-        elif self._client is not None:
-            # Connections that wait in the pool are as broken as the one that failed, and nobody has noticed yet.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
 
 
 def _timeouts() -> dict[str, Any]:
