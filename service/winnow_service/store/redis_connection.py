@@ -136,7 +136,7 @@ class RedisConnection:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Redis]:
-        """The client, for one operation. What fails within leaves as StoreUnavailable."""
+        """The client, for one operation, or a subscription, which never ends. What fails within is StoreUnavailable."""
         try:
             async with self._slots, self._lent() as client:
                 yield client
