@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels.attend --output gpu-attend.json
 
-Several ways of launching it are compared by ``--launches``.
+Several ways of launching it are compared by ``--launches``: as ``shipped``, which on Hopper is in CUDA C++; in
+``triton``; or in Triton with numbers of its own. With ``--kv-cache-dtype fp8_e4m3`` keys and values have 8 bits.
 
 What is attended to is drawn at random: single tokens or whole pages, a share of the context for each row and KV head,
 in random order, as selectors hand them over; and whole contexts. Calls of a measurement read different layers and
@@ -12,8 +13,8 @@ measurement is the time in which its K and V could be read with the bandwidth th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -41,7 +42,7 @@ HEAD_DIM: Final = 128
 SCALE: Final = HEAD_DIM**-0.5
 PAGE_SIZE: Final = 16
 DTYPE: Final = torch.bfloat16
-TOKEN_BYTES: Final = 2 * HEAD_DIM * DTYPE.itemsize
+KV_CACHE_DTYPES: Final = {"auto": DTYPE, "fp8_e4m3": torch.float8_e4m3fn}
 MODEL: Final = f"{QUERY_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}"
 _MAX_LAYERS: Final = 32
 
@@ -53,12 +54,13 @@ POLICIES: Final = ("whole", "tokens", "pages")
 class Inputs:
     """Layers of random keys and values, in pages of random order, and queries: one set for all measurements."""
 
-    def __init__(self, case: Case, layers: int, device: torch.device) -> None:
+    def __init__(self, case: Case, layers: int, device: torch.device, dtype: torch.dtype = DTYPE) -> None:
         pages = -(-case.context // PAGE_SIZE)
         pool = (case.batch * pages + 1) * PAGE_SIZE
         self.case = case
         shape = (2, pool, KV_HEADS, HEAD_DIM)
-        self.caches = [LayerCache(*torch.randn(shape, dtype=DTYPE, device=device).unbind(0)) for _ in range(layers)]
+        drawn = (torch.randn(shape, dtype=DTYPE, device=device).to(dtype) for _ in range(layers))
+        self.caches = [LayerCache(*of_layer.unbind(0)) for of_layer in drawn]
         self.queries = torch.randn(case.batch, QUERY_HEADS, HEAD_DIM, dtype=DTYPE, device=device)
         self.batch = DecodeBatch.empty(case.batch, case.context, PAGE_SIZE, device)
         self.batch.page_table.copy_(1 + torch.randperm(case.batch * pages, device=device).view(case.batch, pages))
@@ -67,6 +69,10 @@ class Inputs:
     @property
     def device(self) -> torch.device:
         return self.queries.device
+
+    @property
+    def layer_bytes(self) -> int:
+        return dense_bytes(self.case, self.caches[0].keys.dtype)
 
     def select(self, policy: str, share: float) -> DeviceSelection:
         """Draw a selection of ``share`` percent of each context."""
@@ -89,7 +95,7 @@ class Inputs:
 class Contestant:
     """``attend`` with one way of launching it."""
 
-    def __init__(self, inputs: Inputs, launch: Launch) -> None:
+    def __init__(self, inputs: Inputs, launch: Launch | None) -> None:
         self._inputs = inputs
         self._output = torch.empty_like(inputs.queries)
         self._buffers = AttendBuffers.empty(inputs.case.batch, QUERY_HEADS, inputs.caches[0], launch)
@@ -127,24 +133,26 @@ def main(
     launches: Annotated[
         str,
         typer.Option(
-            help="Warps, tiles ahead, programs, programs with termination, as 4,2,2,2; several with spaces "
-            "between them; as shipped if empty."
+            help="shipped, triton, or warps, tiles ahead, programs, programs with termination, as 4,2,2,2; several "
+            "with spaces between them."
         ),
-    ] = "",
+    ] = "shipped",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8_e4m3.")] = "auto",
 ) -> None:
     """Check and measure, print a table, write JSON."""
     device = gpu()
     torch.manual_seed(0)
-    chosen = parse_launches(launches)
+    dtype = KV_CACHE_DTYPES[kv_cache_dtype]
+    chosen = parse_launches(launches, dtype)
     rows: list[Row] = []
     errors: dict[str, float] = {}
     console = Console(width=140)
     for case in parse_cases(cases):
-        layers = layers_that_fit(case, int(torch.cuda.mem_get_info()[0] * memory))
+        layers = layers_that_fit(case, int(torch.cuda.mem_get_info()[0] * memory), dtype)
         if layers == 0:
             console.print(f"left out: {case} does not fit")
             continue
-        inputs = Inputs(case, layers, device)
+        inputs = Inputs(case, layers, device, dtype)
         shares_of_case = [*map(float, numbers(shares)), *(100 * n / case.context for n in numbers(tokens))]
         measured = list(measurements(shares_of_case, policies.split(","), terminations.split(",")))
         errors |= check(inputs, chosen, measured)
@@ -152,22 +160,24 @@ def main(
         del inputs
         torch.cuda.empty_cache()
     console.print(table(rows))
-    Record(header() | {"errors": errors}, rows).write(output)
+    Record(header() | {"kv_cache_dtype": kv_cache_dtype, "errors": errors}, rows).write(output)
 
 
-def parse_launches(text: str) -> list[Launch]:
-    """Read launches such as ``4,2,2,2 8,2,2,1``; the shipped one of none."""
-    return [Launch(*numbers(launch)) for launch in text.split()] or [Launch.of(HEAD_DIM, DTYPE.itemsize)]
+def parse_launches(text: str, dtype: torch.dtype = DTYPE) -> dict[str, Launch | None]:
+    """Read launches such as ``shipped triton 8,2,2,1``, by name; None for the shipped one."""
+    of_triton = Launch.of(HEAD_DIM, dtype.itemsize, QUERY_HEADS // KV_HEADS)
+    named = {"shipped": None, "triton": of_triton}
+    return {name: named[name] if name in named else Launch(*numbers(name)) for name in text.split()}
 
 
-def dense_bytes(case: Case) -> int:
+def dense_bytes(case: Case, dtype: torch.dtype = DTYPE) -> int:
     """Return the bytes of K and V in one layer."""
-    return case.tokens * KV_HEADS * TOKEN_BYTES
+    return case.tokens * KV_HEADS * 2 * HEAD_DIM * dtype.itemsize
 
 
-def layers_that_fit(case: Case, available: int) -> int:
+def layers_that_fit(case: Case, available: int, dtype: torch.dtype = DTYPE) -> int:
     """Return how many layers of keys and values fit ``available`` bytes, at most as many as a model has."""
-    return min(_MAX_LAYERS, available // dense_bytes(case))
+    return min(_MAX_LAYERS, available // dense_bytes(case, dtype))
 
 
 def measurements(
@@ -179,43 +189,45 @@ def measurements(
             yield from ((policy, share, name) for name in terminations if policy != "pages" or name == "none")
 
 
-def check(inputs: Inputs, launches: Sequence[Launch], measured: Sequence[tuple[str, float, str]]) -> dict[str, float]:
+def check(
+    inputs: Inputs, launches: Mapping[str, Launch | None], measured: Sequence[tuple[str, float, str]]
+) -> dict[str, float]:
     """Compare with the reference; return relative errors by what was checked.
 
     Raises:
         AssertionError: one is larger than ``LARGEST_ERROR``, or not a number.
     """
-    contestants = [Contestant(inputs, launch) for launch in launches]
+    contestants = {name: Contestant(inputs, launch) for name, launch in launches.items()}
     errors = {"dense": _check_dense(inputs)}
     for policy, share in dict.fromkeys((policy, share) for policy, share, _ in measured):
         selection = inputs.select(policy, share)
         expected = _reference(inputs, selection)
         for name in (name for *attended, name in measured if attended == [policy, share]):
-            for launch, contestant in zip(launches, contestants, strict=True):
+            for launch, contestant in contestants.items():
                 error = contestant.check(selection, TERMINATIONS[name], expected)
-                errors[f"{policy} {share:g} %, {name}, {_name(launch)}"] = error
+                errors[f"{policy} {share:g} %, {name}, {launch}"] = error
     for what, error in errors.items():
         assert error <= LARGEST_ERROR, f"{inputs.case}, {what}: relative error {error}"
     return {f"{inputs.case.context} × {inputs.case.batch}, {what}": error for what, error in errors.items()}
 
 
 def measure(
-    inputs: Inputs, launches: Sequence[Launch], measured: Sequence[tuple[str, float, str]], replays: int
+    inputs: Inputs, launches: Mapping[str, Launch | None], measured: Sequence[tuple[str, float, str]], replays: int
 ) -> list[Row]:
     """Time FlashInfer, then every measurement; FlashInfer once more at the end, and its mean is the baseline."""
     case = inputs.case
     cache_bytes = torch.cuda.get_device_properties(inputs.device).L2_cache_size
     dense = _dense(inputs)
-    dense_calls = [dense.call(layer) for layer in range(calls_beyond_cache(dense_bytes(case), cache_bytes))]
+    dense_calls = [dense.call(layer) for layer in range(calls_beyond_cache(inputs.layer_bytes, cache_bytes))]
     before = time_calls(dense_calls, replays)
-    contestants = [Contestant(inputs, launch) for launch in launches]
+    contestants = {name: Contestant(inputs, launch) for name, launch in launches.items()}
     timings = []
     for policy, share, name in measured:
-        count = calls_beyond_cache(int(dense_bytes(case) * share / 100), cache_bytes)
+        count = calls_beyond_cache(int(inputs.layer_bytes * share / 100), cache_bytes)
         selections = [inputs.select(policy, share) for _ in range(count)]
-        for launch, contestant in zip(launches, contestants, strict=True):
+        for launch, contestant in contestants.items():
             calls = [contestant.call(layer, each, TERMINATIONS[name]) for layer, each in enumerate(selections)]
-            parameters = {"share": share, "termination": name, "launch": _name(launch)}
+            parameters = {"share": share, "termination": name, "launch": launch}
             timings.append((policy, parameters, time_calls(calls, replays)))
     after = time_calls(dense_calls, replays)
     baseline = replace(before, microseconds=(before.microseconds + after.microseconds) / 2)
@@ -267,10 +279,6 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.floor_ratio:.0%}",
         )
     return result
-
-
-def _name(launch: Launch) -> str:
-    return ",".join(map(str, astuple(launch)))
 
 
 def _dense(inputs: Inputs) -> FlashInferDecode:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from winnow_kernels.attend.cuda.kernel import CudaAttend, fits, serves
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu_early_termination import terminating_attend_kernel
 from winnow_kernels.attend.gpu_merge import (
@@ -112,21 +113,34 @@ class AttendBuffers:
         log_sum_exp: float32 [rows, query heads], of the last call; natural logarithm, of the scaled scores read.
         partial: what splits yield.
         multiprocessors: of the device.
-        launch: how the kernel runs.
+        launch: how kernels in Triton run.
+        cuda: the kernel in CUDA C++, instead of the one in Triton, for rows without early termination; None if there is
+            none for such layers or the device.
     """
 
     log_sum_exp: Tensor
     partial: Partial
     multiprocessors: int
     launch: Launch
+    cuda: CudaAttend | None = None
 
     @classmethod
     def empty(cls, rows: int, query_heads: int, cache: LayerCache, launch: Launch | None = None) -> AttendBuffers:
         """Return buffers for layers like ``cache``: 256 × rows × query heads × (head dim + 1) bytes and little.
 
         That is 270 MB for 256 rows of 32 query heads of 128.
+
+        Args:
+            rows: of a batch, at most.
+            query_heads: of a layer.
+            cache: a layer's.
+            launch: for kernels in Triton alone, and how they run.
+
+        Raises:
+            RuntimeError: CUDA refuses the kernel in CUDA C++.
         """
         device = cache.keys.device
+        in_cuda = launch is None and fits(device) and serves(cache, query_heads)
         return cls(
             torch.empty(rows, query_heads, dtype=torch.float32, device=device),
             Partial(
@@ -136,6 +150,7 @@ class AttendBuffers:
             ),
             _multiprocessors(device),
             launch or Launch.of(cache.head_dim, cache.keys.element_size(), query_heads // cache.kv_heads),
+            CudaAttend.on(device, cache, query_heads) if in_cuda else None,
         )
 
     @property
@@ -201,13 +216,27 @@ def attend(
     }
     sink_logits = cache.softmax.sink_logits
     scaling = (scale * _LOG2_E, cache.softmax.cap_log2)
-    if thresholds is None:
+    cuda = buffers.cuda
+    if cuda is not None and (cuda.dtype != queries.dtype or cache.softmax.cap is not None):
+        cuda = None
+    if cuda is not None:
+        cuda.launch(queries, cache, batch, selection, scale * _LOG2_E, thresholds, buffers.partial)
+    elif thresholds is None:
         attend_kernel[(programs,)](
             *inputs, *attended, buffers.partial, heads, *scaling, pairs, programs=programs, **tiling
         )
-    else:
+    if thresholds is not None:
         terminating_attend_kernel[(programs,)](
-            *inputs, *attended, thresholds, buffers.partial, heads, *scaling, sink_logits, pairs, **tiling
+            *inputs,
+            *attended,
+            thresholds,
+            buffers.partial,
+            heads,
+            *scaling,
+            sink_logits,
+            pairs,
+            leaves_others=cuda is not None,
+            **tiling,
         )
     merge_kernel[(pairs, group)](
         buffers.partial,

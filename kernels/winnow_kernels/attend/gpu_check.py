@@ -22,6 +22,7 @@ from torch import Tensor
 
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu_softmax import grown_by_sinks, sinks_log2, soft_capped
+from winnow_kernels.attend.gpu_widening import computable, reference_of
 from winnow_kernels.batch import NO_MASS, DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Heads, KeysAndValues, Number, Pointer, Rows, Vectors
@@ -330,6 +331,7 @@ def _attend_split(  # noqa: PLR0915  # A kernel's state cannot be handed around 
         mask=is_query[:, None] & is_dim[None, :],
         other=0.0,
     )
+    query = computable(query, cache.keys_ptr.dtype.element_ty)
     position = tl.where(is_query, length - new_tokens + new_token, -1)
     table_ptr = rows.page_table + row * rows.table_stride
     in_tile = _tokens_of_tile()
@@ -355,7 +357,7 @@ def _attend_split(  # noqa: PLR0915  # A kernel's state cannot be handed around 
         if window != _NO_WINDOW:
             is_seen = is_seen & (seen[None, :] >= position[:, None] - window)
         scores = tl.where(is_seen, scores, 2 * _NO_MASS)
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        higher = tl.maximum(highest, reference_of(tl.max(scores, axis=1), value.dtype))
         fade = tl.exp2(highest - higher)
         weights = tl.exp2(scores - higher[:, None])
         of_lanes = _sums_of_lanes(weights)

@@ -42,13 +42,14 @@ def terminating_attend_kernel(  # noqa: PLR0915  # A kernel's state cannot be ha
     padded_group: tl.constexpr,
     padded_pairs: tl.constexpr,
     tiles_ahead: tl.constexpr,
+    leaves_others: tl.constexpr,
 ) -> None:
     """Attend to splits of the batch's selections; a pair is a row and a KV head, number row × KV heads + KV head.
 
     Grid: as many programs as fit the device. Arguments are those of ``attend.gpu.attend_kernel``, and
-    the thresholds of ``attend``.
+    the thresholds of ``attend``. Where another kernel attends for rows that cannot terminate, it ``leaves_others``.
     """
-    up_to = _splits_up_to(selected, rows, thresholds_ptr, heads, pairs, padded_pairs)
+    up_to = _splits_up_to(selected, rows, thresholds_ptr, heads, pairs, padded_pairs, leaves_others)
     member = tl.arange(0, padded_group)
     dim = tl.arange(0, heads.dim_block)
     in_tile = tl.arange(0, _TILE)
@@ -138,6 +139,7 @@ def _splits_up_to(
     heads: Heads,
     pairs: tl.tensor,
     padded_pairs: tl.constexpr,
+    leaves_others: tl.constexpr,
 ) -> tl.tensor:
     """Return how many splits each pair and those before it have: int32 [padded pairs]."""
     pair = tl.arange(0, padded_pairs)
@@ -146,7 +148,10 @@ def _splits_up_to(
     tokens = tl.where(count < 0, tl.load(rows.lengths + row, mask=pair < pairs, other=0), count)
     patience = tl.load(thresholds_ptr + row * 3 + 2, mask=pair < pairs, other=INFINITY)
     stops = (patience < INFINITY) & (count != _TO_THE_END)
-    return tl.cumsum(splits_of(tokens, stops), axis=0)
+    splits = splits_of(tokens, stops)
+    if leaves_others:
+        splits = tl.where(stops, splits, 0)
+    return tl.cumsum(splits, axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -24,11 +24,17 @@ from winnow_kernels.kernel_arguments import Heads, Pointer, Rows, Selected, Vect
 
 PARTIAL_SLOTS: Final = 64
 """Of a selection; a power of two, and no less than with early termination."""
+SHORT_RUN: Final = 2
+"""Tiles of a split of a short selection."""
+LONG_RUN: Final = 4
+"""Tiles of a split of a longer one, unless that makes too many of them."""
+RUNS_TO_FILL: Final = 16
+"""Splits of a selection that is no longer short."""
 
 _PARTIAL_SLOTS = tl.constexpr(PARTIAL_SLOTS)
-_SHORT_RUN = tl.constexpr(2)
-_RUN = tl.constexpr(4)
-_RUNS_TO_FILL = tl.constexpr(16)
+_SHORT_RUN = tl.constexpr(SHORT_RUN)
+_LONG_RUN = tl.constexpr(LONG_RUN)
+_RUNS_TO_FILL = tl.constexpr(RUNS_TO_FILL)
 _TILE = tl.constexpr(TILE)
 _TILES_PER_SPLIT = tl.constexpr(TILES_PER_SPLIT)
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
@@ -87,7 +93,7 @@ def tiles_of_split(split: tl.tensor, tokens: tl.tensor, stops: tl.tensor) -> tup
 @triton.jit  # type: ignore[untyped-decorator]
 def run_of(tiles: tl.tensor) -> tl.tensor:
     """Return how many neighbouring tiles make a split; the last one may have more, or fewer."""
-    run = tl.minimum(tl.maximum(tl.cdiv(tiles, _RUNS_TO_FILL), _SHORT_RUN), _RUN)
+    run = tl.minimum(tl.maximum(tl.cdiv(tiles, _RUNS_TO_FILL), _SHORT_RUN), _LONG_RUN)
     return tl.maximum(run, tl.cdiv(tiles, _PARTIAL_SLOTS))
 
 

@@ -29,12 +29,31 @@ DEVICE T from_xor(T value, int mask) {
     return __shfl_xor_sync(ALL_LANES, value, mask);
 }
 DEVICE int bits_set(uint32 word) { return __popc(word); }
+DEVICE int first_bit(uint32 word) { return __ffs(word) - 1; }
 
 // D += A · B of m16n8k32: unsigned bytes of 16 rows and signed ones of 8 columns.
 DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// D += A · B of m16n8k16: floats of 16 bits, two in a word, of 16 rows and 8 columns.
+DEVICE void multiply_add_halves(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void multiply_add_bfloats(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Eight rows of eight numbers of 16 bits, four lanes a row, with rows and columns exchanged.
+DEVICE uint32 transposed(uint32 word) {
+    uint32 result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+    return result;
 }
 
 // Bytes of two words, chosen by four digits.
@@ -52,6 +71,24 @@ DEVICE float from_half(uint16 bits) {
     float number;
     asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(bits));
     return number;
+}
+DEVICE float from_bfloat(uint16 bits) { return __uint_as_float(static_cast<uint32>(bits) << 16); }
+// Two floats of 16 bits; the first lies lower.
+DEVICE uint32 pack_halves(float first, float second) {
+    uint32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+    return packed;
+}
+DEVICE uint32 pack_bfloats(float first, float second) {
+    uint32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+    return packed;
+}
+// Two floats of 8 bits, e4m3, as of 16.
+DEVICE uint32 widen_to_halves(uint16 pair) {
+    uint32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    return halves;
 }
 // Two numbers of 16 bits, cut off where they do not fit; the first lies lower.
 DEVICE uint32 pack_int16(int first, int second) {
@@ -95,6 +132,18 @@ DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
 }
 // What this thread has read and written in shared memory comes before later copies to there.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// What no kernel writes meanwhile and this one reads once: 16 or 8 bytes that lie next to each other.
+DEVICE void load_once(uint32 (&words)[4], const void* pointer) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+        : "l"(pointer));
+}
+DEVICE void load_once(uint32 (&words)[2], const void* pointer) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];"
+        : "=r"(words[0]), "=r"(words[1])
+        : "l"(pointer));
+}
 
 // What other blocks have written is read past the first level of caches.
 template <typename T>

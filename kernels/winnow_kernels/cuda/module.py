@@ -43,6 +43,14 @@ class Launchable(Protocol):
         """Return how many blocks the device runs at a time."""
 
 
+class Load(Protocol):
+    """What loads kernels: ``loaded``, or what takes its place where there is no GPU."""
+
+    def __call__(
+        self, source: str, names: tuple[tuple[str, int, int], ...], device: torch.device
+    ) -> Mapping[str, Launchable]: ...
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel on one device.

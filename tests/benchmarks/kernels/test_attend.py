@@ -35,6 +35,7 @@ def test_cases() -> None:
 def test_layers_that_fit() -> None:
     case = Case(32768, 8)
     assert layers_that_fit(case, 5 * dense_bytes(case) - 1) == 4
+    assert layers_that_fit(case, 5 * dense_bytes(case) - 1, torch.float8_e4m3fn) == 9
     assert layers_that_fit(case, dense_bytes(case) - 1) == 0
     assert layers_that_fit(case, 1000 * dense_bytes(case)) == 32
 
@@ -72,8 +73,9 @@ def test_measurements_compare_termination_with_none() -> None:
 
 
 def test_launches() -> None:
-    assert parse_launches("") == [Launch.of(128, 2)]
-    assert parse_launches("8,3,1,1 4,2,2,2") == [Launch(8, 3, 1, 1), Launch(4, 2, 2, 2)]
+    assert parse_launches("shipped triton") == {"shipped": None, "triton": Launch.of(128, 2, 4)}
+    assert parse_launches("8,3,1,1 4,2,2,2") == {"8,3,1,1": Launch(8, 3, 1, 1), "4,2,2,2": Launch(4, 2, 2, 2)}
+    assert parse_launches("triton", torch.float8_e4m3fn) == {"triton": Launch.of(128, 1, 4)}
 
 
 @pytest.mark.parametrize("policy", ["tokens", "pages"])

@@ -2,6 +2,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,9 @@ struct alignas(8) uint2 {
 };
 struct alignas(8) float2 {
     float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
 };
 struct alignas(16) uint4 {
     uint32 x, y, z, w;
@@ -169,6 +173,7 @@ DEVICE uint32 ballot(bool is_set) {
     return word;
 }
 DEVICE int bits_set(uint32 word) { return __builtin_popcount(word); }
+DEVICE int first_bit(uint32 word) { return __builtin_ffs(word) - 1; }
 
 DEVICE int byte_of(uint32 word, int number) { return word >> 8 * number & 0xff; }
 DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
@@ -183,6 +188,47 @@ DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3
             d[each] += byte_of(a, k % 4) * static_cast<int8>(byte_of(b, k % 4));
         }
     }
+}
+
+DEVICE float from_half(uint16 bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    if (exponent == 31) return fraction ? NAN : bits >> 15 ? -INFINITY : INFINITY;
+    const float size = exponent == 0 ? ldexpf(fraction, -24) : ldexpf(fraction + 1024, exponent - 25);
+    return bits >> 15 ? -size : size;
+}
+DEVICE float from_bfloat(uint16 bits) {
+    const uint32 word = static_cast<uint32>(bits) << 16;
+    float number;
+    memcpy(&number, &word, 4);
+    return number;
+}
+template <typename Widen>
+DEVICE void multiply_add_floats(float (&d)[4], const host::Operands& own, Widen widen) {
+    const host::Operands* lanes = host::exchange(own);
+    const int lane = host::current % host::LANES;
+    for (int each = 0; each < 4; ++each) {
+        const int row = lane / 4, column = lane % 4 * 2 + each % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int half = k / 8, source = k % 8 / 2, shift = k % 2 * 16;
+            const uint32 a = lanes[4 * row + source].words[2 * half + each / 2];
+            const uint32 b = lanes[4 * column + source].words[4 + half];
+            d[each] += widen(a >> shift) * widen(b >> shift);
+        }
+    }
+}
+DEVICE void multiply_add_halves(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    multiply_add_floats(d, {{a0, a1, a2, a3, b0, b1}}, from_half);
+}
+DEVICE void multiply_add_bfloats(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    multiply_add_floats(d, {{a0, a1, a2, a3, b0, b1}}, from_bfloat);
+}
+DEVICE uint32 transposed(uint32 word) {
+    const host::Operands* lanes = host::exchange({{word}});
+    const int row = host::current % host::LANES / 4, column = host::current % host::LANES % 4 * 2;
+    const auto number = [&](int of_row, int of_column) {
+        return lanes[4 * of_row + of_column / 2].words[0] >> of_column % 2 * 16 & 0xffff;
+    };
+    return number(column, row) | number(column + 1, row) << 16;
 }
 
 DEVICE uint32 choose_bytes(uint32 low, uint32 high, uint32 digits) {
@@ -205,11 +251,36 @@ DEVICE int as_int(float number) {
 }
 DEVICE float multiply_then_add(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float power_of_two(float exponent) { return exp2f(exponent); }
-DEVICE float from_half(uint16 bits) {
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const float size = exponent == 0 ? ldexpf(fraction, -24) : ldexpf(fraction + 1024, exponent - 25);
-    return bits >> 15 ? -size : size;
+// Rounded to nearest, ties to even, with `bits` bits behind the first and exponents from `lowest` on.
+DEVICE float rounded(float number, int bits, int lowest) {
+    if (number == 0 || !std::isfinite(number)) return number;
+    const int exponent = std::max(std::ilogb(number), lowest);
+    return std::ldexp(std::nearbyint(std::ldexp(number, bits - exponent)), exponent - bits);
 }
+DEVICE uint32 half_of(float number) {
+    const float near = rounded(number, 10, -14), size = std::fabs(near);
+    const uint32 sign = std::signbit(number) ? 0x8000 : 0;
+    if (std::isnan(number)) return 0x7fff;
+    if (size > 65504) return sign | 0x7c00;
+    if (size < std::ldexp(1.0f, -14)) return sign | static_cast<uint32>(std::ldexp(size, 24));
+    const int exponent = std::ilogb(size);
+    return sign | (exponent + 15) << 10 | (static_cast<uint32>(std::ldexp(size, 10 - exponent)) & 1023);
+}
+DEVICE uint32 bfloat_of(float number) {
+    const float near = rounded(number, 7, -126);
+    uint32 bits;
+    memcpy(&bits, &near, 4);
+    return bits >> 16;
+}
+DEVICE uint32 pack_halves(float first, float second) { return half_of(first) | half_of(second) << 16; }
+DEVICE uint32 pack_bfloats(float first, float second) { return bfloat_of(first) | bfloat_of(second) << 16; }
+DEVICE uint32 half_of_narrow(uint32 bits) {
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return 0x7fff;
+    const float size = exponent == 0 ? std::ldexp(float(fraction), -9) : std::ldexp(float(fraction + 8), exponent - 10);
+    return half_of(bits >> 7 & 1 ? -size : size);
+}
+DEVICE uint32 widen_to_halves(uint16 pair) { return half_of_narrow(pair & 0xff) | half_of_narrow(pair >> 8) << 16; }
 DEVICE uint32 cut_off(int number) {
     return static_cast<uint16>(number < -32768 ? -32768 : number > 32767 ? 32767 : number);
 }
@@ -237,6 +308,15 @@ DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
     }
 }
 DEVICE void fence_copies() {}
+
+template <int WORDS>
+DEVICE void load_once(uint32 (&words)[WORDS], const void* pointer) {
+    if (reinterpret_cast<size_t>(pointer) % sizeof words != 0) {
+        fprintf(stderr, "what is loaded lies across a boundary\n");
+        abort();
+    }
+    memcpy(words, pointer, sizeof words);
+}
 
 template <typename T>
 DEVICE T load_shared_by_blocks(const T* pointer) {

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from tests.kernels.attention_float64 import attend_head_until_settled
 from tests.kernels.caches import SOFTMAXES, random_cache, random_queries, random_softmax, scattered_context
+from tests.kernels.cuda_on_host.module import loaded_on_host
 from tests.kernels.gpu.compiling import SHARED_LIMIT, compile_launches
 from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.parameters import termination_at
+from winnow_kernels.attend.cuda.kernel import CudaAttend
 from winnow_kernels.attend.early_termination import Termination
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.attend.gpu import AttendBuffers, Launch, attend
@@ -26,6 +28,7 @@ from winnow_kernels.attend.reference import attend as reference_attend
 from winnow_kernels.batch import ELSEWHERE, WHOLE, Count, DecodeBatch, DeviceSelection, ReportedShares
 from winnow_kernels.cache import Context, LayerCache
 from winnow_kernels.contract.early_termination import EarlyTermination
+from winnow_kernels.cuda.module import loaded
 from winnow_kernels.selection.tokens import Selection
 from winnow_kernels.softmax import Softmax
 
@@ -138,8 +141,14 @@ def actual(
     thresholds: Sequence[EarlyTermination | None] | None,
     device: torch.device,
     multiprocessors: int | None = None,
+    *,
+    in_cuda: bool = False,
+    blocks: int | None = None,
 ) -> Result:
-    """What the kernel yields; ``thresholds`` None for the variant without early termination."""
+    """What the kernel yields; ``thresholds`` None for the variant without early termination.
+
+    ``in_cuda`` where it is the one in CUDA C++, in so many ``blocks``, that attends for rows without.
+    """
     batch = layer.batch(device)
     softmax = layer.cache.softmax
     if softmax.sink_logits is not None:
@@ -147,10 +156,15 @@ def actual(
     cache = LayerCache(layer.cache.keys.to(device), layer.cache.values.to(device), softmax=softmax)
     selection = DeviceSelection(layer.slots.int().to(device), layer.counts.int().to(device))
     rows, query_heads, head_dim = layer.queries.shape
+    group = query_heads // cache.kv_heads
     # As in a model, queries are part of a wider tensor.
     queries = torch.randn(rows, query_heads + 2, head_dim).to(layer.queries.dtype)[:, :query_heads].to(device)
     queries.copy_(layer.queries)
-    buffers = AttendBuffers.empty(rows + 1, query_heads, cache)
+    buffers = AttendBuffers.empty(rows + 1, query_heads, cache, Launch.of(head_dim, cache.keys.element_size(), group))
+    if in_cuda:
+        load = loaded if device.type == "cuda" else loaded_on_host
+        cuda = CudaAttend.on(device, cache, query_heads, load)
+        buffers = replace(buffers, cuda=replace(cuda, blocks=blocks or cuda.blocks))
     if multiprocessors is not None:
         buffers = replace(buffers, multiprocessors=multiprocessors)
     output = torch.full_like(layer.queries, torch.nan, device=device)

@@ -28,6 +28,7 @@ from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu import LARGEST_GROUP, AttendBuffers, Launch
 from winnow_kernels.attend.gpu_merge import INFINITY, LN_2, PARTIAL_SLOTS, Partial, splits_of, tiles_of_split
 from winnow_kernels.attend.gpu_softmax import grown_by_sinks, sinks_log2, soft_capped
+from winnow_kernels.attend.gpu_widening import computable, reference_of
 from winnow_kernels.batch import ELSEWHERE, WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.kernel_arguments import Counts, Heads, KeysAndValues, Rows, Selected, Vectors
@@ -326,6 +327,7 @@ def _attend_kernel(
             mask=is_member[:, None] & is_channel[None, :],
             other=0.0,
         )
+        query = computable(query, cache.keys_ptr.dtype.element_ty)
         own_table_ptr = rows.page_table + row * rows.table_stride
         own_scores_ptr = scratch.scores + pair.to(tl.int64) * heads.group * scratch.width
         highest = tl.full([_HEADS], -INFINITY, tl.float32)
@@ -350,7 +352,7 @@ def _attend_kernel(
                 scores,
                 mask=is_member[:, None] & is_token[None, :],
             )
-            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+            new_highest = tl.maximum(highest, reference_of(tl.max(scores, axis=1), value.dtype))
             fade = tl.exp2(highest - new_highest)
             weights = tl.exp2(scores - new_highest[:, None])
             mass = mass * fade + tl.sum(weights, axis=1)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from winnow_kernels.attend.gpu_widening import computable
 from winnow_kernels.batch import WHOLE, WHOLE_TO_THE_END, Count, DecodeBatch, DeviceSelection
 from winnow_kernels.kernel_arguments import Counts, Heads, Rows, Selected, Vectors
 from winnow_kernels.selection.gpu_pages import PageBuffers, page_counts, select_pages, warps_of
@@ -140,6 +141,7 @@ def _score_kernel(
             mask=is_channel[:, None] & is_member[None, :],
             other=0.0,
         )
+        query = computable(query, bounds_ptr.dtype.element_ty)
         # A channel's maximum counts where the query is positive, its minimum where it is negative.
         positive = tl.where(query > 0, query, 0.0).to(query.dtype)
         negative = tl.where(query < 0, query, 0.0).to(query.dtype)

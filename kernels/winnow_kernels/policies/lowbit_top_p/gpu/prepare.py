@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from winnow_kernels.attend.gpu_softmax import soft_capped
+from winnow_kernels.attend.gpu_widening import computable
 from winnow_kernels.decode.predicted_attention import STEPS
 from winnow_kernels.indexes.gpu_key_codes import Codes
 from winnow_kernels.indexes.key_codes import QUERY_LEVELS
@@ -71,6 +72,7 @@ def prepare_kernel(
                 mask=(head < shape.group)[:, None] & is_dim[None, :],
                 other=0.0,
             )
+            query = computable(query, keys.pointer.dtype.element_ty)
             highest = tl.full([_HEADS], -float("inf"), tl.float32)
             mass = tl.zeros([_HEADS], tl.float32)
             tokens = length - scored + sinks

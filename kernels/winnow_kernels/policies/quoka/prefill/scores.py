@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from winnow_kernels.attend.gpu_widening import computable
 from winnow_kernels.kernel_arguments import Pointer, Vectors
 from winnow_kernels.policies.quoka.prefill.rows import ALIGNMENT, MIN_SCORE
 from winnow_kernels.policies.quoka.prefill.tables import (
@@ -157,7 +158,7 @@ def score_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     )
     for first_representative in tl.static_range(0, representatives, per_tile):
         of_representatives = own_representatives_ptr[:, None] + first_representative * head_dim + channel[None, :]
-        vectors = tl.load(of_representatives, mask=is_channel, other=0.0)
+        vectors = computable(tl.load(of_representatives, mask=is_channel, other=0.0), keys.pointer.dtype.element_ty)
         for tile in tl.range(begin, end, at_once, num_stages=4):
             place = tile + in_tile
             # Behind the last key it is the last that is loaded, so that loads need no masks.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 import triton
 
 from winnow_kernels.batch import DeviceSelection
-from winnow_kernels.cuda.module import Launchable, loaded
+from winnow_kernels.cuda.module import Launchable, Load, loaded
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import (
     BITS,
     BLOCKS_OF_PAIR,
@@ -38,14 +38,6 @@ _CAPABILITY: Final = (9, 0)
 # Tiles that a block takes at least.
 _TILES_TAKEN: Final = 8
 _TAKING_ON_MULTIPROCESSOR: Final = 4
-
-
-class Load(Protocol):
-    """What loads kernels: ``cuda.module.loaded``."""
-
-    def __call__(
-        self, source: str, names: tuple[tuple[str, int, int], ...], device: torch.device
-    ) -> Mapping[str, Launchable]: ...
 
 
 def serves(sizes: Sizes, bits: int) -> bool:

@@ -1,0 +1,196 @@
+"""Launching attention to splits in CUDA C++."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import torch
+
+from winnow_kernels.attend.early_termination import TILE
+from winnow_kernels.attend.gpu_merge import LONG_RUN, PARTIAL_SLOTS, RUNS_TO_FILL, SHORT_RUN, Partial
+from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, DeviceSelection
+from winnow_kernels.cache import NARROW, LayerCache, widened_dtype
+from winnow_kernels.cuda.module import Launchable, Load, loaded, source_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from winnow_kernels.batch import DecodeBatch
+
+PAIRS: Final = 4096
+"""Rows × KV heads of a launch, at most: so many that the shared memory of three blocks fits a multiprocessor."""
+_SOURCE: Final = Path(__file__).with_name("attend.cu")
+_HEAD_DIMS: Final = (64, 128)
+# Columns of a product, of which there may be two beside each other.
+_HEADS: Final = 8
+_MAX_GROUP: Final = 2 * _HEADS
+_WARPS: Final = 4
+_CAPABILITY: Final = (9, 0)
+_POINTERS: Final = (
+    "queries",
+    "keys",
+    "values",
+    "page_table",
+    "lengths",
+    "slots",
+    "counts",
+    "thresholds",
+    "outputs",
+    "masses",
+)
+_STRIDES: Final = ("row_stride", "head_stride", "table_stride", "width")
+_NUMBERS: Final = ("slot_bytes", "head_bytes", "pairs", "page_bits")
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        *((name, ctypes.c_int) for name in _NUMBERS),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+def serves(cache: LayerCache, query_heads: int) -> bool:
+    """Return whether there is a kernel for layers like ``cache``."""
+    group = query_heads // cache.kv_heads
+    is_narrow_or_half = cache.keys.dtype in (torch.bfloat16, torch.float16, *NARROW)
+    return is_narrow_or_half and cache.head_dim in _HEAD_DIMS and group <= _MAX_GROUP and cache.softmax.cap is None
+
+
+def fits(device: torch.device) -> bool:
+    """Return whether ``device`` runs the kernel."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
+@dataclass(frozen=True, eq=False)
+class CudaAttend:
+    """The kernel for layers of one shape.
+
+    Attributes:
+        kernel: attends to the splits of all rows but those that may terminate early.
+        dtype: of queries.
+        blocks: of its grid, which share the splits.
+    """
+
+    kernel: Launchable
+    dtype: torch.dtype
+    blocks: int
+
+    @classmethod
+    def on(cls, device: torch.device, cache: LayerCache, query_heads: int, load: Load = loaded) -> Self:
+        """Return that for layers like ``cache`` on a device.
+
+        Args:
+            device: of the rows.
+            cache: a layer's.
+            query_heads: of a layer.
+            load: what loads kernels there.
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
+        group, dtype = query_heads // cache.kv_heads, widened_dtype(cache.keys.dtype)
+        size = shared_bytes(cache.head_dim, group)
+        kernel = load(source_for(cache, group), (("attend_kernel", 32 * _WARPS, size),), device)["attend_kernel"]
+        return cls(kernel, dtype, kernel.blocks_at_once(device))
+
+    def launch(
+        self,
+        queries: Tensor,
+        cache: LayerCache,
+        batch: DecodeBatch,
+        selection: DeviceSelection,
+        scale_log2: float,
+        thresholds: Tensor | None,
+        partial: Partial,
+    ) -> None:
+        """Attend to the splits of rows that cannot terminate early; arguments are those of ``attend.gpu.attend``."""
+        of_launch = PAIRS // cache.kv_heads
+        for first in range(0, batch.rows, of_launch):
+            some = slice(first, min(first + of_launch, batch.rows))
+            own = DeviceSelection(selection.slots[some], selection.counts[some])
+            of_rows = None if thresholds is None else thresholds[some]
+            self._launch(
+                queries[some], cache, batch[some], own, scale_log2, of_rows, Partial(*(t[some] for t in partial))
+            )
+
+    def _launch(
+        self,
+        queries: Tensor,
+        cache: LayerCache,
+        batch: DecodeBatch,
+        selection: DeviceSelection,
+        scale_log2: float,
+        thresholds: Tensor | None,
+        partial: Partial,
+    ) -> None:
+        keys, values = cache.keys, cache.values
+        assert queries.dtype == self.dtype
+        assert keys.stride() == values.stride()
+        assert queries.stride(2) == keys.stride(2) == 1
+        # Lanes load 16 bytes of keys and values, and 8 of queries.
+        assert keys.data_ptr() % 16 == values.data_ptr() % 16 == queries.data_ptr() % 8 == 0
+        assert queries.stride(0) % 4 == queries.stride(1) % 4 == 0
+        assert batch.page_table.stride(1) == 1
+        assert selection.slots.is_contiguous()
+        assert selection.counts.is_contiguous()
+        pairs, element_size = batch.rows * cache.kv_heads, keys.element_size()
+        arguments = _Arguments(
+            queries=queries.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            page_table=batch.page_table.data_ptr(),
+            lengths=batch.lengths.data_ptr(),
+            slots=selection.slots.data_ptr(),
+            counts=selection.counts.data_ptr(),
+            thresholds=None if thresholds is None else thresholds.data_ptr(),
+            outputs=partial.outputs.data_ptr(),
+            masses=partial.masses.data_ptr(),
+            row_stride=queries.stride(0),
+            head_stride=queries.stride(1),
+            table_stride=batch.page_table.stride(0),
+            width=selection.slots.shape[2],
+            slot_bytes=keys.stride(0) * element_size,
+            head_bytes=keys.stride(1) * element_size,
+            pairs=pairs,
+            page_bits=batch.page_size.bit_length() - 1,
+            scale_log2=scale_log2,
+        )
+        self.kernel.launch((min(pairs * PARTIAL_SLOTS, self.blocks), 1), arguments)
+
+
+def source_for(cache: LayerCache, group: int) -> str:
+    """Return the kernel's source for layers like ``cache`` with so many query heads of a KV head."""
+    is_narrow, is_half = cache.keys.dtype in NARROW, cache.keys.dtype == torch.float16
+    macros: Mapping[str, object] = {
+        "WARPS": _WARPS,
+        "BLOCKS": 3 if group <= _HEADS else 2,
+        "TILE": TILE,
+        "HEAD_DIM": cache.head_dim,
+        "HEAD_TILES": -(-group // _HEADS),
+        "GROUP": group,
+        "KV_HEADS": cache.kv_heads,
+        "IS_NARROW": int(is_narrow),
+        # As in `attend.gpu_widening`.
+        "COMPUTES_IN_HALVES": int(is_narrow or is_half),
+        "QUERIES_ARE_HALVES": int(is_half),
+        "PAIRS": PAIRS,
+        "PARTIAL_SLOTS": PARTIAL_SLOTS,
+        "SHORT_RUN": SHORT_RUN,
+        "LONG_RUN": LONG_RUN,
+        "RUNS_TO_FILL": RUNS_TO_FILL,
+        "WHOLE_TO_THE_END": f"({WHOLE_TO_THE_END})",
+        "NO_MASS": f"({NO_MASS}f)",
+    }
+    return source_of(_SOURCE, macros=macros)
+
+
+def shared_bytes(head_dim: int, group: int) -> int:
+    """Return the shared memory of a block: ``Shared`` of ``attend.cu``."""
+    heads = -(-group // _HEADS) * _HEADS
+    return 4 * _WARPS * heads * (head_dim + 4 + 2) + 2 * 4 * PAIRS
