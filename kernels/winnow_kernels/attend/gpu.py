@@ -238,6 +238,7 @@ def attend(
             leaves_others=cuda is not None,
             **tiling,
         )
+    begins_early = cuda is not None and thresholds is None and queries.is_cuda
     merge_kernel[(pairs, group)](
         buffers.partial,
         *attended,
@@ -249,7 +250,9 @@ def attend(
         reported,
         heads,
         2 * cache.vector_bytes,
+        begins_early=begins_early,
         num_warps=4,
+        **({"launch_pdl": True} if begins_early else {}),
     )
 
 

@@ -116,12 +116,16 @@ def merge_kernel(  # noqa: PLR0915  # A kernel's state cannot be handed around i
     reported: ReportedShares,
     heads: Heads,
     token_bytes: tl.tensor,
+    begins_early: tl.constexpr,
 ) -> None:
     """Merge the splits of one query head and add the share that it attended; the first of a group counts what was read.
 
     Grid: (rows × KV heads, group). Arguments are those of ``attend.gpu.attend``, with None where there are no
-    thresholds, no sinks or no shares are reported, and ``token_bytes``, those of a key and a value.
+    thresholds, no sinks or no shares are reported; ``token_bytes``, those of a key and a value; and
+    ``begins_early``, where the last kernel lets this one begin before it has ended.
     """
+    if begins_early:
+        tl.extra.cuda.gdc_wait()
     pair = tl.program_id(0)
     of_group = tl.program_id(1)
     row = pair // heads.kv_heads

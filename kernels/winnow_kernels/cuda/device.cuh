@@ -14,6 +14,8 @@ DEVICE int blocks_in_grid() { return gridDim.x; }
 
 // A kernel may be launched before the last one has ended: what that one writes is there from here on.
 DEVICE void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next one may be launched once all blocks have come here.
+DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
@@ -133,16 +135,33 @@ DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
 // What this thread has read and written in shared memory comes before later copies to there.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What no kernel writes meanwhile and this one reads once: 16 or 8 bytes that lie next to each other.
-DEVICE void load_once(uint32 (&words)[4], const void* pointer) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-        : "l"(pointer));
+// Copies of a thread's own, of 16 or 8 bytes, from global to shared memory. They come in groups, and are there for this
+// thread once all but so many of the last groups have been waited for. Vectors of so many bytes are read whole.
+template <int COUNT>
+struct alignas(4 * COUNT) Words {
+    uint32 words[COUNT];
+};
+template <int VECTOR_BYTES>
+DEVICE void copy_words(Words<4>& to, const void* from) {
+    if (VECTOR_BYTES >= 256)
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(&to)), "l"(from)
+                     : "memory");
+    else if (VECTOR_BYTES == 128)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(&to)), "l"(from)
+                     : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global.L2::64B [%0], [%1], 16;" ::"r"(shared_address(&to)), "l"(from)
+                     : "memory");
 }
-DEVICE void load_once(uint32 (&words)[2], const void* pointer) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];"
-        : "=r"(words[0]), "=r"(words[1])
-        : "l"(pointer));
+template <int VECTOR_BYTES>
+DEVICE void copy_words(Words<2>& to, const void* from) {
+    asm volatile("cp.async.ca.shared.global.L2::64B [%0], [%1], 8;" ::"r"(shared_address(&to)), "l"(from)
+                 : "memory");
+}
+DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LAST>
+DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
 }
 
 // What other blocks have written is read past the first level of caches.

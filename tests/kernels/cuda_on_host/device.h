@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -35,7 +36,7 @@ namespace host {
 
 constexpr int LANES = 32;
 constexpr int STACK = 256 << 10;
-constexpr int SHARED_BYTES = 228 << 10;
+constexpr int MOST_SHARED = 228 << 10;
 
 struct Meeting {
     int arrived = 0;
@@ -46,13 +47,25 @@ struct Operands {
     uint32 words[6];
 };
 
-alignas(128) static uint8 shared[SHARED_BYTES];
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+};
+
+struct Copies {
+    std::vector<Copy> open;
+    std::deque<std::vector<Copy>> groups;
+};
+
+alignas(128) static uint8 shared[MOST_SHARED];
 static std::vector<ucontext_t> threads;
 static std::vector<bool> is_done;
 static std::vector<int> turns, places;
 static std::vector<std::vector<char>> stacks;
 static std::vector<Meeting> warps;
 static std::vector<Operands> operands[2];
+static std::vector<Copies> copies;
 static Meeting block;
 static ucontext_t outside;
 static std::function<void()> body;
@@ -125,6 +138,7 @@ inline void run(int x, int y, int size, int shared_bytes, std::function<void()> 
             is_done.assign(size, false);
             shuffle_turns(size);
             warps.assign(size / LANES, {});
+            copies.assign(size, {});
             block = {};
             for (int each = 0; each < size; ++each) {
                 getcontext(&threads[each]);
@@ -135,7 +149,7 @@ inline void run(int x, int y, int size, int shared_bytes, std::function<void()> 
             }
             current = turns[0];
             swapcontext(&outside, &threads[current]);
-            for (int each = shared_bytes; each < SHARED_BYTES; ++each)
+            for (int each = shared_bytes; each < MOST_SHARED; ++each)
                 if (shared[each] != UNTOUCHED) {
                     fprintf(stderr, "a block writes to byte %d of %d in shared memory\n", each, shared_bytes);
                     abort();
@@ -151,6 +165,7 @@ DEVICE int block_number_y() { return host::block_y; }
 DEVICE int blocks_in_grid() { return host::grid_x; }
 
 DEVICE void wait_for_last_kernel() {}
+DEVICE void let_next_kernel_begin() {}
 
 DEVICE void sync_block() { host::meet(host::block, static_cast<int>(host::threads.size())); }
 DEVICE void sync_warp() { host::meet(host::own_warp(), host::LANES); }
@@ -309,13 +324,31 @@ DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
 }
 DEVICE void fence_copies() {}
 
-template <int WORDS>
-DEVICE void load_once(uint32 (&words)[WORDS], const void* pointer) {
-    if (reinterpret_cast<size_t>(pointer) % sizeof words != 0) {
-        fprintf(stderr, "what is loaded lies across a boundary\n");
+// Copies happen when they are waited for, so that what is read too early is not there.
+template <int COUNT>
+struct alignas(4 * COUNT) Words {
+    uint32 words[COUNT];
+};
+template <int VECTOR_BYTES, int COUNT>
+DEVICE void copy_words(Words<COUNT>& to, const void* from) {
+    if (reinterpret_cast<size_t>(from) % sizeof to != 0) {
+        fprintf(stderr, "what is copied lies across a boundary\n");
         abort();
     }
-    memcpy(words, pointer, sizeof words);
+    host::copies[host::current].open.push_back({&to, from, sizeof to});
+}
+DEVICE void end_of_copies() {
+    host::Copies& own = host::copies[host::current];
+    own.groups.push_back(std::move(own.open));
+    own.open.clear();
+}
+template <int LAST>
+DEVICE void wait_for_copies() {
+    auto& groups = host::copies[host::current].groups;
+    while (groups.size() > LAST) {
+        for (const host::Copy& copy : groups.front()) memcpy(copy.to, copy.from, copy.bytes);
+        groups.pop_front();
+    }
 }
 
 template <typename T>

@@ -1,5 +1,6 @@
-// Attention to splits of selections. A warp goes through its own quarter of each tile and waits for no other: keys and
-// values go from memory to registers as tensor cores take them, and only where a split ends do a block's warps add up.
+// Attention to splits of selections. A warp goes through its own quarter of each tile and waits for no other, and only
+// where a split ends do a block's warps add up. What is far away is asked for early: each lane copies its keys and values
+// of the next tiles, as tensor cores will take them, to shared memory of its own, over the ends of splits.
 //
 // Scores are keys times queries, and outputs values times weights, both transposed: tokens, and then channels, are the
 // 16 rows of a product, and query heads its 8 columns. So a group of up to 8 fills a product. In which order a product
@@ -18,7 +19,10 @@ constexpr int KEY_WORDS = HEAD_DIM / (4 * IN_WORD);
 constexpr int VALUE_WORDS = HEAD_DIM / (8 * IN_WORD);
 constexpr int KEY_RUN = 4;
 constexpr int VALUE_RUN = VALUE_WORDS < 4 ? VALUE_WORDS : 4;
+constexpr int KEY_RUNS = KEY_WORDS / KEY_RUN;
+constexpr int VALUE_RUNS = VALUE_WORDS / VALUE_RUN;
 constexpr int STEPS = HEAD_DIM / 16;
+constexpr int VECTOR_BYTES = HEAD_DIM * ELEMENT_BYTES;
 // Outputs lie this far apart, so that lanes of different heads write to different banks.
 constexpr int OUTPUT_STRIDE = HEAD_DIM + 4;
 // What weights are relative to is raised where a score lies farther above it. Sums of floats are as precise below it as
@@ -56,14 +60,23 @@ struct Arguments {
     float scale_log2;
 };
 
+// A warp's tokens of a tile: each lane's runs of words lie a warp apart, which takes all banks in turn.
+struct Stage {
+    Words<KEY_RUN> keys[2][KEY_RUNS][WARP];
+    Words<VALUE_RUN> values[4][VALUE_RUNS][WARP];
+};
+
 struct Shared {
-    float outputs[WARPS][HEADS][OUTPUT_STRIDE];
-    float references[WARPS][HEADS];
-    float masses[WARPS][HEADS];
+    Stage stages[WARPS][STAGES];
+    float outputs[WARPS][GROUP][OUTPUT_STRIDE];
+    float references[WARPS][GROUP];
+    float masses[WARPS][GROUP];
+    int splits_of_warps[WARPS];
     // Splits of each pair and those before it, and each pair's tokens, negative for a whole context.
     int ends[PAIRS];
     int tokens[PAIRS];
 };
+static_assert(sizeof(Shared) == SHARED_BYTES, "as many are asked for at a launch");
 
 // How a selection is split: `run_of`, `spare_of` and `splits_of` of `attend.gpu_merge`.
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
@@ -79,31 +92,30 @@ DEVICE int splits_of(int tiles) {
     return quotient_up(larger(tiles - spare_of(run), smaller(tiles, 1)), run);
 }
 
-// Find out how many tokens each pair attends to, and how many splits that makes.
-DEVICE void count_splits(const Arguments& all, Shared& shared, int thread) {
-    for (int pair = thread; pair < all.pairs; pair += THREADS) {
+// Find out how many tokens each pair attends to, and how many splits that makes: each thread of neighbouring pairs.
+DEVICE void count_splits(const Arguments& all, Shared& shared, int warp, int lane) {
+    const int of_thread = quotient_up(all.pairs, THREADS);
+    const int first = (warp * WARP + lane) * of_thread, last = smaller(first + of_thread, all.pairs);
+    int own = 0;
+    for (int pair = first; pair < last; ++pair) {
         const int row = pair / KV_HEADS, count = all.counts[pair], length = all.lengths[row];
         // Another kernel attends for rows that may terminate early.
         const bool may_stop = all.thresholds != nullptr && count != WHOLE_TO_THE_END &&
                               all.thresholds[3 * row + 2] < FOREVER;
+        own += may_stop ? 0 : splits_of(quotient_up(count < 0 ? length : count, TILE));
         shared.tokens[pair] = may_stop ? 0 : count < 0 ? -length : count;
-        shared.ends[pair] = may_stop ? 0 : splits_of(quotient_up(count < 0 ? length : count, TILE));
+        shared.ends[pair] = own;
     }
+    int up_to = own;
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const int others = from_lane(up_to, lane >= distance ? lane - distance : lane);
+        if (lane >= distance) up_to += others;
+    }
+    if (lane == WARP - 1) shared.splits_of_warps[warp] = up_to;
     sync_block();
-    if (thread < WARP) {
-        int before = 0;
-        for (int begin = 0; begin < all.pairs; begin += WARP) {
-            const int pair = begin + thread;
-            int end = pair < all.pairs ? shared.ends[pair] : 0;
-            for (int distance = 1; distance < WARP; distance *= 2) {
-                const int others = from_lane(end, thread >= distance ? thread - distance : thread);
-                if (thread >= distance) end += others;
-            }
-            end += before;
-            if (pair < all.pairs) shared.ends[pair] = end;
-            before = from_lane(end, WARP - 1);
-        }
-    }
+    int before = up_to - own;
+    for (int other = 0; other < warp; ++other) before += shared.splits_of_warps[other];
+    for (int pair = first; pair < last; ++pair) shared.ends[pair] += before;
     sync_block();
 }
 
@@ -162,33 +174,24 @@ struct Walk {
     }
 };
 
-// The keys of a warp's tokens: of two tokens a quarter each.
-struct Keys {
-    uint32 words[2][KEY_WORDS / KEY_RUN][KEY_RUN];
-
-    DEVICE void load(const Arguments& all, const Tokens& tokens, int lane) {
-        const uint8* own = all.keys + tokens.pair % KV_HEADS * all.head_bytes + lane % 4 * (4 * KEY_RUN);
-        for (int row = 0; row < 2; ++row) {
-            const uint8* key = own + static_cast<int64>(from_lane(tokens.slot, lane / 4 + 8 * row)) * all.slot_bytes;
-            for (int run = 0; run < KEY_WORDS / KEY_RUN; ++run) load_once(words[row][run], key + run * 16 * KEY_RUN);
-        }
+// Begin to copy a tile's keys and values. A lane has of two tokens' keys a quarter each, and of four tokens' values an
+// eighth each.
+DEVICE void copy(Stage& stage, const Arguments& all, const Tokens& tokens, int lane) {
+    const int64 head = tokens.pair % KV_HEADS * all.head_bytes;
+    const uint8* own_keys = all.keys + head + lane % 4 * (4 * KEY_RUN);
+    for (int row = 0; row < 2; ++row) {
+        const uint8* key = own_keys + static_cast<int64>(from_lane(tokens.slot, lane / 4 + 8 * row)) * all.slot_bytes;
+        for (int run = 0; run < KEY_RUNS; ++run)
+            copy_words<VECTOR_BYTES>(stage.keys[row][run][lane], key + run * 16 * KEY_RUN);
     }
-};
-
-// The values of a warp's tokens: of four tokens an eighth each.
-struct Values {
-    uint32 words[4][VALUE_WORDS / VALUE_RUN][VALUE_RUN];
-
-    DEVICE void load(const Arguments& all, const Tokens& tokens, int lane) {
-        const uint8* own = all.values + tokens.pair % KV_HEADS * all.head_bytes + lane / 4 * (4 * VALUE_RUN);
-        for (int each = 0; each < 4; ++each) {
-            const int token = lane % 4 * 2 + each % 2 + each / 2 * 8;
-            const uint8* value = own + static_cast<int64>(from_lane(tokens.slot, token)) * all.slot_bytes;
-            for (int run = 0; run < VALUE_WORDS / VALUE_RUN; ++run)
-                load_once(words[each][run], value + run * 32 * VALUE_RUN);
-        }
+    const uint8* own_values = all.values + head + lane / 4 * (4 * VALUE_RUN);
+    for (int each = 0; each < 4; ++each) {
+        const int token = lane % 4 * 2 + each % 2 + each / 2 * 8;
+        const uint8* value = own_values + static_cast<int64>(from_lane(tokens.slot, token)) * all.slot_bytes;
+        for (int run = 0; run < VALUE_RUNS; ++run)
+            copy_words<VECTOR_BYTES>(stage.values[each][run][lane], value + run * 32 * VALUE_RUN);
     }
-};
+}
 
 // Queries of 16 bits as products take them: as they are, or as halves.
 DEVICE uint32 converted(uint32 word) {
@@ -208,6 +211,9 @@ DEVICE void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, 
 
 // The queries of a pair: of a head of each column tile a quarter, in the order of keys.
 struct Queries {
+    // A step has four channels of each lane.
+    static constexpr int STEPS_OF_RUN = KEY_RUN * IN_WORD / 4;
+
     uint32 words[HEAD_TILES][STEPS][2];
 
     DEVICE void load(const Arguments& all, int pair, int lane) {
@@ -216,36 +222,42 @@ struct Queries {
             const uint16* own =
                 all.queries + pair / KV_HEADS * all.row_stride + (pair % KV_HEADS * GROUP + head) * all.head_stride;
             for (int step = 0; step < STEPS; ++step) {
-                // A step has four channels of each lane.
-                constexpr int STEPS_OF_RUN = KEY_RUN * IN_WORD / 4;
                 const int run = step / STEPS_OF_RUN, of_run = step % STEPS_OF_RUN;
                 const int channel = run * 4 * KEY_RUN * IN_WORD + lane % 4 * KEY_RUN * IN_WORD + 4 * of_run;
                 uint2 read = {0, 0};
                 if (head < GROUP) read = *reinterpret_cast<const uint2*>(own + channel);
-                words[tile][step][0] = converted(read.x);
-                words[tile][step][1] = converted(read.y);
+                words[tile][step][0] = read.x;
+                words[tile][step][1] = read.y;
             }
         }
     }
 
+    // Make of them what products take.
+    DEVICE void convert() {
+        for (int tile = 0; tile < HEAD_TILES; ++tile)
+            for (int step = 0; step < STEPS; ++step)
+                for (int each = 0; each < 2; ++each) words[tile][step][each] = converted(words[tile][step][each]);
+    }
+
     // Scores of 16 tokens, not scaled: of rows `lane / 4` and that plus 8, of columns `lane % 4 * 2` and the next.
-    DEVICE void score(float (&scores)[HEAD_TILES][4], const Keys& keys) const {
-        for (int step = 0; step < STEPS; ++step) {
-            uint32 a[4];
-            if (IS_NARROW) {
-                for (int row = 0; row < 2; ++row) {
-                    const uint32 word = keys.words[row][step / KEY_RUN][step % KEY_RUN];
-                    a[row] = widen_to_halves(static_cast<uint16>(word));
-                    a[row + 2] = widen_to_halves(static_cast<uint16>(word >> 16));
+    DEVICE void score(float (&scores)[HEAD_TILES][4], const Stage& stage, int lane) const {
+        for (int run = 0; run < KEY_RUNS; ++run) {
+            const Words<KEY_RUN> keys[2] = {stage.keys[0][run][lane], stage.keys[1][run][lane]};
+            for (int of_run = 0; of_run < STEPS_OF_RUN; ++of_run) {
+                uint32 a[4];
+                if (IS_NARROW) {
+                    for (int row = 0; row < 2; ++row) {
+                        const uint32 word = keys[row].words[of_run];
+                        a[row] = widen_to_halves(static_cast<uint16>(word));
+                        a[row + 2] = widen_to_halves(static_cast<uint16>(word >> 16));
+                    }
+                } else {
+                    for (int each = 0; each < 4; ++each) a[each] = keys[each % 2].words[2 * of_run + each / 2];
                 }
-            } else {
-                for (int each = 0; each < 4; ++each) {
-                    const int word = 2 * step + each / 2;
-                    a[each] = keys.words[each % 2][word / KEY_RUN][word % KEY_RUN];
-                }
+                const int step = run * STEPS_OF_RUN + of_run;
+                for (int tile = 0; tile < HEAD_TILES; ++tile)
+                    multiply(scores[tile], a[0], a[1], a[2], a[3], words[tile][step][0], words[tile][step][1]);
             }
-            for (int tile = 0; tile < HEAD_TILES; ++tile)
-                multiply(scores[tile], a[0], a[1], a[2], a[3], words[tile][step][0], words[tile][step][1]);
         }
     }
 };
@@ -313,27 +325,34 @@ struct Softmax {
     }
 
     // Add values by their weights. Rows `lane / 4` and that plus 8 of a step are two neighbouring channels of the lane.
-    DEVICE void add(const uint32 (&weights)[HEAD_TILES][2], const Values& values) {
-        for (int word = 0; word < VALUE_WORDS; ++word) {
-            const int run = word / VALUE_RUN, of_run = word % VALUE_RUN;
-            uint32 of_tokens[4];
-            for (int each = 0; each < 4; ++each) of_tokens[each] = values.words[each][run][of_run];
-            if (IS_NARROW) {
-                for (int pair = 0; pair < 2; ++pair) {
-                    const uint32 digits = pair == 0 ? 0x5140 : 0x7362;
-                    const uint32 low = choose_bytes(of_tokens[0], of_tokens[1], digits);
-                    const uint32 high = choose_bytes(of_tokens[2], of_tokens[3], digits);
-                    add_rows(2 * word + pair, weights, widen_to_halves(static_cast<uint16>(low)),
-                             widen_to_halves(static_cast<uint16>(low >> 16)),
-                             widen_to_halves(static_cast<uint16>(high)),
-                             widen_to_halves(static_cast<uint16>(high >> 16)));
-                }
-            } else {
-                add_rows(word, weights, choose_bytes(of_tokens[0], of_tokens[1], 0x5410),
-                         choose_bytes(of_tokens[0], of_tokens[1], 0x7632),
-                         choose_bytes(of_tokens[2], of_tokens[3], 0x5410),
-                         choose_bytes(of_tokens[2], of_tokens[3], 0x7632));
+    DEVICE void add(const uint32 (&weights)[HEAD_TILES][2], const Stage& stage, int lane) {
+        for (int run = 0; run < VALUE_RUNS; ++run) {
+            Words<VALUE_RUN> values[4];
+            for (int each = 0; each < 4; ++each) values[each] = stage.values[each][run][lane];
+            for (int of_run = 0; of_run < VALUE_RUN; ++of_run) {
+                uint32 of_tokens[4];
+                for (int each = 0; each < 4; ++each) of_tokens[each] = values[each].words[of_run];
+                add_word(run * VALUE_RUN + of_run, weights, of_tokens);
             }
+        }
+    }
+
+    DEVICE void add_word(int word, const uint32 (&weights)[HEAD_TILES][2], const uint32 (&of_tokens)[4]) {
+        if (IS_NARROW) {
+            for (int pair = 0; pair < 2; ++pair) {
+                const uint32 digits = pair == 0 ? 0x5140 : 0x7362;
+                const uint32 low = choose_bytes(of_tokens[0], of_tokens[1], digits);
+                const uint32 high = choose_bytes(of_tokens[2], of_tokens[3], digits);
+                add_rows(2 * word + pair, weights, widen_to_halves(static_cast<uint16>(low)),
+                         widen_to_halves(static_cast<uint16>(low >> 16)),
+                         widen_to_halves(static_cast<uint16>(high)),
+                         widen_to_halves(static_cast<uint16>(high >> 16)));
+            }
+        } else {
+            add_rows(word, weights, choose_bytes(of_tokens[0], of_tokens[1], 0x5410),
+                     choose_bytes(of_tokens[0], of_tokens[1], 0x7632),
+                     choose_bytes(of_tokens[2], of_tokens[3], 0x5410),
+                     choose_bytes(of_tokens[2], of_tokens[3], 0x7632));
         }
     }
 
@@ -396,41 +415,49 @@ KERNEL(THREADS, BLOCKS) attend_kernel(const Arguments all) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int thread = thread_number(), warp = thread / WARP, lane = thread % WARP;
+    let_next_kernel_begin();
     wait_for_last_kernel();
-    count_splits(all, shared, thread);
+    count_splits(all, shared, warp, lane);
     Walk walk;
-    Tokens tokens = walk.next(all, shared, warp, lane);
-    if (!tokens.is_any()) return;
-    Keys keys;
-    Values values;
+    // Those of the stages, in order, and the ones after them. Slots come before what lies in them.
+    Tokens tokens[STAGES + 1];
+    for (int each = 0; each <= STAGES; ++each) tokens[each] = walk.next(all, shared, warp, lane);
+    if (!tokens[0].is_any()) return;
+    Stage(&stages)[STAGES] = shared.stages[warp];
+    for (int each = 0; each < STAGES; ++each) {
+        if (tokens[each].is_any()) copy(stages[each], all, tokens[each], lane);
+        end_of_copies();
+    }
     Queries queries;
     Softmax softmax;
-    keys.load(all, tokens, lane);
-    values.load(all, tokens, lane);
-    Tokens next = walk.next(all, shared, warp, lane);
-    queries.load(all, tokens.pair, lane);
+    queries.load(all, tokens[0].pair, lane);
+    queries.convert();
     softmax.clear();
-    // Registers get what is loaded of the next tile as soon as they have been used for this one. Slots come one tile
-    // earlier. Behind the last tile all that is loaded again and again is one token.
+    int at = 0;
 #pragma unroll 1
-    while (tokens.is_any()) {
-        const Tokens after = walk.next(all, shared, warp, lane);
+    while (tokens[0].is_any()) {
+        const Tokens now = tokens[0], after = walk.next(all, shared, warp, lane);
+        Stage& stage = stages[at];
+        at = at + 1 < STAGES ? at + 1 : 0;
         float scores[HEAD_TILES][4] = {};
         uint32 weights[HEAD_TILES][2];
-        queries.score(scores, keys);
-        keys.load(all, next, lane);
-        softmax.weigh(weights, scores, tokens.own, all.scale_log2, lane);
-        softmax.add(weights, values);
-        values.load(all, next, lane);
-        if (tokens.finished >= 0) {
+        wait_for_copies<STAGES - 1>();
+        queries.score(scores, stage, lane);
+        softmax.weigh(weights, scores, now.own, all.scale_log2, lane);
+        softmax.add(weights, stage, lane);
+        if (tokens[STAGES].is_any()) copy(stage, all, tokens[STAGES], lane);
+        end_of_copies();
+        for (int each = 0; each < STAGES; ++each) tokens[each] = tokens[each + 1];
+        tokens[STAGES] = after;
+        if (now.finished >= 0) {
+            const bool is_other = tokens[0].is_any() && tokens[0].pair != now.pair;
+            if (is_other) queries.load(all, tokens[0].pair, lane);
             softmax.leave(shared, warp, lane);
             sync_block();
-            finish(all, shared, tokens.pair, tokens.finished, thread);
+            finish(all, shared, now.pair, now.finished, thread);
             sync_block();
             softmax.clear();
-            if (next.is_any() && next.pair != tokens.pair) queries.load(all, next.pair, lane);
+            if (is_other) queries.convert();
         }
-        tokens = next;
-        next = after;
     }
 }

@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
     from winnow_kernels.batch import DecodeBatch
 
-PAIRS: Final = 4096
-"""Rows × KV heads of a launch, at most: so many that the shared memory of three blocks fits a multiprocessor."""
+PAIRS: Final = 1024
+"""Rows × KV heads of a launch, at most; each takes 8 bytes of shared memory."""
 _SOURCE: Final = Path(__file__).with_name("attend.cu")
 _HEAD_DIMS: Final = (64, 128)
 # Columns of a product, of which there may be two beside each other.
 _HEADS: Final = 8
 _MAX_GROUP: Final = 2 * _HEADS
 _WARPS: Final = 4
+# A multiprocessor's shared memory, of which each of its blocks costs some beside its own.
+_SHARED_BYTES: Final = 228 << 10
+_OF_BLOCK: Final = 1 << 10
+_MAX_STAGES: Final = 4
 _CAPABILITY: Final = (9, 0)
 _POINTERS: Final = (
     "queries",
@@ -95,7 +99,7 @@ class CudaAttend:
             RuntimeError: CUDA refuses.
         """
         group, dtype = query_heads // cache.kv_heads, widened_dtype(cache.keys.dtype)
-        size = shared_bytes(cache.head_dim, group)
+        size = shared_bytes(cache, group)
         kernel = load(source_for(cache, group), (("attend_kernel", 32 * _WARPS, size),), device)["attend_kernel"]
         return cls(kernel, dtype, kernel.blocks_at_once(device))
 
@@ -169,7 +173,9 @@ def source_for(cache: LayerCache, group: int) -> str:
     is_narrow, is_half = cache.keys.dtype in NARROW, cache.keys.dtype == torch.float16
     macros: Mapping[str, object] = {
         "WARPS": _WARPS,
-        "BLOCKS": 3 if group <= _HEADS else 2,
+        "BLOCKS": _blocks(cache),
+        "STAGES": _stages(cache, group),
+        "SHARED_BYTES": shared_bytes(cache, group),
         "TILE": TILE,
         "HEAD_DIM": cache.head_dim,
         "HEAD_TILES": -(-group // _HEADS),
@@ -190,7 +196,28 @@ def source_for(cache: LayerCache, group: int) -> str:
     return source_of(_SOURCE, macros=macros)
 
 
-def shared_bytes(head_dim: int, group: int) -> int:
+def shared_bytes(cache: LayerCache, group: int) -> int:
     """Return the shared memory of a block: ``Shared`` of ``attend.cu``."""
-    heads = -(-group // _HEADS) * _HEADS
-    return 4 * _WARPS * heads * (head_dim + 4 + 2) + 2 * 4 * PAIRS
+    return _stages(cache, group) * _stage_bytes(cache) + _other_bytes(cache, group)
+
+
+def _blocks(cache: LayerCache) -> int:
+    """Return how many blocks a multiprocessor has: the fewer, the more of its memory each has for what is on its way."""
+    return 2 if _vector_bytes(cache) > 128 else 3
+
+
+def _stages(cache: LayerCache, group: int) -> int:
+    own = _SHARED_BYTES // _blocks(cache) - _OF_BLOCK - _other_bytes(cache, group)
+    return min(own // _stage_bytes(cache), _MAX_STAGES)
+
+
+def _stage_bytes(cache: LayerCache) -> int:
+    return 2 * TILE * _vector_bytes(cache)
+
+
+def _other_bytes(cache: LayerCache, group: int) -> int:
+    return 4 * _WARPS * (group * (cache.head_dim + 4 + 2) + 1) + 2 * 4 * PAIRS
+
+
+def _vector_bytes(cache: LayerCache) -> int:
+    return cache.head_dim * cache.keys.element_size()
