@@ -135,33 +135,34 @@ DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
 // What this thread has read and written in shared memory comes before later copies to there.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copies of a thread's own, of 16 or 8 bytes, from global to shared memory. They come in groups, and are there for this
-// thread once all but so many of the last groups have been waited for. Vectors of so many bytes are read whole.
-template <int COUNT>
-struct alignas(4 * COUNT) Words {
-    uint32 words[COUNT];
-};
+// Copies of 16 bytes from global to shared memory, of vectors of so many bytes that are copied whole. They come in groups,
+// and are there for this thread once it has waited for all but so many of the last groups.
 template <int VECTOR_BYTES>
-DEVICE void copy_words(Words<4>& to, const void* from) {
+DEVICE void copy_run(void* to, const void* from) {
     if (VECTOR_BYTES >= 256)
-        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(&to)), "l"(from)
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
                      : "memory");
     else if (VECTOR_BYTES == 128)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(&to)), "l"(from)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
                      : "memory");
     else
-        asm volatile("cp.async.cg.shared.global.L2::64B [%0], [%1], 16;" ::"r"(shared_address(&to)), "l"(from)
+        asm volatile("cp.async.cg.shared.global.L2::64B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
                      : "memory");
-}
-template <int VECTOR_BYTES>
-DEVICE void copy_words(Words<2>& to, const void* from) {
-    asm volatile("cp.async.ca.shared.global.L2::64B [%0], [%1], 8;" ::"r"(shared_address(&to)), "l"(from)
-                 : "memory");
 }
 DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LAST>
 DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
+}
+
+// Words that lie next to each other, on a boundary of as many.
+DEVICE void read_words(uint32 (&words)[4], const uint32* from) {
+    const uint4 read = *reinterpret_cast<const uint4*>(from);
+    words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
+}
+DEVICE void read_words(uint32 (&words)[2], const uint32* from) {
+    const uint2 read = *reinterpret_cast<const uint2*>(from);
+    words[0] = read.x, words[1] = read.y;
 }
 
 // What other blocks have written is read past the first level of caches.

@@ -325,17 +325,13 @@ DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
 DEVICE void fence_copies() {}
 
 // Copies happen when they are waited for, so that what is read too early is not there.
-template <int COUNT>
-struct alignas(4 * COUNT) Words {
-    uint32 words[COUNT];
-};
-template <int VECTOR_BYTES, int COUNT>
-DEVICE void copy_words(Words<COUNT>& to, const void* from) {
-    if (reinterpret_cast<size_t>(from) % sizeof to != 0) {
+template <int VECTOR_BYTES>
+DEVICE void copy_run(void* to, const void* from) {
+    if (reinterpret_cast<size_t>(from) % 16 != 0 || reinterpret_cast<size_t>(to) % 16 != 0) {
         fprintf(stderr, "what is copied lies across a boundary\n");
         abort();
     }
-    host::copies[host::current].open.push_back({&to, from, sizeof to});
+    host::copies[host::current].open.push_back({to, from, 16});
 }
 DEVICE void end_of_copies() {
     host::Copies& own = host::copies[host::current];
@@ -349,6 +345,15 @@ DEVICE void wait_for_copies() {
         for (const host::Copy& copy : groups.front()) memcpy(copy.to, copy.from, copy.bytes);
         groups.pop_front();
     }
+}
+
+template <int COUNT>
+DEVICE void read_words(uint32 (&words)[COUNT], const uint32* from) {
+    if (reinterpret_cast<size_t>(from) % sizeof words != 0) {
+        fprintf(stderr, "what is read lies across a boundary\n");
+        abort();
+    }
+    memcpy(words, from, sizeof words);
 }
 
 template <typename T>

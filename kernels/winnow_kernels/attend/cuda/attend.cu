@@ -1,6 +1,6 @@
 // Attention to splits of selections. A warp goes through its own quarter of each tile and waits for no other, and only
-// where a split ends do a block's warps add up. What is far away is asked for early: each lane copies its keys and values
-// of the next tiles, as tensor cores will take them, to shared memory of its own, over the ends of splits.
+// where a split ends do a block's warps add up. It copies whole vectors of the next tiles to shared memory of its own, over
+// the ends of splits: memory is far away, and slow where a vector is read in parts.
 //
 // Scores are keys times queries, and outputs values times weights, both transposed: tokens, and then channels, are the
 // 16 rows of a product, and query heads its 8 columns. So a group of up to 8 fills a product. In which order a product
@@ -23,6 +23,7 @@ constexpr int KEY_RUNS = KEY_WORDS / KEY_RUN;
 constexpr int VALUE_RUNS = VALUE_WORDS / VALUE_RUN;
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int VECTOR_BYTES = HEAD_DIM * ELEMENT_BYTES;
+constexpr int VECTOR_RUNS = VECTOR_BYTES / 16;
 // Outputs lie this far apart, so that lanes of different heads write to different banks.
 constexpr int OUTPUT_STRIDE = HEAD_DIM + 4;
 // What weights are relative to is raised where a score lies farther above it. Sums of floats are as precise below it as
@@ -60,10 +61,26 @@ struct Arguments {
     float scale_log2;
 };
 
-// A warp's tokens of a tile: each lane's runs of words lie a warp apart, which takes all banks in turn.
+// Vectors of a warp's tokens of a tile. Of one vector's runs of 16 bytes each lies in banks of its own, and so do those
+// that eight lanes read at a time: of a run, rows 2 apart, and of neighbouring rows, four runs.
+struct Vectors {
+    uint4 runs[OWN_TOKENS * VECTOR_RUNS];
+
+    DEVICE static int place_of(int row, int run) {
+        const int place = row * VECTOR_RUNS + run;
+        return place ^ (VECTOR_RUNS >= 8 ? (row & 6) ^ (row & 1) << 2 : place >> 2 & 6);
+    }
+
+    // So many words of a row, which lie in one run.
+    template <int COUNT>
+    DEVICE void read(uint32 (&words)[COUNT], int row, int first) const {
+        const uint4& run = runs[place_of(row, first / 4)];
+        read_words(words, reinterpret_cast<const uint32*>(&run) + first % 4);
+    }
+};
+
 struct Stage {
-    Words<KEY_RUN> keys[2][KEY_RUNS][WARP];
-    Words<VALUE_RUN> values[4][VALUE_RUNS][WARP];
+    Vectors keys, values;
 };
 
 struct Shared {
@@ -174,22 +191,16 @@ struct Walk {
     }
 };
 
-// Begin to copy a tile's keys and values. A lane has of two tokens' keys a quarter each, and of four tokens' values an
-// eighth each.
+// Begin to copy the keys and values of a warp's tokens: of so many at once that each lane has 16 bytes.
 DEVICE void copy(Stage& stage, const Arguments& all, const Tokens& tokens, int lane) {
-    const int64 head = tokens.pair % KV_HEADS * all.head_bytes;
-    const uint8* own_keys = all.keys + head + lane % 4 * (4 * KEY_RUN);
-    for (int row = 0; row < 2; ++row) {
-        const uint8* key = own_keys + static_cast<int64>(from_lane(tokens.slot, lane / 4 + 8 * row)) * all.slot_bytes;
-        for (int run = 0; run < KEY_RUNS; ++run)
-            copy_words<VECTOR_BYTES>(stage.keys[row][run][lane], key + run * 16 * KEY_RUN);
-    }
-    const uint8* own_values = all.values + head + lane / 4 * (4 * VALUE_RUN);
-    for (int each = 0; each < 4; ++each) {
-        const int token = lane % 4 * 2 + each % 2 + each / 2 * 8;
-        const uint8* value = own_values + static_cast<int64>(from_lane(tokens.slot, token)) * all.slot_bytes;
-        for (int run = 0; run < VALUE_RUNS; ++run)
-            copy_words<VECTOR_BYTES>(stage.values[each][run][lane], value + run * 32 * VALUE_RUN);
+    constexpr int ROWS = WARP / VECTOR_RUNS;
+    const int run = lane % VECTOR_RUNS;
+    const int64 own = tokens.pair % KV_HEADS * all.head_bytes + 16 * run;
+    for (int first = 0; first < OWN_TOKENS; first += ROWS) {
+        const int row = first + lane / VECTOR_RUNS, place = Vectors::place_of(row, run);
+        const int64 from = own + static_cast<int64>(from_lane(tokens.slot, row)) * all.slot_bytes;
+        copy_run<VECTOR_BYTES>(&stage.keys.runs[place], all.keys + from);
+        copy_run<VECTOR_BYTES>(&stage.values.runs[place], all.values + from);
     }
 }
 
@@ -242,17 +253,19 @@ struct Queries {
     // Scores of 16 tokens, not scaled: of rows `lane / 4` and that plus 8, of columns `lane % 4 * 2` and the next.
     DEVICE void score(float (&scores)[HEAD_TILES][4], const Stage& stage, int lane) const {
         for (int run = 0; run < KEY_RUNS; ++run) {
-            const Words<KEY_RUN> keys[2] = {stage.keys[0][run][lane], stage.keys[1][run][lane]};
+            uint32 keys[2][KEY_RUN];
+            for (int row = 0; row < 2; ++row)
+                stage.keys.read(keys[row], lane / 4 + 8 * row, (4 * run + lane % 4) * KEY_RUN);
             for (int of_run = 0; of_run < STEPS_OF_RUN; ++of_run) {
                 uint32 a[4];
                 if (IS_NARROW) {
                     for (int row = 0; row < 2; ++row) {
-                        const uint32 word = keys[row].words[of_run];
+                        const uint32 word = keys[row][of_run];
                         a[row] = widen_to_halves(static_cast<uint16>(word));
                         a[row + 2] = widen_to_halves(static_cast<uint16>(word >> 16));
                     }
                 } else {
-                    for (int each = 0; each < 4; ++each) a[each] = keys[each % 2].words[2 * of_run + each / 2];
+                    for (int each = 0; each < 4; ++each) a[each] = keys[each % 2][2 * of_run + each / 2];
                 }
                 const int step = run * STEPS_OF_RUN + of_run;
                 for (int tile = 0; tile < HEAD_TILES; ++tile)
@@ -327,11 +340,13 @@ struct Softmax {
     // Add values by their weights. Rows `lane / 4` and that plus 8 of a step are two neighbouring channels of the lane.
     DEVICE void add(const uint32 (&weights)[HEAD_TILES][2], const Stage& stage, int lane) {
         for (int run = 0; run < VALUE_RUNS; ++run) {
-            Words<VALUE_RUN> values[4];
-            for (int each = 0; each < 4; ++each) values[each] = stage.values[each][run][lane];
+            uint32 values[4][VALUE_RUN];
+            for (int each = 0; each < 4; ++each)
+                stage.values.read(values[each], lane % 4 * 2 + each % 2 + each / 2 * 8,
+                                  (8 * run + lane / 4) * VALUE_RUN);
             for (int of_run = 0; of_run < VALUE_RUN; ++of_run) {
                 uint32 of_tokens[4];
-                for (int each = 0; each < 4; ++each) of_tokens[each] = values[each].words[of_run];
+                for (int each = 0; each < 4; ++each) of_tokens[each] = values[each][of_run];
                 add_word(run * VALUE_RUN + of_run, weights, of_tokens);
             }
         }
@@ -442,9 +457,12 @@ KERNEL(THREADS, BLOCKS) attend_kernel(const Arguments all) {
         float scores[HEAD_TILES][4] = {};
         uint32 weights[HEAD_TILES][2];
         wait_for_copies<STAGES - 1>();
+        // Other lanes have waited for what this one reads, and later have read what it copies over.
+        sync_warp();
         queries.score(scores, stage, lane);
         softmax.weigh(weights, scores, now.own, all.scale_log2, lane);
         softmax.add(weights, stage, lane);
+        sync_warp();
         if (tokens[STAGES].is_any()) copy(stage, all, tokens[STAGES], lane);
         end_of_copies();
         for (int each = 0; each < STAGES; ++each) tokens[each] = tokens[each + 1];
