@@ -15,7 +15,7 @@ from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.gpu.test_attend import SETTLING, Layer, actual, assert_equal, expected
 from tests.kernels.parameters import termination_at
 from winnow_kernels.attend.cuda import kernel
-from winnow_kernels.attend.cuda.kernel import serves, shared_bytes, source_for
+from winnow_kernels.attend.cuda.kernel import blocks_of_multiprocessor, serves, shared_bytes, source_for
 from winnow_kernels.batch import ELSEWHERE, WHOLE
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.cuda.module import compiled
@@ -190,8 +190,7 @@ def test_what_is_not_selected_may_hold_anything(dtype: torch.dtype, device: torc
 def test_compiles_for_hopper(head_dim: int, group: int, dtype: torch.dtype) -> None:
     cache = LayerCache(*torch.empty(2, 16, 8, head_dim, dtype=dtype))
     assert compiled(source_for(cache, group), "sm_90")
-    blocks = 2 if head_dim * dtype.itemsize == 256 else 3
-    assert blocks * (shared_bytes(cache, group) + 1024) <= SHARED_LIMIT + 1024
+    assert blocks_of_multiprocessor(cache, group) * (shared_bytes(cache, group) + 1024) <= SHARED_LIMIT + 1024
 
 
 @pytest.mark.parametrize(

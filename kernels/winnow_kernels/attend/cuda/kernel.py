@@ -29,10 +29,6 @@ _HEAD_DIMS: Final = (64, 128)
 _HEADS: Final = 8
 _MAX_GROUP: Final = 2 * _HEADS
 _WARPS: Final = 4
-# A multiprocessor's shared memory, of which each of its blocks costs some beside its own.
-_SHARED_BYTES: Final = 228 << 10
-_OF_BLOCK: Final = 1 << 10
-_MAX_STAGES: Final = 4
 _CAPABILITY: Final = (9, 0)
 _POINTERS: Final = (
     "queries",
@@ -173,8 +169,8 @@ def source_for(cache: LayerCache, group: int) -> str:
     is_narrow, is_half = cache.keys.dtype in NARROW, cache.keys.dtype == torch.float16
     macros: Mapping[str, object] = {
         "WARPS": _WARPS,
-        "BLOCKS": _blocks(cache),
-        "STAGES": _stages(cache, group),
+        "BLOCKS": blocks_of_multiprocessor(cache, group),
+        "STAGES": _stages(cache),
         "SHARED_BYTES": shared_bytes(cache, group),
         "TILE": TILE,
         "HEAD_DIM": cache.head_dim,
@@ -196,27 +192,21 @@ def source_for(cache: LayerCache, group: int) -> str:
     return source_of(_SOURCE, macros=macros)
 
 
+def blocks_of_multiprocessor(cache: LayerCache, group: int) -> int:
+    """Return how many blocks of ``attend.cu`` a multiprocessor's registers and shared memory have to have room for."""
+    if _vector_bytes(cache) > 128:
+        return 2
+    return 4 if group <= 4 else 3
+
+
 def shared_bytes(cache: LayerCache, group: int) -> int:
     """Return the shared memory of a block: ``Shared`` of ``attend.cu``."""
-    return _stages(cache, group) * _stage_bytes(cache) + _other_bytes(cache, group)
+    of_heads = group * (cache.head_dim + 4 + 2)
+    return _stages(cache) * 2 * TILE * _vector_bytes(cache) + 4 * _WARPS * (of_heads + 1) + 2 * 4 * PAIRS
 
 
-def _blocks(cache: LayerCache) -> int:
-    """Return how many blocks a multiprocessor has: the fewer, the more of its memory each has for what is on its way."""
-    return 2 if _vector_bytes(cache) > 128 else 3
-
-
-def _stages(cache: LayerCache, group: int) -> int:
-    own = _SHARED_BYTES // _blocks(cache) - _OF_BLOCK - _other_bytes(cache, group)
-    return min(own // _stage_bytes(cache), _MAX_STAGES)
-
-
-def _stage_bytes(cache: LayerCache) -> int:
-    return 2 * TILE * _vector_bytes(cache)
-
-
-def _other_bytes(cache: LayerCache, group: int) -> int:
-    return 4 * _WARPS * (group * (cache.head_dim + 4 + 2) + 1) + 2 * 4 * PAIRS
+def _stages(cache: LayerCache) -> int:
+    return 2 if _vector_bytes(cache) >= 128 else 4
 
 
 def _vector_bytes(cache: LayerCache) -> int:
