@@ -35,6 +35,7 @@ from tests.sglang_ext.device.test_decode import (
     queries_of,
 )
 from tests.sglang_ext.device.test_ranks import shares
+from winnow_kernels.attend.cuda.kernel import CudaAttend
 from winnow_kernels.attend.gpu import attend_kernel
 from winnow_kernels.decode.audit import is_audited
 from winnow_kernels.decode.gpu_selector import Entry, NoRoomError
@@ -248,10 +249,12 @@ class Launches:
     def __init__(self, decode: DeviceDecode, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._decode, self._step = decode, decode.buffers[rows]
         self._launched: Counter[str] = Counter()
-        monkeypatch.setattr(type(attend_kernel), "run", lambda kernel, *_, **__: self._note(kernel))
+        monkeypatch.setattr(type(attend_kernel), "run", lambda kernel, *_, **__: self._note(kernel.fn))
+        # In CUDA C++ it is the same step.
+        monkeypatch.setattr(CudaAttend, "launch", lambda *_: self._note(attend_kernel.fn))
 
     def _note(self, kernel: Any) -> None:
-        self._launched[f"{kernel.fn.__module__.rpartition('.')[2]}:{kernel.fn.__name__}"] += 1
+        self._launched[f"{kernel.__module__.rpartition('.')[2]}:{kernel.__name__}"] += 1
 
     def of(self, variant: Variant) -> Counter[str]:
         """Return the launches of a step of three layers."""

@@ -27,6 +27,7 @@ from tests.sglang_ext.device.test_decode import (
     on_device,
     policies_act_at_every_length,
 )
+from winnow_kernels.attend.cuda.kernel import CudaAttend
 from winnow_kernels.attend.gpu import attend_kernel
 from winnow_kernels.decode.gpu_selector import Selector
 from winnow_kernels.decode.gpu_selector import Server as SelectorServer
@@ -50,10 +51,12 @@ class Launches:
         self._decode = decode
         self._step = step
         self._launched: Counter[str] = Counter()
-        monkeypatch.setattr(type(attend_kernel), "run", lambda kernel, *_, **__: self._note(kernel))
+        monkeypatch.setattr(type(attend_kernel), "run", lambda kernel, *_, **__: self._note(kernel.fn))
+        # In CUDA C++ it is the same step.
+        monkeypatch.setattr(CudaAttend, "launch", lambda *_: self._note(attend_kernel.fn))
 
     def _note(self, kernel: Any) -> None:
-        self._launched[f"{kernel.fn.__module__}:{kernel.fn.__name__}"] += 1
+        self._launched[f"{kernel.__module__}:{kernel.__name__}"] += 1
 
     def of(self, kinds: Iterable[str], *, ordered: bool, layer: int) -> Counter[str]:
         """Return the launches of a layer in a graph for batches of ``kinds``."""
