@@ -61,8 +61,8 @@ struct Arguments {
     float scale_log2;
 };
 
-// Vectors of a warp's tokens of a tile. Of one vector's runs of 16 bytes each lies in banks of its own, and so do those
-// that eight lanes read at a time: of a run, rows 2 apart, and of neighbouring rows, four runs.
+// Vectors of a warp's tokens of a tile, in runs of 16 bytes. Eight lanes read at a time: four runs of each of two
+// neighbouring rows, or two runs of each of four rows, 2 apart. They lie so that each lane has banks of its own.
 struct Vectors {
     uint4 runs[OWN_TOKENS * VECTOR_RUNS];
 
