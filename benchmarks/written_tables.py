@@ -182,6 +182,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "tactic-unions": ("tactic-unions.json", fidelity_tables.unions_table),
     "attention": ("attention.json", attention_table),
     "summary": ("attention.json", summary_table),
+    "attention-cuda": ("attention-attend-cuda.json", attention_table),
     "stopping": ("attention.json", stopping_table),
     "sinks": ("sinks.json", sinks_table),
     "coded": ("attention-lowbit.json", coded_table),
