@@ -142,7 +142,7 @@ class AttendBuffers:
             RuntimeError: CUDA refuses the kernel in CUDA C++.
         """
         device = cache.keys.device
-        in_cuda = launch is None and fits(device) and serves(cache, query_heads)
+        in_cuda = launch is None and serves(cache, query_heads) and fits(device, cache, query_heads)
         return cls(
             torch.empty(rows, query_heads, dtype=torch.float32, device=device),
             Partial(

@@ -30,6 +30,8 @@ _HEADS: Final = 8
 _MAX_GROUP: Final = 2 * _HEADS
 _WARPS: Final = 4
 _CAPABILITY: Final = (9, 0)
+# Shared memory that a block takes beside its own.
+_OF_BLOCK: Final = 1 << 10
 _POINTERS: Final = (
     "queries",
     "keys",
@@ -62,9 +64,13 @@ def serves(cache: LayerCache, query_heads: int) -> bool:
     return is_narrow_or_half and cache.head_dim in _HEAD_DIMS and group <= _MAX_GROUP and cache.softmax.cap is None
 
 
-def fits(device: torch.device) -> bool:
-    """Return whether ``device`` runs the kernel."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+def fits(device: torch.device, cache: LayerCache, query_heads: int) -> bool:
+    """Return whether ``device`` runs the kernel for layers like ``cache``, with as many blocks as it is made for."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return False
+    group = query_heads // cache.kv_heads
+    needed = blocks_of_multiprocessor(cache, group) * (shared_bytes(cache, group) + _OF_BLOCK)
+    return needed <= torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 @dataclass(frozen=True, eq=False)
