@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.gpu.test_attend import SETTLING, Layer, actual, assert_equal, expected
 from tests.kernels.parameters import termination_at
 from winnow_kernels.attend.cuda import kernel
-from winnow_kernels.attend.cuda.kernel import blocks_of_multiprocessor, serves, shared_bytes, source_for
+from winnow_kernels.attend.cuda.kernel import blocks_of_multiprocessor, fits, serves, shared_bytes, source_for
 from winnow_kernels.batch import ELSEWHERE, WHOLE
 from winnow_kernels.cache import LayerCache
 from winnow_kernels.cuda.module import compiled
@@ -206,3 +207,17 @@ def test_other_shapes_are_left_to_triton(dtype: torch.dtype, head_dim: int, grou
     cache = LayerCache(*torch.empty(2, 16, 2, head_dim, dtype=dtype), softmax=random_softmax(softmax, 2 * group))
     assert not serves(cache, 2 * group)
     assert serves(LayerCache(*torch.empty(2, 16, 2, 128, dtype=torch.bfloat16), softmax=Softmax()), 2 * group)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kb", "is_served"),
+    [((9, 0), 228, True), ((10, 0), 228, True), ((12, 0), 100, False), ((8, 0), 228, False)],
+)
+def test_gpus_that_lack_what_hopper_has_are_left_to_triton(
+    capability: tuple[int, int], shared_kb: int, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=shared_kb << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    cache = LayerCache(*torch.empty(2, 16, 2, 128, dtype=torch.bfloat16))
+    assert fits(torch.device("cuda"), cache, 32) == is_served
