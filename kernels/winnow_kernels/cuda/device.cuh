@@ -155,16 +155,6 @@ DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
 }
 
-// Words that lie next to each other, on a boundary of as many.
-DEVICE void read_words(uint32 (&words)[4], const uint32* from) {
-    const uint4 read = *reinterpret_cast<const uint4*>(from);
-    words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
-}
-DEVICE void read_words(uint32 (&words)[2], const uint32* from) {
-    const uint2 read = *reinterpret_cast<const uint2*>(from);
-    words[0] = read.x, words[1] = read.y;
-}
-
 // What other blocks have written is read past the first level of caches.
 template <typename T>
 DEVICE T load_shared_by_blocks(const T* pointer) {

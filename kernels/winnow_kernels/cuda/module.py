@@ -17,12 +17,20 @@ from cuda.bindings import driver, nvrtc
 
 DEVICE_SOURCE: Final = Path(__file__).with_name("device.cuh")
 _TYPES: Final = Path(__file__).with_name("types.cuh")
+_WARP: Final = Path(__file__).with_name("warp.cuh")
+_CAPABILITY: Final = (9, 0)
 
 
 def source_of(*files: Path, macros: Mapping[str, object]) -> str:
-    """Return one source: what kernels use of a GPU, the macros, and the files in order."""
+    """Return one source: what kernels use of a GPU and of a warp, the macros, and the files in order."""
     defined = "\n".join(f"#define {name} {value}" for name, value in macros.items())
-    return "\n".join([_TYPES.read_text(), DEVICE_SOURCE.read_text(), defined, *(file.read_text() for file in files)])
+    shared = (_TYPES, DEVICE_SOURCE, _WARP)
+    return "\n".join([*(file.read_text() for file in shared), defined, *(file.read_text() for file in files)])
+
+
+def runs_on(device: torch.device) -> bool:
+    """Return whether ``device`` has the instructions that kernels use: those of Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
 
 
 class Launchable(Protocol):

@@ -50,7 +50,6 @@ struct Operands {
 struct Copy {
     void* to;
     const void* from;
-    size_t bytes;
 };
 
 struct Copies {
@@ -331,7 +330,7 @@ DEVICE void copy_run(void* to, const void* from) {
         fprintf(stderr, "what is copied lies across a boundary\n");
         abort();
     }
-    host::copies[host::current].open.push_back({to, from, 16});
+    host::copies[host::current].open.push_back({to, from});
 }
 DEVICE void end_of_copies() {
     host::Copies& own = host::copies[host::current];
@@ -342,18 +341,9 @@ template <int LAST>
 DEVICE void wait_for_copies() {
     auto& groups = host::copies[host::current].groups;
     while (groups.size() > LAST) {
-        for (const host::Copy& copy : groups.front()) memcpy(copy.to, copy.from, copy.bytes);
+        for (const host::Copy& copy : groups.front()) memcpy(copy.to, copy.from, 16);
         groups.pop_front();
     }
-}
-
-template <int COUNT>
-DEVICE void read_words(uint32 (&words)[COUNT], const uint32* from) {
-    if (reinterpret_cast<size_t>(from) % sizeof words != 0) {
-        fprintf(stderr, "what is read lies across a boundary\n");
-        abort();
-    }
-    memcpy(words, from, sizeof words);
 }
 
 template <typename T>

@@ -6,7 +6,6 @@
 // 16 rows of a product, and query heads its 8 columns. So a group of up to 8 fills a product. In which order a product
 // adds up channels, or has them in its rows, is free. Each lane therefore has neighbouring ones, which it loads at once.
 
-constexpr int WARP = 32;
 constexpr int THREADS = WARPS * WARP;
 // Of a tile; the rows of a product.
 constexpr int OWN_TOKENS = TILE / WARPS;
@@ -75,7 +74,7 @@ struct Vectors {
     template <int COUNT>
     DEVICE void read(uint32 (&words)[COUNT], int row, int first) const {
         const uint4& run = runs[place_of(row, first / 4)];
-        read_words(words, reinterpret_cast<const uint32*>(&run) + first % 4);
+        load_words(words, reinterpret_cast<const uint32*>(&run) + first % 4);
     }
 };
 
@@ -123,11 +122,7 @@ DEVICE void count_splits(const Arguments& all, Shared& shared, int warp, int lan
         shared.tokens[pair] = may_stop ? 0 : count < 0 ? -length : count;
         shared.ends[pair] = own;
     }
-    int up_to = own;
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const int others = from_lane(up_to, lane >= distance ? lane - distance : lane);
-        if (lane >= distance) up_to += others;
-    }
+    const int up_to = sum_up_to(own, lane);
     if (lane == WARP - 1) shared.splits_of_warps[warp] = up_to;
     sync_block();
     int before = up_to - own;

@@ -14,7 +14,7 @@ from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu_merge import LONG_RUN, PARTIAL_SLOTS, RUNS_TO_FILL, SHORT_RUN, Partial
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, DeviceSelection
 from winnow_kernels.cache import NARROW, LayerCache, widened_dtype
-from winnow_kernels.cuda.module import Launchable, Load, loaded, source_of
+from winnow_kernels.cuda.module import Launchable, Load, loaded, runs_on, source_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,6 @@ _HEAD_DIMS: Final = (64, 128)
 _HEADS: Final = 8
 _MAX_GROUP: Final = 2 * _HEADS
 _WARPS: Final = 4
-_CAPABILITY: Final = (9, 0)
 # Shared memory that a block takes beside its own.
 _OF_BLOCK: Final = 1 << 10
 _POINTERS: Final = (
@@ -66,7 +65,7 @@ def serves(cache: LayerCache, query_heads: int) -> bool:
 
 def fits(device: torch.device, cache: LayerCache, query_heads: int) -> bool:
     """Return whether ``device`` runs the kernel for layers like ``cache``, with as many blocks as it is made for."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+    if not runs_on(device):
         return False
     group = query_heads // cache.kv_heads
     needed = blocks_of_multiprocessor(cache, group) * (shared_bytes(cache, group) + _OF_BLOCK)
@@ -117,24 +116,14 @@ class CudaAttend:
     ) -> None:
         """Attend to the splits of rows that cannot terminate early; arguments are those of ``attend.gpu.attend``."""
         of_launch = PAIRS // cache.kv_heads
-        for first in range(0, batch.rows, of_launch):
-            some = slice(first, min(first + of_launch, batch.rows))
-            own = DeviceSelection(selection.slots[some], selection.counts[some])
-            of_rows = None if thresholds is None else thresholds[some]
-            self._launch(
-                queries[some], cache, batch[some], own, scale_log2, of_rows, Partial(*(t[some] for t in partial))
-            )
-
-    def _launch(
-        self,
-        queries: Tensor,
-        cache: LayerCache,
-        batch: DecodeBatch,
-        selection: DeviceSelection,
-        scale_log2: float,
-        thresholds: Tensor | None,
-        partial: Partial,
-    ) -> None:
+        if batch.rows > of_launch:
+            for first in range(0, batch.rows, of_launch):
+                some = slice(first, min(first + of_launch, batch.rows))
+                own = DeviceSelection(selection.slots[some], selection.counts[some])
+                of_rows = None if thresholds is None else thresholds[some]
+                to = Partial(*(t[some] for t in partial))
+                self.launch(queries[some], cache, batch[some], own, scale_log2, of_rows, to)
+            return
         keys, values = cache.keys, cache.values
         assert queries.dtype == self.dtype
         assert keys.stride() == values.stride()

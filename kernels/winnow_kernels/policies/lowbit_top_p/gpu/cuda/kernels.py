@@ -10,7 +10,7 @@ import torch
 import triton
 
 from winnow_kernels.batch import DeviceSelection
-from winnow_kernels.cuda.module import Launchable, Load, loaded
+from winnow_kernels.cuda.module import Launchable, Load, loaded, runs_on
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import (
     BITS,
     BLOCKS_OF_PAIR,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 # By head dim: lanes hold whole words of two tokens' codes, or of one's.
 _MAX_GROUP: Final = {64: 4, 128: 8}
 # Of which on there is a copy engine.
-_CAPABILITY: Final = (9, 0)
 # Tiles that a block takes at least.
 _TILES_TAKEN: Final = 8
 _TAKING_ON_MULTIPROCESSOR: Final = 4
@@ -47,7 +46,7 @@ def serves(sizes: Sizes, bits: int) -> bool:
 
 def fits(device: torch.device, sizes: Sizes) -> bool:
     """Return whether ``device`` runs the kernels for these sizes."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+    if not runs_on(device):
         return False
     # Torch has it, but not in its annotations.
     limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ constexpr int BINS = 256;
 // Columns of the matrix units are query heads, of two neighbouring tokens where a group is small.
 constexpr int PADDED = GROUP <= 4 ? 4 : 8;
 constexpr int TOKENS_IN_ROW = 8 / PADDED;
-constexpr int WARP = 32;
 constexpr int BLOCKS_IN_PAGE = PAGE_SIZE / BLOCK;
 // Below all scores of tokens, and above those of what is none.
 constexpr int EVERYTHING = -500000;
@@ -117,44 +116,4 @@ DEVICE int64 place_of_anchor(int64 slot, int pair, int head) {
 // A query head's step, of words that each have two.
 DEVICE int step_in(const uint32 (&words)[PADDED / 2], int head) {
     return static_cast<int16>(head % 2 == 0 ? words[head / 2] & 0xffff : words[head / 2] >> 16);
-}
-
-// Add up numbers of the lanes up to each, and of all lanes.
-DEVICE int sum_up_to(int number, int lane) {
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const int of_others = from_lane(number, lane >= distance ? lane - distance : lane);
-        if (lane >= distance) number += of_others;
-    }
-    return number;
-}
-template <typename T>
-DEVICE T sum_of_lanes(T number) {
-    for (int mask = 1; mask < WARP; mask *= 2) number += from_xor(number, mask);
-    return number;
-}
-
-// Words that lie next to each other, two or four at a time.
-template <int COUNT>
-DEVICE void load_words(uint32 (&words)[COUNT], const void* from) {
-    if constexpr (COUNT % 4 == 0) {
-        for (int i = 0; i < COUNT; i += 4) {
-            const uint4 four = static_cast<const uint4*>(from)[i / 4];
-            words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
-        }
-    } else {
-        for (int i = 0; i < COUNT; i += 2) {
-            const uint2 two = static_cast<const uint2*>(from)[i / 2];
-            words[i] = two.x, words[i + 1] = two.y;
-        }
-    }
-}
-
-template <int COUNT>
-DEVICE void store_words(void* to, const uint32 (&words)[COUNT]) {
-    if constexpr (COUNT % 4 == 0) {
-        for (int i = 0; i < COUNT; i += 4)
-            static_cast<uint4*>(to)[i / 4] = uint4{words[i], words[i + 1], words[i + 2], words[i + 3]};
-    } else {
-        for (int i = 0; i < COUNT; i += 2) static_cast<uint2*>(to)[i / 2] = uint2{words[i], words[i + 1]};
-    }
 }
