@@ -176,6 +176,34 @@ def actual(
     return Result(output.cpu(), buffers.log_sum_exp[:rows].cpu(), batch.counts.cpu())
 
 
+Neighbours = tuple[Layer, list[EarlyTermination | None]]
+"""Rows, and the early termination of each."""
+
+
+@st.composite
+def neighbours(draw: st.DrawFn, longest: int, dtype: torch.dtype) -> Neighbours:
+    """Draw rows of up to ``longest`` tokens, whole or selected from, with early termination or without."""
+    lengths = draw(st.lists(st.integers(1, longest), min_size=2, max_size=4))
+    whole, settling = (draw(st.lists(st.booleans(), min_size=4, max_size=4)) for _ in range(2))
+    counts = [[WHOLE, WHOLE] if w else [n, max(1, n - 9)] for w, n in zip(whole, lengths, strict=False)]
+    thresholds = [SETTLING if s else None for s, _ in zip(settling, lengths, strict=False)]
+    seed = draw(st.integers(0, 1000))
+    return Layer.random(lengths, counts, group=3, head_dim=64, dtype=dtype, seed=seed), thresholds
+
+
+def assert_same_bits_alone(
+    layer: Layer, thresholds: Sequence[EarlyTermination | None], device: torch.device, *, in_cuda: bool = False
+) -> None:
+    """A row's output, log-sum-exp and counts are the same to the last bit without its neighbours."""
+    together = actual(layer, 0.125, thresholds, device, in_cuda=in_cuda)
+    for row, own in enumerate(thresholds):
+        # Alone, a row without early termination runs in the variant without.
+        alone = actual(layer.row(row), 0.125, [own] if own else None, device, in_cuda=in_cuda)
+        assert torch.equal(alone.output[0], together.output[row])
+        assert torch.equal(alone.log_sum_exp[0], together.log_sum_exp[row])
+        assert torch.equal(alone.counts[0], together.counts[row])
+
+
 def assert_equal(result: Result, correct: Result, tolerance: float) -> None:
     torch.testing.assert_close(result.output, correct.output, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(result.log_sum_exp, correct.log_sum_exp, atol=tolerance, rtol=tolerance)
@@ -323,28 +351,10 @@ def test_the_probe_looks_where_the_reference_looks(head_dim: int, device: torch.
     assert max(results) > 0
 
 
-@given(
-    lengths=st.lists(st.integers(1, LONGEST // 3), min_size=2, max_size=4),
-    whole=st.lists(st.booleans(), min_size=4, max_size=4),
-    settling=st.lists(st.booleans(), min_size=4, max_size=4),
-    seed=st.integers(0, 1000),
-)
+@given(neighbours=neighbours(LONGEST // 3, HALF_PRECISIONS[-1]))
 @settings(max_examples=EXAMPLES)
-def test_a_row_gets_the_same_bits_alone_and_among_neighbours(
-    lengths: list[int], whole: list[bool], settling: list[bool], seed: int, device: torch.device
-) -> None:
-    counts = [[WHOLE, WHOLE] if w else [n, max(1, n - 9)] for w, n in zip(whole, lengths, strict=False)]
-    thresholds = [SETTLING if s else None for s, _ in zip(settling, lengths, strict=False)]
-    layer = Layer.random(lengths, counts, group=3, head_dim=64, dtype=HALF_PRECISIONS[-1], seed=seed)
-
-    together = actual(layer, 0.125, thresholds, device)
-
-    for row, own in enumerate(thresholds):
-        # Alone, a row without early termination runs in the variant without.
-        alone = actual(layer.row(row), 0.125, [own] if own else None, device)
-        assert torch.equal(alone.output[0], together.output[row])
-        assert torch.equal(alone.log_sum_exp[0], together.log_sum_exp[row])
-        assert torch.equal(alone.counts[0], together.counts[row])
+def test_a_row_gets_the_same_bits_alone_and_among_neighbours(neighbours: Neighbours, device: torch.device) -> None:
+    assert_same_bits_alone(*neighbours, device)
 
 
 @pytest.mark.parametrize("multiprocessors", [2, 7])

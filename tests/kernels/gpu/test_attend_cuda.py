@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from tests.kernels.caches import random_softmax
 from tests.kernels.gpu.compiling import SHARED_LIMIT
 from tests.kernels.gpu.conftest import INTERPRETED
-from tests.kernels.gpu.test_attend import SETTLING, Layer, actual, assert_equal, expected
+from tests.kernels.gpu.test_attend import (
+    Layer,
+    Neighbours,
+    actual,
+    assert_equal,
+    assert_same_bits_alone,
+    expected,
+    neighbours,
+)
 from tests.kernels.parameters import termination_at
 from winnow_kernels.attend.cuda import kernel
 from winnow_kernels.attend.cuda.kernel import blocks_of_multiprocessor, fits, serves, shared_bytes, source_for
@@ -117,27 +125,11 @@ def test_long_contexts_have_longer_splits(device: torch.device) -> None:
     assert_equal(actual(layer, 0.1, None, device, in_cuda=True), expected(layer, 0.1, [None, None]), 2e-2)
 
 
-@given(
-    lengths=st.lists(st.integers(1, LONGEST // 3), min_size=2, max_size=4),
-    whole=st.lists(st.booleans(), min_size=4, max_size=4),
-    settling=st.lists(st.booleans(), min_size=4, max_size=4),
-    seed=st.integers(0, 1000),
-)
+@given(neighbours=neighbours(LONGEST // 3, torch.float32))
 @settings(max_examples=EXAMPLES)
-def test_a_row_gets_the_same_bits_alone_and_among_neighbours(
-    lengths: list[int], whole: list[bool], settling: list[bool], seed: int, device: torch.device
-) -> None:
-    counts = [[WHOLE, WHOLE] if w else [n, max(1, n - 9)] for w, n in zip(whole, lengths, strict=False)]
-    thresholds = [SETTLING if s else None for s, _ in zip(settling, lengths, strict=False)]
-    layer = stored(Layer.random(lengths, counts, group=3, head_dim=64, seed=seed), torch.float16)
-
-    together = actual(layer, 0.125, thresholds, device, in_cuda=True)
-
-    for row, own in enumerate(thresholds):
-        alone = actual(layer.row(row), 0.125, [own] if own else None, device, in_cuda=True)
-        assert torch.equal(alone.output[0], together.output[row])
-        assert torch.equal(alone.log_sum_exp[0], together.log_sum_exp[row])
-        assert torch.equal(alone.counts[0], together.counts[row])
+def test_a_row_gets_the_same_bits_alone_and_among_neighbours(neighbours: Neighbours, device: torch.device) -> None:
+    layer, thresholds = neighbours
+    assert_same_bits_alone(stored(layer, torch.float16), thresholds, device, in_cuda=True)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 40])
