@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.command_line import numbers
-from benchmarks.kernels.cases import LARGEST_ERROR, Case, parse_cases, relative_error
+from benchmarks.kernels.cases import LARGEST_ERROR, Case, cache_dtype_named, parse_cases, relative_error
 from benchmarks.kernels.dense_decode import FlashInferDecode
 from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, time_calls
 from benchmarks.records import Record, Row, header
@@ -42,7 +42,6 @@ HEAD_DIM: Final = 128
 SCALE: Final = HEAD_DIM**-0.5
 PAGE_SIZE: Final = 16
 DTYPE: Final = torch.bfloat16
-KV_CACHE_DTYPES: Final = {"auto": DTYPE, "fp8_e4m3": torch.float8_e4m3fn}
 MODEL: Final = f"{QUERY_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}"
 _MAX_LAYERS: Final = 32
 
@@ -142,7 +141,7 @@ def main(
     """Check and measure, print a table, write JSON."""
     device = gpu()
     torch.manual_seed(0)
-    dtype = KV_CACHE_DTYPES[kv_cache_dtype]
+    dtype = cache_dtype_named(kv_cache_dtype)
     chosen = parse_launches(launches, dtype)
     rows: list[Row] = []
     errors: dict[str, float] = {}

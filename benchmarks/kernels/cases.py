@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+import typer
 from torch import Tensor
 
+KV_CACHE_DTYPES: Final = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+"""By the names that SGLang has for them."""
 LARGEST_ERROR: Final = 1e-2
 """Relative, in bfloat16."""
 KERNEL: Final = "kernel "
@@ -29,6 +33,17 @@ class Case:
 def parse_cases(text: str) -> list[Case]:
     """Read cases such as ``32768x8`` with commas between them."""
     return [Case(*map(int, case.split("x"))) for case in text.split(",")]
+
+
+def cache_dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of keys and values that ``--kv-cache-dtype`` asks for.
+
+    Raises:
+        typer.BadParameter: there is none of that name.
+    """
+    if name not in KV_CACHE_DTYPES:
+        raise typer.BadParameter(f"{name} is none of {', '.join(KV_CACHE_DTYPES)}", param_hint="--kv-cache-dtype")
+    return KV_CACHE_DTYPES[name]
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

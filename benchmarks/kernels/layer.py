@@ -52,7 +52,7 @@ from rich.table import Table
 from benchmarks.command_line import numbers
 from benchmarks.folders import RESULTS
 from benchmarks.kernels.captured_keys import CapturedKeys
-from benchmarks.kernels.cases import KERNEL, Case, parse_cases, relative_error, wrong_errors
+from benchmarks.kernels.cases import KERNEL, Case, cache_dtype_named, parse_cases, relative_error, wrong_errors
 from benchmarks.kernels.decode_requests import Contexts, Heads, Requests, measured_length, reference
 from benchmarks.kernels.dense_decode import DenseDecode, dense_decodes
 from benchmarks.kernels.timing import Timing, calls_beyond_cache, gpu, kernel_times, time_calls
@@ -66,8 +66,6 @@ from winnow_kernels.policies.attention_policy import AttentionPolicy, parse_poli
 
 BENCH: Final = "attention"
 DTYPE: Final = torch.bfloat16
-KV_CACHE_DTYPES: Final = {"auto": DTYPE, "fp8_e4m3": torch.float8_e4m3fn}
-"""By the names that SGLang has for them."""
 CHECKED_CONTEXT: Final = 8192
 _CHECKED_ROWS: Final = 2
 _CHECKED_LAYERS: Final = 4
@@ -144,7 +142,7 @@ def run(
     device = gpu()
     # Policies act at every length.
     os.environ[crossover.ENVIRONMENT] = "0"
-    shape, cache_dtype = shape_named(model), _cache_dtype(kv_cache_dtype)
+    shape, cache_dtype = shape_named(model), cache_dtype_named(kv_cache_dtype)
     refreshing = numbers(delta_layers) or list(shape.delta_layers)
     contestants = with_sinks(_chosen(contestants_of(numbers(unions), refreshing), policies), numbers(sinks))
     torch.manual_seed(0)
@@ -615,12 +613,6 @@ def _chosen(contestants: Sequence[Contestant], names: str) -> list[Contestant]:
             f"no policy to be timed is called {', '.join(sorted(unknown))}", param_hint="--policies"
         )
     return [contestant for contestant in contestants if contestant.name in wanted]
-
-
-def _cache_dtype(name: str) -> torch.dtype:
-    if name not in KV_CACHE_DTYPES:
-        raise typer.BadParameter(f"{name} is none of {', '.join(KV_CACHE_DTYPES)}", param_hint="--kv-cache-dtype")
-    return KV_CACHE_DTYPES[name]
 
 
 def _attend_densely(decode: DenseDecode, layer: int, _step: int) -> None:
