@@ -10,17 +10,10 @@ constexpr int THREADS = WARPS * WARP;
 // Of a tile; the rows of a product.
 constexpr int OWN_TOKENS = TILE / WARPS;
 constexpr int HEADS = 8 * HEAD_TILES;
-constexpr int ELEMENT_BYTES = IS_NARROW ? 1 : 2;
-// Channels in a word as they are stored.
-constexpr int IN_WORD = 4 / ELEMENT_BYTES;
-// Words of a key that a lane has, of 4 lanes, and of a value, of 8 lanes; those that lie next to each other.
-constexpr int KEY_WORDS = HEAD_DIM / (4 * IN_WORD);
+// Words of a value that a lane has, of 8 lanes; those that lie next to each other.
 constexpr int VALUE_WORDS = HEAD_DIM / (8 * IN_WORD);
-constexpr int KEY_RUN = 4;
 constexpr int VALUE_RUN = VALUE_WORDS < 4 ? VALUE_WORDS : 4;
-constexpr int KEY_RUNS = KEY_WORDS / KEY_RUN;
 constexpr int VALUE_RUNS = VALUE_WORDS / VALUE_RUN;
-constexpr int STEPS = HEAD_DIM / 16;
 constexpr int VECTOR_BYTES = HEAD_DIM * ELEMENT_BYTES;
 constexpr int VECTOR_RUNS = VECTOR_BYTES / 16;
 // Outputs lie this far apart, so that lanes of different heads write to different banks.
@@ -34,7 +27,7 @@ constexpr float LIFT = COMPUTES_IN_HALVES ? 7.0f : 0.0f;
 constexpr float FOREVER = 3e38f;
 
 static_assert(OWN_TOKENS == 16, "a warp's tokens are the rows of a product");
-static_assert(KEY_WORDS % KEY_RUN == 0 && VALUE_WORDS % VALUE_RUN == 0, "lanes load whole runs");
+static_assert(VALUE_WORDS % VALUE_RUN == 0, "lanes load whole runs");
 
 struct Arguments {
     const uint16* queries;
@@ -186,6 +179,16 @@ struct Walk {
     }
 };
 
+// What a lane has of the keys in a stage.
+struct OwnKeys {
+    const Vectors& vectors;
+    int lane;
+
+    DEVICE void read(uint32 (&words)[KEY_RUN], int half, int run) const {
+        vectors.read(words, lane / 4 + 8 * half, (4 * run + lane % 4) * KEY_RUN);
+    }
+};
+
 // Begin to copy the keys and values of a warp's tokens: of so many at once that each lane has 16 bytes.
 DEVICE void copy(Stage& stage, const Arguments& all, const Tokens& tokens, int lane) {
     constexpr int ROWS = WARP / VECTOR_RUNS;
@@ -199,87 +202,20 @@ DEVICE void copy(Stage& stage, const Arguments& all, const Tokens& tokens, int l
     }
 }
 
-// Queries of 16 bits as products take them: as they are, or as halves.
-DEVICE uint32 converted(uint32 word) {
-    if (QUERIES_ARE_HALVES || !COMPUTES_IN_HALVES) return word;
-    // No score of use has a larger number in it, and infinity would make NaN of scores.
-    const float first = fminf(fmaxf(from_bfloat(word & 0xffff), -65504.0f), 65504.0f);
-    const float second = fminf(fmaxf(from_bfloat(word >> 16), -65504.0f), 65504.0f);
-    return pack_halves(first, second);
+DEVICE const uint16* queries_of(const Arguments& all, int pair) {
+    return all.queries + pair / KV_HEADS * all.row_stride + pair % KV_HEADS * GROUP * all.head_stride;
 }
-
-DEVICE void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-    if (COMPUTES_IN_HALVES)
-        multiply_add_halves(d, a0, a1, a2, a3, b0, b1);
-    else
-        multiply_add_bfloats(d, a0, a1, a2, a3, b0, b1);
-}
-
-// The queries of a pair: of a head of each column tile a quarter, in the order of keys.
-struct Queries {
-    // A step has four channels of each lane.
-    static constexpr int STEPS_OF_RUN = KEY_RUN * IN_WORD / 4;
-
-    uint32 words[HEAD_TILES][STEPS][2];
-
-    DEVICE void load(const Arguments& all, int pair, int lane) {
-        for (int tile = 0; tile < HEAD_TILES; ++tile) {
-            const int head = 8 * tile + lane / 4;
-            const uint16* own =
-                all.queries + pair / KV_HEADS * all.row_stride + (pair % KV_HEADS * GROUP + head) * all.head_stride;
-            for (int step = 0; step < STEPS; ++step) {
-                const int run = step / STEPS_OF_RUN, of_run = step % STEPS_OF_RUN;
-                const int channel = run * 4 * KEY_RUN * IN_WORD + lane % 4 * KEY_RUN * IN_WORD + 4 * of_run;
-                uint2 read = {0, 0};
-                if (head < GROUP) read = *reinterpret_cast<const uint2*>(own + channel);
-                words[tile][step][0] = read.x;
-                words[tile][step][1] = read.y;
-            }
-        }
-    }
-
-    // Make of them what products take.
-    DEVICE void convert() {
-        for (int tile = 0; tile < HEAD_TILES; ++tile)
-            for (int step = 0; step < STEPS; ++step)
-                for (int each = 0; each < 2; ++each) words[tile][step][each] = converted(words[tile][step][each]);
-    }
-
-    // Scores of 16 tokens, not scaled: of rows `lane / 4` and that plus 8, of columns `lane % 4 * 2` and the next.
-    DEVICE void score(float (&scores)[HEAD_TILES][4], const Stage& stage, int lane) const {
-        for (int run = 0; run < KEY_RUNS; ++run) {
-            uint32 keys[2][KEY_RUN];
-            for (int row = 0; row < 2; ++row)
-                stage.keys.read(keys[row], lane / 4 + 8 * row, (4 * run + lane % 4) * KEY_RUN);
-            for (int of_run = 0; of_run < STEPS_OF_RUN; ++of_run) {
-                uint32 a[4];
-                if (IS_NARROW) {
-                    for (int row = 0; row < 2; ++row) {
-                        const uint32 word = keys[row][of_run];
-                        a[row] = widen_to_halves(static_cast<uint16>(word));
-                        a[row + 2] = widen_to_halves(static_cast<uint16>(word >> 16));
-                    }
-                } else {
-                    for (int each = 0; each < 4; ++each) a[each] = keys[each % 2][2 * of_run + each / 2];
-                }
-                const int step = run * STEPS_OF_RUN + of_run;
-                for (int tile = 0; tile < HEAD_TILES; ++tile)
-                    multiply(scores[tile], a[0], a[1], a[2], a[3], words[tile][step][0], words[tile][step][1]);
-            }
-        }
-    }
-};
 
 // A running softmax of a warp's tokens. A lane has columns `lane % 4 * 2` and the next of each column tile; of masses the
 // part of its rows.
 struct Softmax {
-    float references[HEAD_TILES][2], masses[HEAD_TILES][2], weighted[HEAD_TILES][STEPS][4];
+    float references[HEAD_TILES][2], masses[HEAD_TILES][2], weighted[HEAD_TILES][PRODUCTS][4];
 
     DEVICE void clear() {
         for (int tile = 0; tile < HEAD_TILES; ++tile) {
             for (int column = 0; column < 2; ++column)
                 references[tile][column] = NO_MASS, masses[tile][column] = 0.0f;
-            for (int step = 0; step < STEPS; ++step)
+            for (int step = 0; step < PRODUCTS; ++step)
                 for (int each = 0; each < 4; ++each) weighted[tile][step][each] = 0.0f;
         }
     }
@@ -327,7 +263,7 @@ struct Softmax {
                 const float fade = power_of_two(references[tile][column] - reference);
                 references[tile][column] = reference;
                 masses[tile][column] *= fade;
-                for (int step = 0; step < STEPS; ++step)
+                for (int step = 0; step < PRODUCTS; ++step)
                     for (int row = 0; row < 2; ++row) weighted[tile][step][2 * row + column] *= fade;
             }
     }
@@ -384,9 +320,9 @@ struct Softmax {
                     shared.masses[warp][head] = mass;
                 }
                 // A lane's channels of a run of words lie next to each other.
-                constexpr int STEPS_OF_RUN = VALUE_RUN * IN_WORD / 2;
-                for (int step = 0; step < STEPS; step += 2) {
-                    const int run = step / STEPS_OF_RUN, of_run = step % STEPS_OF_RUN;
+                constexpr int PRODUCTS_OF_RUN = VALUE_RUN * IN_WORD / 2;
+                for (int step = 0; step < PRODUCTS; step += 2) {
+                    const int run = step / PRODUCTS_OF_RUN, of_run = step % PRODUCTS_OF_RUN;
                     const int channel = (run * 8 + lane / 4) * VALUE_RUN * IN_WORD + 2 * of_run;
                     const float(&first)[4] = weighted[tile][step];
                     const float(&second)[4] = weighted[tile][step + 1];
@@ -440,7 +376,7 @@ KERNEL(THREADS, BLOCKS) attend_kernel(const Arguments all) {
     }
     Queries queries;
     Softmax softmax;
-    queries.load(all, tokens[0].pair, lane);
+    queries.load(queries_of(all, tokens[0].pair), all.head_stride, lane);
     queries.convert();
     softmax.clear();
     int at = 0;
@@ -454,7 +390,7 @@ KERNEL(THREADS, BLOCKS) attend_kernel(const Arguments all) {
         wait_for_copies<STAGES - 1>();
         // Other lanes have waited for what this one reads, and later have read what it copies over.
         sync_warp();
-        queries.score(scores, stage, lane);
+        queries.score(scores, OwnKeys{stage.keys, lane});
         softmax.weigh(weights, scores, now.own, all.scale_log2, lane);
         softmax.add(weights, stage, lane);
         sync_warp();
@@ -464,7 +400,7 @@ KERNEL(THREADS, BLOCKS) attend_kernel(const Arguments all) {
         tokens[STAGES] = after;
         if (now.finished >= 0) {
             const bool is_other = tokens[0].is_any() && tokens[0].pair != now.pair;
-            if (is_other) queries.load(all, tokens[0].pair, lane);
+            if (is_other) queries.load(queries_of(all, tokens[0].pair), all.head_stride, lane);
             softmax.leave(shared, warp, lane);
             sync_block();
             finish(all, shared, now.pair, now.finished, thread);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -13,8 +12,10 @@ import torch
 from winnow_kernels.attend.early_termination import TILE
 from winnow_kernels.attend.gpu_merge import LONG_RUN, PARTIAL_SLOTS, RUNS_TO_FILL, SHORT_RUN, Partial
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, DeviceSelection
-from winnow_kernels.cache import NARROW, LayerCache, widened_dtype
+from winnow_kernels.cache import LayerCache, widened_dtype
 from winnow_kernels.cuda.module import Launchable, Load, loaded, runs_on, source_of
+from winnow_kernels.cuda.products import HEADS_OF_PRODUCT, macros_of, multiplies
+from winnow_kernels.cuda.products import SOURCE as PRODUCTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +26,8 @@ PAIRS: Final = 1024
 """Rows × KV heads of a launch, at most; each takes 8 bytes of shared memory."""
 _SOURCE: Final = Path(__file__).with_name("attend.cu")
 _HEAD_DIMS: Final = (64, 128)
-# Columns of a product, of which there may be two beside each other.
-_HEADS: Final = 8
-_MAX_GROUP: Final = 2 * _HEADS
+# There may be two products beside each other.
+_MAX_GROUP: Final = 2 * HEADS_OF_PRODUCT
 _WARPS: Final = 4
 # Shared memory that a block takes beside its own.
 _OF_BLOCK: Final = 1 << 10
@@ -59,8 +59,8 @@ class _Arguments(ctypes.Structure):
 def serves(cache: LayerCache, query_heads: int) -> bool:
     """Return whether there is a kernel for layers like ``cache``."""
     group = query_heads // cache.kv_heads
-    is_narrow_or_half = cache.keys.dtype in (torch.bfloat16, torch.float16, *NARROW)
-    return is_narrow_or_half and cache.head_dim in _HEAD_DIMS and group <= _MAX_GROUP and cache.softmax.cap is None
+    is_in_shape = cache.head_dim in _HEAD_DIMS and group <= _MAX_GROUP
+    return multiplies(cache.keys.dtype) and is_in_shape and cache.softmax.cap is None
 
 
 def fits(device: torch.device, cache: LayerCache, query_heads: int) -> bool:
@@ -161,21 +161,14 @@ class CudaAttend:
 
 def source_for(cache: LayerCache, group: int) -> str:
     """Return the kernel's source for layers like ``cache`` with so many query heads of a KV head."""
-    is_narrow, is_half = cache.keys.dtype in NARROW, cache.keys.dtype == torch.float16
-    macros: Mapping[str, object] = {
+    macros = {
+        **macros_of(cache.keys.dtype, cache.head_dim, group),
         "WARPS": _WARPS,
         "BLOCKS": blocks_of_multiprocessor(cache, group),
         "STAGES": _stages(cache),
         "SHARED_BYTES": shared_bytes(cache, group),
         "TILE": TILE,
-        "HEAD_DIM": cache.head_dim,
-        "HEAD_TILES": -(-group // _HEADS),
-        "GROUP": group,
         "KV_HEADS": cache.kv_heads,
-        "IS_NARROW": int(is_narrow),
-        # As in `attend.gpu_widening`.
-        "COMPUTES_IN_HALVES": int(is_narrow or is_half),
-        "QUERIES_ARE_HALVES": int(is_half),
         "PAIRS": PAIRS,
         "PARTIAL_SLOTS": PARTIAL_SLOTS,
         "SHORT_RUN": SHORT_RUN,
@@ -184,7 +177,7 @@ def source_for(cache: LayerCache, group: int) -> str:
         "WHOLE_TO_THE_END": f"({WHOLE_TO_THE_END})",
         "NO_MASS": f"({NO_MASS}f)",
     }
-    return source_of(_SOURCE, macros=macros)
+    return source_of(PRODUCTS, _SOURCE, macros=macros)
 
 
 def blocks_of_multiprocessor(cache: LayerCache, group: int) -> int:
