@@ -30,6 +30,17 @@ template <typename T>
 DEVICE T from_xor(T value, int mask) {
     return __shfl_xor_sync(ALL_LANES, value, mask);
 }
+// True for one lane, always the same. The compiler knows that it is one, and that nothing has to be done for others.
+DEVICE bool is_elected() {
+    uint32 is_set = 0;
+    asm volatile(
+        "{\n"
+        ".reg .pred elected;\n"
+        "elect.sync _|elected, 0xffffffff;\n"
+        "@elected mov.b32 %0, 1;\n"
+        "}" : "+r"(is_set));
+    return is_set != 0;
+}
 DEVICE int bits_set(uint32 word) { return __popc(word); }
 DEVICE int first_bit(uint32 word) { return __ffs(word) - 1; }
 

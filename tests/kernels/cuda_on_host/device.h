@@ -186,6 +186,11 @@ DEVICE uint32 ballot(bool is_set) {
     for (int lane = 0; lane < host::LANES; ++lane) word |= lanes[lane].words[0] << lane;
     return word;
 }
+// A lane of the warp's choice: not the first.
+DEVICE bool is_elected() {
+    sync_warp();
+    return host::current % host::LANES == host::LANES - 1;
+}
 DEVICE int bits_set(uint32 word) { return __builtin_popcount(word); }
 DEVICE int first_bit(uint32 word) { return __builtin_ffs(word) - 1; }
 

@@ -15,7 +15,7 @@ from tests.kernels.gpu.conftest import INTERPRETED
 from tests.kernels.gpu.selectors import cache_on, check_untouched, on_device, untouched
 from winnow_kernels.attend.gather import Meter
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count, DeviceSelection
-from winnow_kernels.cache import Context, LayerCache
+from winnow_kernels.cache import Context, LayerCache, widened_dtype
 from winnow_kernels.cuda.module import loaded
 from winnow_kernels.indexes.key_codes import KeyCodes
 from winnow_kernels.indexes.pages import PageGenerations
@@ -30,7 +30,6 @@ from winnow_kernels.policies.lowbit_top_p.gpu.state import Anchors, Policies, Sc
 from winnow_kernels.policies.lowbit_top_p.parameters import LowBitTopP
 from winnow_kernels.policies.lowbit_top_p.reference import LowBitTopPStep
 
-# The interpreter multiplies no half precision.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 Parameters = LowBitTopP | LowBitTopK
 
@@ -80,12 +79,19 @@ class Case:
         page_size: int = 16,
         sharpness: float = 2.0,
         seed: int = 0,
+        *,
+        in_cuda: bool = False,
+        stored: torch.dtype | None = None,
     ) -> Case:
+        # The interpreter multiplies no half precision, and CUDA C++ nothing else.
+        stored = stored or (torch.bfloat16 if in_cuda else DTYPE)
+        dtype = widened_dtype(stored)
         slots = (sum(-(-length // page_size) for length in lengths) + 1) * page_size
-        cache = cache_on(device, random_cache(slots, kv_heads, head_dim, seed, DTYPE))
+        cache = cache_on(device, random_cache(slots, kv_heads, head_dim, seed, stored))
         context = scattered_context(lengths, slots, page_size, seed)
         queries = sharpness * random_queries(len(lengths), kv_heads * group, head_dim, seed + 1)
-        return cls.with_keys(cache, context, queries.to(device, DTYPE), asked, bits, page_size)
+        case = cls.with_keys(cache, context, queries.to(device, dtype), asked, bits, page_size)
+        return replace(case, in_cuda=in_cuda)
 
     @classmethod
     def with_keys(
@@ -185,6 +191,7 @@ def selected(
         )
     if cuda:
         assert not cuda.lists.published.any()
+        assert not scratch.any_open
     for name in ("histograms", "key_histograms", "met"):
         assert not getattr(scratch, name).any(), name
     counted = batch.counts.clone()
@@ -196,7 +203,8 @@ def selected(
 def cuda_kernels(case: Case, rows: int, tokens: int) -> CudaKernels:
     """Return the kernels in CUDA C++ for a case's sizes: on its GPU, or compiled for this CPU."""
     device, kv_heads = case.queries.device, case.cache.kv_heads
-    sizes = Sizes(case.cache.head_dim, case.queries.shape[1] // kv_heads, kv_heads, case.page_size)
+    cache = case.cache
+    sizes = Sizes(cache.head_dim, case.queries.shape[1] // kv_heads, kv_heads, case.page_size, cache.keys.dtype)
     assert serves(sizes, case.index.bits)
     return CudaKernels.on(device, sizes, rows, tokens, loaded if device.type == "cuda" else loaded_on_host)
 

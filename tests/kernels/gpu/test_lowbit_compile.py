@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.kernels.gpu.compiling import SHARED_LIMIT, SPARE_BYTES, Compiled, compile_launches
 from tests.kernels.gpu.lowbit_launch import launch
@@ -63,9 +64,10 @@ def test_other_shapes_fit(head_dim: int, group: int, bits: int, page_size: int, 
         assert kernel.local_bytes <= max(LOCAL_BYTES.values()), kernel
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 4), (128, 2), (128, 4), (128, 8)])
-def test_hopper_takes_two_blocks_of_cuda_at_once(head_dim: int, group: int) -> None:
-    sizes = Sizes(head_dim, group, kv_heads=8, page_size=16)
+def test_hopper_takes_two_blocks_of_cuda_at_once(head_dim: int, group: int, stored: torch.dtype) -> None:
+    sizes = Sizes(head_dim, group, 8, 16, stored)
     assert serves(sizes, bits=2)
     # Each block takes a kibibyte more.
     assert 2 * (sizes.list_bytes + 1024) <= SHARED_LIMIT
@@ -74,7 +76,15 @@ def test_hopper_takes_two_blocks_of_cuda_at_once(head_dim: int, group: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "bits"), [(128, 4, 3), (256, 4, 2), (64, 8, 2), (96, 4, 2), (128, 16, 2)]
+    ("head_dim", "group", "bits", "stored"),
+    [
+        (128, 4, 3, torch.bfloat16),
+        (256, 4, 2, torch.bfloat16),
+        (64, 8, 2, torch.bfloat16),
+        (96, 4, 2, torch.bfloat16),
+        (128, 16, 2, torch.bfloat16),
+        (128, 4, 2, torch.float32),
+    ],
 )
-def test_other_shapes_are_left_to_triton(head_dim: int, group: int, bits: int) -> None:
-    assert not serves(Sizes(head_dim, group, kv_heads=8, page_size=16), bits)
+def test_other_shapes_are_left_to_triton(head_dim: int, group: int, bits: int, stored: torch.dtype) -> None:
+    assert not serves(Sizes(head_dim, group, 8, 16, stored), bits)

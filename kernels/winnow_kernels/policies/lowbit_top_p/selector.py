@@ -56,7 +56,7 @@ class CodedSelector(PageIndexSelector, ABC):
         self._kv_heads, self._group = kv_heads, server.query_heads // kv_heads
         shape = (kv_heads, self._group, cache.head_dim, step.batch.longest)
         device = step.slots.device
-        sizes = Sizes(cache.head_dim, self._group, kv_heads, step.batch.page_size)
+        sizes = Sizes(cache.head_dim, self._group, kv_heads, step.batch.page_size, cache.keys.dtype)
         # CUDA C++ knows of no caps.
         is_served = cache.softmax.cap is None and serves(sizes, self._codes.bits)
         in_triton = self.by_key or not (is_served and fits(device, sizes))
@@ -122,7 +122,9 @@ class CodedSelector(PageIndexSelector, ABC):
         scratch, group = self._scratch, self._group
         pairs = rows * self._kv_heads
         is_open = scratch.key_open[:pairs] if self.by_key else scratch.open[:pairs, :group]
-        return bool(scratch.any_open), float((is_open != 0).double().mean())
+        # CUDA C++ lists again whatever it counts again, and has cleared the flag by now.
+        begins_anew = scratch.any_open if self._cuda is None else (is_open != 0).any()
+        return bool(begins_anew), float((is_open != 0).double().mean())
 
 
 class LowBitTopPSelector(CodedSelector):

@@ -46,14 +46,8 @@ def prepare_kernel(
     cap_log2: tl.tensor | None,
     window: tl.constexpr,
     dim_block: tl.constexpr,
-    lets_next_begin: tl.constexpr,
 ) -> None:
-    """Grid: rows × KV heads × 2; one program rounds queries, the other scores what is kept.
-
-    The next kernel may begin at once where ``lets_next_begin``, and waits before it reads what this one writes.
-    """
-    if lets_next_begin:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Grid: rows × KV heads × 2; one program rounds queries, the other scores what is kept."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length, scored, sinks = bounds_of(rows, policies, row, window)
     if (tl.program_id(0) == 0) & (kv_head == 0):

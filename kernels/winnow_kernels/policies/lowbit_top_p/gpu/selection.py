@@ -163,7 +163,7 @@ def launches(
         grid = (batch.rows, kv_heads)
         total_kernel[grid](*of_batch, anchors, window=WINDOW, by_key=by_key, again=again, num_warps=4)
 
-    prepared: dict[str, Callable[[], object]] = {
+    in_triton: dict[str, Callable[[], object]] = {
         "prepare": lambda: prepare_kernel[(batch.rows, kv_heads, 2)](
             Vectors.of(queries),
             Vectors.of(cache.keys),
@@ -178,11 +178,8 @@ def launches(
             cap,
             window=WINDOW,
             dim_block=max(16, triton.next_power_of_2(cache.head_dim)),
-            lets_next_begin=cuda is not None and queries.is_cuda,
             num_warps=4,
-        )
-    }
-    in_triton = {
+        ),
         "score": lambda: score(again=False),
         "total": lambda: total(again=False),
         "score again": lambda: score(again=True),
@@ -205,8 +202,7 @@ def launches(
             num_warps=1,
         ),
     }
-    chosen = cuda.steps(layer, scratch, anchors, selection, beliefs, in_order=in_order) if cuda else in_triton
-    steps = prepared | chosen
+    steps = cuda.steps(layer, scratch, anchors, selection, beliefs, in_order=in_order) if cuda else in_triton
     if in_order:
         steps["order counts"] = lambda: order_count_kernel[by_unit](*of_batch, pairs, **by_pair, num_warps=4)
         steps["order scan"] = lambda: order_scan_kernel[(batch.rows, kv_heads, ORDERS // _SCANNED_STEPS)](

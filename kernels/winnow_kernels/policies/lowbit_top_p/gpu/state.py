@@ -138,7 +138,7 @@ class Scratch(NamedTuple):
     many of a chunk are in each step, and how many of earlier chunks are; order_totals, int32 [pairs, ORDERS], of all
     chunks; lost, float32 [pairs, chunks, padded group], the mass that a cap cuts off.
 
-    any_open: int32 [1], whether heads are open that are to be marked again.
+    any_open: int32 [1], whether heads are open that are to be marked again; in CUDA C++ 0 between selections.
     """
 
     levels: Pointer
@@ -221,7 +221,7 @@ class Scratch(NamedTuple):
             sums=zeros(padded),
             worths=zeros(padded, dtype=torch.float32),
             kept=zeros(padded, dtype=torch.float32),
-            tops=zeros(padded),
+            tops=zeros(padded) + _UNKNOWN,
             bases=zeros(padded),
             floors=zeros(padded),
             starts=zeros(padded),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -14,9 +13,11 @@ from torch import Tensor
 
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count
 from winnow_kernels.cuda.module import source_of
+from winnow_kernels.cuda.products import SOURCE as PRODUCTS
+from winnow_kernels.cuda.products import macros_of
 from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, WINDOW
 from winnow_kernels.decode.predicted_attention import FLOOR, KEY_STEPS, LOWEST_KEY, ORDER_KEYS, STEPS
-from winnow_kernels.indexes.key_codes import BLOCK, BlockLayout
+from winnow_kernels.indexes.key_codes import BLOCK, QUERY_LEVELS, BlockLayout, rotation
 from winnow_kernels.policies.lowbit_top_p.gpu.state import ORDERS
 from winnow_kernels.policies.lowbit_top_p.parameters import WHOLE_ABOVE
 
@@ -41,8 +42,15 @@ STEPS_KEPT: Final = 2048
 _MAX_TILES: Final = 256
 _FOLDER: Final = Path(__file__).parent
 _HEADERS: Final = {
-    "list.cu": ("selection.cuh", "shared.cuh", "scores.cuh", "settle.cuh"),
-    "take.cu": ("selection.cuh",),
+    "list.cu": (
+        _FOLDER / "selection.cuh",
+        _FOLDER / "shared.cuh",
+        PRODUCTS,
+        _FOLDER / "prepare.cuh",
+        _FOLDER / "scores.cuh",
+        _FOLDER / "settle.cuh",
+    ),
+    "take.cu": (_FOLDER / "selection.cuh",),
 }
 
 
@@ -60,12 +68,14 @@ class Sizes:
         group: query heads of a KV head.
         kv_heads: of the layer.
         page_size: tokens of a page.
+        stored: dtype of keys in the cache.
     """
 
     head_dim: int
     group: int
     kv_heads: int
     page_size: int
+    stored: torch.dtype
 
     @property
     def columns(self) -> int:
@@ -82,8 +92,8 @@ class Sizes:
         """Shared memory of a block that lists: ``Shared`` of ``shared.cuh``."""
         blocks = TILE // BLOCK
         stage = blocks * -(-self.layout.end // 16) * 16
-        of_warps = LIST_WARPS * (2 * (stage + 8) + blocks * 8 * 4 + self.columns * 4)
-        of_columns = self.columns * (256 * 4 + 9 * 4) + 8 * 4
+        of_warps = LIST_WARPS * (2 * (stage + 8) + blocks * 8 * 4 + 3 * self.columns * 4)
+        of_columns = self.columns * (257 * 4 + 11 * 4 + self.head_dim) + 8 * 4
         of_all = of_warps + 8 + of_columns + 32 * self.head_dim // 32 * 2 * 4 + PAIRS * 6 + 24
         return -(-of_all // 16) * 16
 
@@ -99,9 +109,10 @@ class Sizes:
 
     def source(self, file: str) -> str:
         """Return the source of ``file`` for these sizes."""
-        macros: Mapping[str, object] = {
-            "HEAD_DIM": self.head_dim,
-            "GROUP": self.group,
+        macros = {
+            **macros_of(self.stored, self.head_dim, self.group),
+            "QUERY_LEVELS": f"{QUERY_LEVELS}.0f",
+            "ROTATION_SIGNS": _signs(self.head_dim),
             "STRIDE": triton.next_power_of_2(self.group),
             "KV_HEADS": self.kv_heads,
             "PAGE_SIZE": self.page_size,
@@ -131,7 +142,13 @@ class Sizes:
             "FACTORS_AT": self.layout.factors,
             "PIECE_END": self.layout.end,
         }
-        return source_of(*(_FOLDER / name for name in (*_HEADERS[file], file)), macros=macros)
+        return source_of(*_HEADERS[file], _FOLDER / file, macros=macros)
+
+
+def _signs(head_dim: int) -> str:
+    """Return where the rotation's first row is negative, bit by bit, in words of 32 channels."""
+    negative = (rotation(head_dim)[0] < 0).long().view(-1, 32)
+    return ", ".join(f"{word:#x}u" for word in (negative << torch.arange(32)).sum(1).tolist())
 
 
 class Lists(NamedTuple):
@@ -192,9 +209,9 @@ class Lists(NamedTuple):
 
 
 POINTERS: Final = (
-    "page_table lengths acts shares sinks least most by_score pieces slots anchor_tops "
-    "anchor_cuts anchor_ends levels sums worths kept tops bases floors open totals rests histograms met any_open "
-    "marks others listed orders steps places counts masses units starts counted_from cuts pair_open published taken "
+    "page_table lengths acts shares sinks least most by_score pieces slots anchor_tops anchor_cuts anchor_ends "
+    "queries keys levels sums worths kept tops bases floors open totals rests histograms met any_open marks "
+    "others listed orders steps places counts masses units starts counted_from cuts pair_open published taken "
     "selected_slots selected_counts read beliefs"
 ).split()
 
@@ -205,5 +222,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in ("table_stride", "tokens", "width", "read_stride")),
+        *((name, ctypes.c_int64) for name in ("query_row_stride", "query_head_stride", "slot_bytes", "head_bytes")),
         *((name, ctypes.c_int32) for name in ("tiles", "rows", "key_bytes", "in_order")),
+        ("scale_log2", ctypes.c_float),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
@@ -10,7 +11,9 @@ import torch
 import triton
 
 from winnow_kernels.batch import DeviceSelection
+from winnow_kernels.cache import widened_dtype
 from winnow_kernels.cuda.module import Launchable, Load, loaded, runs_on
+from winnow_kernels.cuda.products import multiplies
 from winnow_kernels.policies.lowbit_top_p.gpu.cuda.arguments import (
     BITS,
     BLOCKS_OF_PAIR,
@@ -41,7 +44,8 @@ _TAKING_ON_MULTIPROCESSOR: Final = 4
 
 def serves(sizes: Sizes, bits: int) -> bool:
     """Return whether there are kernels for these sizes, and codes of ``bits`` bits."""
-    return bits == BITS and sizes.kv_heads <= PAIRS and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
+    is_in_shape = sizes.kv_heads <= PAIRS and sizes.group <= _MAX_GROUP.get(sizes.head_dim, 0)
+    return bits == BITS and is_in_shape and multiplies(sizes.stored)
 
 
 def fits(device: torch.device, sizes: Sizes) -> bool:
@@ -60,7 +64,7 @@ class CudaKernels:
     Attributes:
         sizes: of the layers.
         lists: for as many rows as are selected for at once.
-        list: scores codes, and lists what may be selected.
+        list: rounds queries, scores codes, and lists what may be selected.
         list_again: does that for the pairs that were listed too short.
         take: writes what is selected.
         blocks: that list.
@@ -115,7 +119,7 @@ class CudaKernels:
         *,
         in_order: bool,
     ) -> dict[str, Callable[[], object]]:
-        """Return what is launched after the queries are prepared, in order, by name; as of ``selection.launches``."""
+        """Return what is launched, in order, by name; arguments are those of ``selection.launches``."""
         arguments = self._arguments(layer, scratch, anchors, selection, beliefs, in_order=in_order)
         pairs = layer.batch.rows * self.sizes.kv_heads
         assert pairs <= PAIRS
@@ -138,7 +142,7 @@ class CudaKernels:
         *,
         in_order: bool,
     ) -> Arguments:
-        batch = layer.batch
+        batch, queries, keys = layer.batch, layer.queries, layer.cache.keys
         tensors = {
             **layer.policies._asdict(),
             "pieces": layer.index.pieces[layer.number],
@@ -147,6 +151,8 @@ class CudaKernels:
             "page_table": batch.page_table,
             "lengths": batch.lengths,
             "slots": anchors.slots,
+            "queries": queries,
+            "keys": keys,
             "anchor_tops": anchors.tops,
             "anchor_cuts": anchors.cuts,
             "anchor_ends": anchors.ends,
@@ -155,17 +161,26 @@ class CudaKernels:
             "read": batch.counts,
             "beliefs": beliefs,
         }
-        strided = ("page_table", "read")
+        strided = ("page_table", "read", "queries", "keys")
         assert all(tensors[name].is_contiguous() for name in POINTERS if name not in strided)
-        assert all(tensors[name].stride(1) == 1 for name in strided)
+        assert all(tensors[name].stride(-1) == 1 for name in strided)
+        assert (queries.dtype, keys.dtype) == (widened_dtype(self.sizes.stored), self.sizes.stored)
+        # Lanes load 16 bytes of keys, and 8 of queries.
+        assert keys.data_ptr() % 16 == queries.data_ptr() % 8 == 0
+        assert queries.stride(0) % 4 == queries.stride(1) % 4 == 0
         return Arguments(
             **{name: tensors[name].data_ptr() for name in POINTERS},
             table_stride=batch.page_table.stride(0),
             tokens=scratch.tokens,
             width=selection.slots.shape[2],
             read_stride=batch.counts.stride(0),
+            query_row_stride=queries.stride(0),
+            query_head_stride=queries.stride(1),
+            slot_bytes=keys.stride(0) * keys.element_size(),
+            head_bytes=keys.stride(1) * keys.element_size(),
             tiles=self.lists.tiles,
             rows=batch.rows,
             key_bytes=layer.cache.vector_bytes,
             in_order=in_order,
+            scale_log2=layer.scale * math.log2(math.e),
         )

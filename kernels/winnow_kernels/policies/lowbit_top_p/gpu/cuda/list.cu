@@ -6,12 +6,16 @@
 // last to finish a pair knows its mass and cuts. A pair that was listed too short is listed once more by
 // `list_again_kernel`, with what is known by then.
 
-// The sum over the lanes whose columns are of the same query head.
-DEVICE float sum_of_head(float number) {
-    for (int mask = 4; mask < WARP; mask *= 2) number += from_xor(number, mask);
-    if (TOKENS_IN_ROW == 2) number += from_xor(number, 2);
-    return number;
+// A lane's two query heads, added up over the lanes that have the same two: one of the sums, `own_head`'s.
+DEVICE float sum_of_head(const float (&numbers)[2], int lane) {
+    const bool is_second = (lane & 4) != 0;
+    float sum = (is_second ? numbers[1] : numbers[0]) + from_xor(is_second ? numbers[0] : numbers[1], 4);
+    for (int mask = 8; mask < WARP; mask *= 2) sum += from_xor(sum, mask);
+    if (TOKENS_IN_ROW == 2) sum += from_xor(sum, 2);
+    return sum;
 }
+// The query head whose sum a lane has; −1 where another lane has it, too.
+DEVICE int own_head(int lane) { return lane < 8 && lane % 4 < PADDED / 2 ? lane % 4 * 2 + lane / 4 : -1; }
 
 // Which tokens of eight rows are listed, at their first lanes, by which lanes reach a start.
 DEVICE uint32 listed_tokens(bool reaches) {
@@ -57,17 +61,18 @@ DEVICE int write_places(Stage& stage, const bool (&reaches)[TILE / (8 * TOKENS_I
 }
 
 // Count an entry's steps, by query heads.
-DEVICE void count_entry(Shared& shared, const uint32 (&steps)[PADDED / 2], const int (&first_bins)[PADDED]) {
+DEVICE void count_entry(Shared& shared, const uint32 (&steps)[PADDED / 2], const int (&below_bins)[PADDED]) {
     bool exceeds = false;
     for (int head = 0; head < PADDED; ++head) {
-        const int bin = step_in(steps, head) - first_bins[head];
-        exceeds |= bin >= BINS - 1;
-        if (bin >= 0) add_atomically(&shared.histograms[head][bin < BINS - 1 ? bin : BINS - 1], 1);
+        const int bin = step_in(steps, head) - below_bins[head];
+        exceeds |= bin >= BINS;
+        // Whatever it is, without a branch: what is below all bins has one, too.
+        add_atomically(&shared.histograms[head][clamp(bin, 0, BINS)], 1);
     }
     if (exceeds)
         for (int head = 0; head < PADDED; ++head) {
             const int step = step_in(steps, head);
-            if (step - first_bins[head] >= BINS - 1) raise_atomically(&shared.tops[head], shared.units[head] + step);
+            if (step - below_bins[head] >= BINS) raise_atomically(&shared.tops[head], shared.units[head] + step);
         }
 }
 
@@ -102,15 +107,15 @@ DEVICE void list_tile(const Arguments& all, Shared& shared, Stage& stage, const 
             *reinterpret_cast<uint2*>(of_lane + (2 * number + half) * 64) =
                 uint2{static_cast<uint32>(as_int(scores[number][2 * half])),
                       static_cast<uint32>(as_int(scores[number][2 * half + 1]))};
-    for (float& mass : masses) mass = sum_of_head(mass);
+    const float mass = sum_of_head(masses, lane);
+    const int own_mass = own_head(lane);
     const int64 of_tile = static_cast<int64>(pair) * all.tiles + tile;
-    if (lane < PADDED / 2)
-        *reinterpret_cast<float2*>(all.masses + of_tile * PADDED + 2 * lane) = float2{masses[0], masses[1]};
+    if (own_mass >= 0) all.masses[of_tile * PADDED + own_mass] = mass;
     if (lane == 0) all.counts[of_tile] = listed;
     sync_warp();
     const int64 of_tokens = pair * all.tokens + static_cast<int64>(tile) * TILE;
-    int first_bins[PADDED];
-    for (int head = 0; head < PADDED; ++head) first_bins[head] = shared.first_bins[head];
+    int below_bins[PADDED];
+    for (int head = 0; head < PADDED; ++head) below_bins[head] = shared.below_bins[head];
     for (int entry = lane; entry < listed; entry += WARP) {
         const uint8 place = stage.scored.places[entry];
         uint32 shifted[PADDED], steps[PADDED / 2];
@@ -120,7 +125,7 @@ DEVICE void list_tile(const Arguments& all, Shared& shared, Stage& stage, const 
                                          static_cast<int>(shifted[head + 1]) - (ROUNDS_BITS + shared.units[head + 1]));
         store_words(all.steps + (of_tokens + entry) * (PADDED / 2), steps);
         all.places[of_tokens + entry] = place;
-        count_entry(shared, steps, first_bins);
+        count_entry(shared, steps, below_bins);
     }
 }
 
@@ -166,15 +171,16 @@ DEVICE void weigh_sample(Shared& shared, const Stage& stage, const Query& query,
         reader.score(scores, query, number);
         for (int each = 0; each < 4; ++each) masses[each % 2] += marks.mass(scores[each] + ROUNDS, each % 2);
     }
-    for (float& mass : masses) mass = sum_of_head(mass);
-    if (lane < PADDED / 2) shared.sampled[warp][2 * lane] = masses[0], shared.sampled[warp][2 * lane + 1] = masses[1];
+    const float mass = sum_of_head(masses, lane);
+    const int own_mass = own_head(lane);
+    if (own_mass >= 0) shared.sampled[warp][own_mass] = mass;
 }
 
 // List the tiles [begin, end) of a pair. Bit i of `parities` is that of the round that stage i waits for next.
 template <bool AGAIN>
 DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, int pair, int begin, int end,
                        int thread) {
-    const int warp = thread / WARP, lane = thread % WARP, part = lane % 4;
+    const int warp = from_lane(thread / WARP, 0), lane = thread % WARP, part = lane % 4;
     const int row = pair / KV_HEADS;
     const Bounds bounds(all, row);
     const Source source{all, all.page_table + row * all.table_stride, pair % KV_HEADS, bounds.scored};
@@ -183,29 +189,33 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     // Whatever is loaded is on its way before anything is waited for.
     const int64 slot = all.slots[row];
     const double share = all.shares[row];
-    const int least = all.least[row], own = lane % BLOCKS_IN_TILE;
+    const int least = all.least[row];
     const int64 blocks = bounds.scored / BLOCK, each = warp * SAMPLED_BLOCKS + lane % SAMPLED_BLOCKS;
     int tile = begin + warp, stage = 0, free = STAGES - 1;
     const uint32 sampled = source.block(static_cast<int>((2 * each + 1) * blocks / (2 * WARPS * SAMPLED_BLOCKS)));
     uint32 first_blocks[STAGES];
     for (int each = 0; each < STAGES; ++each)
-        first_blocks[each] = source.block((tile + each * WARPS) * BLOCKS_IN_TILE + own);
+        first_blocks[each] = source.first_of_run(tile + each * WARPS, lane);
     uint32 next_block = first_blocks[STAGES - 1];
-    if (!AGAIN) source.load<SAMPLED_BLOCKS>(stages[free], arrivals[free], sampled, lane);
+    if (!AGAIN) source.load<SAMPLED_BLOCKS, 1>(stages[free], arrivals[free], sampled, lane);
     for (int each = 0; each < STAGES - 1; ++each)
         if (tile + each * WARPS < end)
-            source.load<BLOCKS_IN_TILE>(stages[each], arrivals[each], first_blocks[each], lane);
-    if (!AGAIN) wait_for_last_kernel();
+            source.load<BLOCKS_IN_TILE, BLOCKS_IN_RUN>(stages[each], arrivals[each], first_blocks[each], lane);
     Recalled recalled;
     if (thread < PADDED) recalled.load<AGAIN>(all, slot, pair, thread);
+    if (AGAIN)
+        read_prepared(all, shared, pair, thread);
+    else
+        prepare(all, shared, bounds, pair, begin == 0, thread);
     Query query;
-    query.load(all, shared, pair, warp, lane);
+    query.load(shared, warp, lane);
     if (thread < PADDED) {
+        if (!AGAIN && thread < GROUP) recalled.begin(kept_steps(shared, thread));
         recalled.store(shared, thread);
         if (!AGAIN) all.units[static_cast<int64>(pair) * PADDED + thread] = recalled.unit;
     }
     if (thread == 0) shared.share = share, shared.least = least;
-    for (int bin = thread; bin < PADDED * BINS; bin += THREADS) (&shared.histograms[0][0])[bin] = 0;
+    for (int bin = thread; bin < PADDED * (1 + BINS); bin += THREADS) (&shared.histograms[0][0])[bin] = 0;
     sync_block();
     Marks marks;
     marks.set_units(shared, part);
@@ -216,15 +226,15 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
         sync_block();
         if (thread < GROUP) expect(shared, bounds, thread);
     }
-    if (thread < PADDED) shared.first_bins[thread] = shared.counted_from[thread] - shared.units[thread];
+    if (thread < PADDED) shared.below_bins[thread] = shared.counted_from[thread] - 1 - shared.units[thread];
     sync_block();
     marks.set_starts(shared, part);
     const Own own_token(lane);
 #pragma unroll 1
     for (; tile < end; tile += WARPS) {
         if (tile + (STAGES - 1) * WARPS < end)
-            source.load<BLOCKS_IN_TILE>(stages[free], arrivals[free], next_block, lane);
-        next_block = source.block((tile + STAGES * WARPS) * BLOCKS_IN_TILE + own);
+            source.load<BLOCKS_IN_TILE, BLOCKS_IN_RUN>(stages[free], arrivals[free], next_block, lane);
+        next_block = source.first_of_run(tile + STAGES * WARPS, lane);
         wait_for_bytes(arrivals[stage], parities >> stage & 1);
         parities ^= 1 << stage;
         list_tile(all, shared, stages[stage], query, marks, own_token, bounds, pair, tile, warp, lane);
@@ -234,7 +244,7 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     sync_block();
     const int64 of_heads = static_cast<int64>(pair) * STRIDE;
     for (int bin = thread; bin < GROUP * BINS; bin += THREADS) {
-        const int counted = (&shared.histograms[0][0])[bin];
+        const int counted = shared.histograms[bin / BINS][1 + bin % BINS];
         if (counted != 0) add_atomically(all.histograms + of_heads * BINS + bin, counted);
     }
     if (thread < GROUP && shared.tops[thread] != UNKNOWN)
@@ -290,12 +300,11 @@ DEVICE void list_share(const Arguments& all, Shared& shared) {
     }
 }
 
-// Grid: as many blocks as the device takes at once. What the last kernel prepares is not needed to begin to load codes.
+// Grid: as many blocks as the device takes at once.
 KERNEL(THREADS, 2) list_kernel(const Arguments all) {
+    wait_for_last_kernel();
     DYNAMIC_SHARED(memory);
     list_share<false>(all, *reinterpret_cast<Shared*>(memory));
-    // A block that had nothing to do has not waited yet, and who waits for this kernel relies on the last one, too.
-    wait_for_last_kernel();
 }
 
 // The pairs that are open. Grid: the same.

@@ -6,10 +6,9 @@ struct Query {
     // Of this lane's two query heads: what a 64th of two levels is worth, and three times the sum of all, in steps.
     float worths[2], sums[2];
 
-    DEVICE void load(const Arguments& all, Shared& shared, int pair, int warp, int lane) {
+    DEVICE void load(Shared& shared, int warp, int lane) {
         const int column = lane / 4, part = lane % 4, head = column % PADDED;
-        const int64 of_heads = static_cast<int64>(pair) * STRIDE;
-        const uint8* levels = reinterpret_cast<const uint8*>(all.levels) + (of_heads + head) * HEAD_DIM;
+        const int8* levels = shared.levels[head];
         for (int word = 0; word < WORDS; ++word) {
             // Four bytes of codes: 16 channels, of one token of the row.
             const int byte = 4 * (WORDS * part + word);
@@ -28,8 +27,8 @@ struct Query {
         for (int each = 0; each < 2; ++each) {
             const int own = (2 * part + each) % PADDED;
             const bool is_head = own < GROUP;
-            const float worth = is_head ? all.worths[of_heads + own] : 0.0f;
-            const float sum = is_head ? worth * static_cast<float>(all.sums[of_heads + own]) : 0.0f;
+            const float worth = is_head ? shared.worths[own] : 0.0f;
+            const float sum = is_head ? worth * static_cast<float>(shared.level_sums[own]) : 0.0f;
             worths[each] = worth * (1.0f / 32);
             sums[each] = -3.0f * sum;
             if (warp == 0 && column == 0) shared.sums[2 * part + each] = -15.0f * sum;
@@ -58,21 +57,26 @@ struct Source {
         return (table[static_cast<uint32>(number) / BLOCKS_IN_PAGE] * BLOCKS_IN_PAGE + in_page) * KV_HEADS + kv_head;
     }
 
-    // Begin to load blocks; lane i holds the number of the i-th.
-    template <int BLOCKS>
-    DEVICE void load(Stage& stage, Arrival& arrival, uint32 own_block, int lane) const {
+    // The first block of this lane's run in a tile. What is scored ends where a page does, and so where a run does.
+    DEVICE uint32 first_of_run(int tile, int lane) const {
+        return block(tile * BLOCKS_IN_TILE + lane % RUNS_IN_TILE * BLOCKS_IN_RUN);
+    }
+
+    // Begin to load blocks, in runs of one page; lane i holds the first of the i-th run.
+    template <int BLOCKS, int IN_RUN>
+    DEVICE void load(Stage& stage, Arrival& arrival, uint32 own_first, int lane) const {
         fence_copies();
         sync_warp();
-        if (lane == 0) expect_bytes(arrival, BLOCKS * PIECE_BYTES);
         // Lanes that copy for themselves take turns, and the next begins when the last is through.
-        uint32 blocks[BLOCKS];
+        uint32 firsts[BLOCKS / IN_RUN];
 #pragma unroll
-        for (int each = 0; each < BLOCKS; ++each) blocks[each] = from_lane(own_block, each);
-        if (lane == 0) {
+        for (int run = 0; run < BLOCKS / IN_RUN; ++run) firsts[run] = from_lane(own_first, run);
+        if (is_elected()) {
+            expect_bytes(arrival, BLOCKS * PIECE_BYTES);
 #pragma unroll
             for (int each = 0; each < BLOCKS; ++each) {
-                const uint8* const piece = all.pieces + static_cast<uint64>(blocks[each]) * BLOCK_BYTES;
-                copy_bytes(stage.pieces[each], piece, PIECE_BYTES, arrival);
+                const uint64 block = firsts[each / IN_RUN] + each % IN_RUN * KV_HEADS;
+                copy_bytes(stage.pieces[each], all.pieces + block * BLOCK_BYTES, PIECE_BYTES, arrival);
             }
         }
     }

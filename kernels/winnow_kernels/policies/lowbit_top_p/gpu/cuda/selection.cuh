@@ -4,7 +4,8 @@
 // steps are written down relative to its unit, a multiple of 8, so that masses in other units are the same to the last
 // bit.
 //
-// Defined by the launch: STEPS (from one mass to its double), BLOCK and TILE (tokens), LIST_WARPS, TAKE_WARPS,
+// Defined by the launch, beside what `products.cuh` needs: QUERY_LEVELS, ROTATION_SIGNS (a bit a channel, 1 where the
+// rotation's first row is negative), STEPS (from one mass to its double), BLOCK and TILE (tokens), LIST_WARPS, TAKE_WARPS,
 // TAKE_ROOM (tokens), HEAD_DIM, GROUP, STRIDE (query heads of a pair, and their places in memory), KV_HEADS, PAGE_SIZE, WINDOW,
 // WHOLE_SHARE, WHOLE_ABOVE, STEPS_TO_FLOOR, SPARE, SPARE_OF_END, PAIRS, BLOCKS_OF_PAIR, LOWEST_KEY, KEY_STEPS, ORDER_KEYS, ORDERS,
 // WHOLE_TO_THE_END, NO_MASS, READ_BYTES; of a block's piece, BLOCK_BYTES, and where in it means and factors are, and
@@ -39,10 +40,12 @@ struct Arguments {
     int* anchor_tops;
     int* anchor_cuts;
     int* anchor_ends;
-    const int8* levels;
-    const int* sums;
-    const float* worths;
-    const float* kept;
+    const uint16* queries;
+    const uint8* keys;
+    int8* levels;
+    int* sums;
+    float* worths;
+    float* kept;
     int* tops;
     int* bases;
     int* floors;
@@ -75,10 +78,16 @@ struct Arguments {
     int64 tokens;
     int64 width;
     int64 read_stride;
+    int64 query_row_stride;
+    int64 query_head_stride;
+    // From one slot's keys, and from one head's, to the next.
+    int64 slot_bytes;
+    int64 head_bytes;
     int tiles;
     int rows;
     int key_bytes;
     int in_order;
+    float scale_log2;
 };
 
 // A row's tokens: how many, how many of the first are scored, and how many of these are sinks.
@@ -95,8 +104,17 @@ struct Bounds {
     }
 
     DEVICE int kept() const { return length - scored + sinks; }
+    // The newest tokens, then the sinks.
+    DEVICE int kept_position(int place) const {
+        const int newest = length - scored;
+        return place < newest ? length - 1 - place : place - newest;
+    }
     DEVICE int tiles() const { return (scored + TILE - 1) / TILE; }
 };
+
+DEVICE int slot_at(const Arguments& all, int row, int position) {
+    return all.page_table[row * all.table_stride + position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
+}
 
 DEVICE int clamp(int number, int least, int most) { return number < least ? least : number > most ? most : number; }
 DEVICE float mass_of(int steps) { return power_of_two(static_cast<float>(steps) * (1.0f / STEPS)); }

@@ -11,17 +11,21 @@ struct Recalled {
         if (head >= GROUP) return;
         const int64 of_column = static_cast<int64>(pair) * PADDED + head;
         const int64 of_request = place_of_anchor(slot, pair, head);
-        kept = all.kept[static_cast<int64>(pair) * STRIDE + head];
         anchor_top = all.anchor_tops[of_request];
         anchor_cut = all.anchor_cuts[of_request];
         anchor_end = all.anchor_ends[of_request];
         if (AGAIN) {
+            kept = all.kept[static_cast<int64>(pair) * STRIDE + head];
             unit = all.units[of_column];
             start = all.starts[of_column];
             counted_from = all.counted_from[of_column];
-        } else {
-            unit = unit_of(kept);
         }
+    }
+
+    // What has just been prepared.
+    DEVICE void begin(float steps) {
+        kept = steps;
+        unit = unit_of(steps);
     }
 
     DEVICE void store(Shared& shared, int head) const {
@@ -191,6 +195,7 @@ DEVICE void settle_head(const Arguments& all, Shared& shared, const Bounds& boun
         all.anchor_ends[of_request] = remembers && end + 1 < cut.step ? end + 1 : cut.step;
     }
     all.open[of_head] = is_open ? 1 : again && all.open[of_head] != 0 ? 2 : 0;
+    all.tops[of_head] = UNKNOWN;
     // Marks of a byte, for what puts selections in order: the floor has one from 8 to 15.
     const int base = (floor - STEPS) & -STEPS;
     all.bases[of_head] = base;

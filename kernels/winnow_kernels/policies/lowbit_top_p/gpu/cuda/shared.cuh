@@ -20,6 +20,9 @@ constexpr int TOKENS_AT_ONCE = 16 * TOKENS_IN_ROW;
 // Halves of sixteen rows whose tokens fill a word.
 constexpr int HALVES_IN_WORD = 4 / TOKENS_IN_ROW;
 constexpr int SAMPLED_BLOCKS = 4;
+// A tile's blocks of one page.
+constexpr int BLOCKS_IN_RUN = BLOCKS_IN_PAGE < BLOCKS_IN_TILE ? BLOCKS_IN_PAGE : BLOCKS_IN_TILE;
+constexpr int RUNS_IN_TILE = BLOCKS_IN_TILE / BLOCKS_IN_RUN;
 // What a block could score in the time in which it begins and ends a pair.
 constexpr int TILES_TO_BEGIN = 16;
 // Threads that add up the masses of tiles: always as many, so that sums are the same to the last bit.
@@ -46,8 +49,15 @@ struct alignas(16) Shared {
     // Steps of blocks' means, by columns.
     float means[WARPS][BLOCKS_IN_TILE][8];
     alignas(16) uint32 mean_levels[WARP][2 * MEAN_WORDS];
-    int histograms[PADDED][BINS];
+    // The first bin is of what is below all others.
+    int histograms[PADDED][1 + BINS];
     float sampled[WARPS][PADDED];
+    // Rounded queries, and of each head the sum of its levels, and what one is worth.
+    alignas(16) int8 levels[PADDED][HEAD_DIM];
+    int level_sums[PADDED];
+    float worths[PADDED];
+    // The heaviest of a warp's kept tokens, and the mass of all, relative to that.
+    float kept_tops[WARPS][PADDED], kept_masses[WARPS][PADDED];
     // Of columns, minus 15 times the sum of a query's levels.
     float sums[8];
     // What is known of a pair's query heads from before.
@@ -55,11 +65,11 @@ struct alignas(16) Shared {
     int anchor_tops[PADDED];
     int anchor_cuts[PADDED];
     int anchor_ends[PADDED];
-    // Steps of query heads; `first_bins` are relative to units.
+    // Steps of query heads; `below_bins` are relative to units.
     int units[PADDED];
     int starts[PADDED];
     int counted_from[PADDED];
-    int first_bins[PADDED];
+    int below_bins[PADDED];
     int tops[PADDED];
     int ends[PAIRS];
     // The pairs that have tiles, how many these are, and the most tiles that one has.

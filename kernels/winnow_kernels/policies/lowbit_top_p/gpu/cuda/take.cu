@@ -117,10 +117,6 @@ DEVICE int order_of(const float (&weights)[PADDED], const Arguments& all, int64 
     return ORDERS - 1 - (key - LOWEST_KEY) / ORDER_KEYS;
 }
 
-DEVICE int slot_at(const Arguments& all, int row, int position) {
-    return all.page_table[row * all.table_stride + position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
-}
-
 // The counts, and what is believed, of a pair that is written; a warp for each query head.
 DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair, int blocks, int warp, int lane) {
     const int kept = bounds.kept();
@@ -175,6 +171,8 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     int* const listed = reinterpret_cast<int*>(memory + sizeof(Shared));
     const int thread = thread_number(), warp = thread / WARP, lane = thread % WARP;
     const int pair = block_number_y(), row = pair / KV_HEADS, block = block_number(), blocks = blocks_in_grid();
+    // By now nobody asks any more whether pairs are listed again.
+    if (pair == 0 && block == 0 && thread == 0) all.any_open[0] = 0;
     const Bounds bounds(all, row);
     const int kept = bounds.kept();
     if (bounds.scored == 0) return;
@@ -211,9 +209,8 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     // Meanwhile the first block writes what is kept: the newest tokens, then the sinks.
     int* const slots = all.selected_slots + pair * all.width;
     if (block == 0) {
-        const int newest = bounds.length - bounds.scored;
         for (int each = thread; each < kept && each < all.width; each += THREADS)
-            slots[each] = slot_at(all, row, each < newest ? bounds.length - 1 - each : each - newest);
+            slots[each] = slot_at(all, row, bounds.kept_position(each));
     }
     sync_block();
     const bool is_in_order = all.in_order && (all.by_score[row] != 0 || all.most[row] > 0);

@@ -1,0 +1,150 @@
+// What a pair needs before its codes are scored: rounded queries, and the kept tokens' mass. Each block that has tiles of
+// a pair finds it out for itself, while its first codes are on their way: a kernel of its own before this one would keep
+// half of the blocks from starting.
+
+// Rotate and round a query head. One warp.
+DEVICE void round_query(const Arguments& all, Shared& shared, const uint16* query, int head, int lane) {
+    constexpr int OWN = HEAD_DIM / WARP;
+    constexpr float SMALLEST = 1.1754943508222875e-38f;
+    constexpr uint32 SIGNS[HEAD_DIM / 32] = {ROTATION_SIGNS};
+    uint32 words[OWN / 2], signs = 0;
+    for (int each = 0; each < OWN / 2; ++each)
+        words[each] = reinterpret_cast<const uint32*>(query)[lane * (OWN / 2) + each];
+    for (int word = 0; word < HEAD_DIM / 32; ++word)
+        if (lane * OWN / 32 == word) signs = SIGNS[word];
+    float numbers[OWN];
+    for (int each = 0; each < OWN; ++each) {
+        const uint16 bits = static_cast<uint16>(words[each / 2] >> 16 * (each % 2));
+        const float number = QUERIES_ARE_HALVES ? from_half(bits) : from_bfloat(bits);
+        numbers[each] = (signs >> (lane * OWN + each) % 32 & 1) != 0 ? -number : number;
+    }
+    // Times a Hadamard matrix after Sylvester: of the lane's numbers, then across lanes.
+    for (int distance = 1; distance < OWN; distance *= 2)
+        for (int each = 0; each < OWN; ++each)
+            if ((each & distance) == 0) {
+                const float first = numbers[each], second = numbers[each + distance];
+                numbers[each] = first + second;
+                numbers[each + distance] = first - second;
+            }
+    for (int mask = 1; mask < WARP; mask *= 2)
+        for (float& number : numbers) {
+            const float other = from_xor(number, mask);
+            number = (lane & mask) == 0 ? number + other : other - number;
+        }
+    float highest = 0.0f;
+    for (float number : numbers) highest = fmaxf(highest, fabsf(number));
+    for (int mask = 1; mask < WARP; mask *= 2) highest = fmaxf(highest, from_xor(highest, mask));
+    const float step = highest / QUERY_LEVELS;
+    int sum = 0;
+    for (int each = 0; each < OWN; ++each) {
+        const int level = static_cast<int>(floorf(numbers[each] / fmaxf(step, SMALLEST) + 0.5f));
+        shared.levels[head][lane * OWN + each] = static_cast<int8>(level);
+        sum += level;
+    }
+    sum = sum_of_lanes(sum);
+    if (lane == 0) {
+        shared.worths[head] = step * (all.scale_log2 * STEPS / HEAD_DIM);
+        shared.level_sums[head] = sum;
+    }
+}
+
+// What a lane has of sixteen kept tokens' keys.
+struct KeptKeys {
+    uint32 words[2][KEY_RUNS][KEY_RUN];
+    bool is_token[2];
+
+    DEVICE KeptKeys(const Arguments& all, const Bounds& bounds, int row, int kv_head, int first, int lane) {
+        const int kept = bounds.kept();
+        for (int half = 0; half < 2; ++half) {
+            const int place = first + 8 * half + lane / 4;
+            is_token[half] = place < kept;
+            const int slot = slot_at(all, row, bounds.kept_position(is_token[half] ? place : kept - 1));
+            const uint8* const key = all.keys + slot * all.slot_bytes + kv_head * all.head_bytes;
+            for (int run = 0; run < KEY_RUNS; ++run)
+                load_words(words[half][run], key + 4 * KEY_RUN * (4 * run + lane % 4));
+        }
+    }
+
+    DEVICE void read(uint32 (&own)[KEY_RUN], int half, int run) const {
+        for (int word = 0; word < KEY_RUN; ++word) own[word] = words[half][run][word];
+    }
+};
+
+// What a warp's part of the kept tokens weighs, of all query heads, from its first sixteen on.
+DEVICE void weigh_kept(const Arguments& all, Shared& shared, const Bounds& bounds, KeptKeys keys,
+                       const Queries& queries, int row, int kv_head, int warp, int lane) {
+    float highest[2] = {NO_MASS, NO_MASS}, masses[2] = {0.0f, 0.0f};
+#pragma unroll 1
+    for (int first = 16 * warp; first < bounds.kept(); first += 16 * WARPS) {
+        if (first > 16 * warp) keys = KeptKeys(all, bounds, row, kv_head, first, lane);
+        float scores[1][4] = {};
+        queries.score(scores, keys);
+        for (int column = 0; column < 2; ++column) {
+            float both[2];
+            for (int half = 0; half < 2; ++half)
+                both[half] = keys.is_token[half] ? scores[0][2 * half + column] * all.scale_log2 : NO_MASS;
+            const float higher = fmaxf(highest[column], fmaxf(both[0], both[1]));
+            masses[column] *= power_of_two(highest[column] - higher);
+            for (float score : both) masses[column] += power_of_two(score - higher);
+            highest[column] = higher;
+        }
+    }
+    for (int column = 0; column < 2; ++column) {
+        float top = highest[column];
+        for (int mask = 4; mask < WARP; mask *= 2) top = fmaxf(top, from_xor(top, mask));
+        float mass = masses[column] * power_of_two(highest[column] - top);
+        for (int mask = 4; mask < WARP; mask *= 2) mass += from_xor(mass, mask);
+        const int head = 2 * lane + column;
+        if (lane < 4 && head < PADDED) shared.kept_tops[warp][head] = top, shared.kept_masses[warp][head] = mass;
+    }
+}
+
+// The logarithm of what the kept tokens weigh, in steps.
+DEVICE float kept_steps(const Shared& shared, int head) {
+    float top = NO_MASS, mass = 0.0f;
+    for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, shared.kept_tops[warp][head]);
+    for (int warp = 0; warp < WARPS; ++warp)
+        mass += shared.kept_masses[warp][head] * power_of_two(shared.kept_tops[warp][head] - top);
+    return (top + log2f(mass)) * STEPS;
+}
+
+// Prepare a pair. What `list_again_kernel` and `take_kernel` need of it, one block writes down.
+DEVICE void prepare(const Arguments& all, Shared& shared, const Bounds& bounds, int pair, bool writes, int thread) {
+    const int warp = thread / WARP, lane = thread % WARP, row = pair / KV_HEADS, kv_head = pair % KV_HEADS;
+    const uint16* const queries =
+        all.queries + row * all.query_row_stride + kv_head * GROUP * all.query_head_stride;
+    // Memory is far away: what rounding does not need is on its way before. The last warps have the fewest kept tokens.
+    const KeptKeys keys(all, bounds, row, kv_head, 16 * warp, lane);
+    Queries own;
+    own.load(queries, all.query_head_stride, lane);
+    const int head = WARPS - 1 - warp;
+    if (head < GROUP) round_query(all, shared, queries + head * all.query_head_stride, head, lane);
+    own.convert();
+    weigh_kept(all, shared, bounds, keys, own, row, kv_head, warp, lane);
+    sync_block();
+    if (!writes) return;
+    const int64 of_heads = static_cast<int64>(pair) * STRIDE;
+    constexpr int WORDS_OF_HEAD = HEAD_DIM / 4;
+    for (int word = thread; word < GROUP * WORDS_OF_HEAD; word += THREADS)
+        reinterpret_cast<uint32*>(all.levels + of_heads * HEAD_DIM)[word] =
+            reinterpret_cast<const uint32*>(&shared.levels[0][0])[word];
+    if (thread < GROUP) {
+        all.worths[of_heads + thread] = shared.worths[thread];
+        all.sums[of_heads + thread] = shared.level_sums[thread];
+        all.kept[of_heads + thread] = kept_steps(shared, thread);
+    }
+}
+
+// Read what was prepared of a pair.
+DEVICE void read_prepared(const Arguments& all, Shared& shared, int pair, int thread) {
+    const int64 of_heads = static_cast<int64>(pair) * STRIDE;
+    constexpr int WORDS_OF_HEAD = HEAD_DIM / 4;
+    for (int word = thread; word < GROUP * WORDS_OF_HEAD; word += THREADS)
+        reinterpret_cast<uint32*>(&shared.levels[0][0])[word] =
+            reinterpret_cast<const uint32*>(all.levels + of_heads * HEAD_DIM)[word];
+    if (thread < GROUP) {
+        shared.worths[thread] = all.worths[of_heads + thread];
+        shared.level_sums[thread] = all.sums[of_heads + thread];
+    }
+    sync_block();
+}
