@@ -1,8 +1,8 @@
 // Products of queries with keys of 16 or 8 bits, on the matrix units: keys are the 16 rows of a product, and query heads its
 // 8 columns. In which order a product adds up channels is free: a lane has neighbouring ones, which it loads at once.
 //
-// Defined by the launch (`cuda.products`): HEAD_DIM, GROUP, HEAD_TILES (products beside each other for all heads of a
-// group), IS_NARROW (keys have 8 bits), COMPUTES_IN_HALVES, QUERIES_ARE_HALVES.
+// Defined by the launch (`cuda.products`): HEAD_DIM, GROUP, KV_HEADS, HEAD_TILES (products beside each other for all heads
+// of a group), IS_NARROW (keys have 8 bits), COMPUTES_IN_HALVES, QUERIES_ARE_HALVES.
 
 constexpr int ELEMENT_BYTES = IS_NARROW ? 1 : 2;
 // Channels in a word as they are stored.
@@ -30,14 +30,20 @@ DEVICE void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, 
         multiply_add_bfloats(d, a0, a1, a2, a3, b0, b1);
 }
 
-// The queries of a row and KV head: of a head of each column tile a quarter, in the order of keys.
+// Where the queries of a pair begin, which is a row and a KV head.
+DEVICE const uint16* queries_of(const uint16* queries, int64 row_stride, int64 head_stride, int pair) {
+    return queries + pair / KV_HEADS * row_stride + pair % KV_HEADS * GROUP * head_stride;
+}
+
+// The queries of a pair: of a head of each column tile a quarter, in the order of keys.
 struct Queries {
     // Each has four channels of each lane.
     static constexpr int PRODUCTS_OF_RUN = KEY_RUN * IN_WORD / 4;
 
     uint32 words[HEAD_TILES][PRODUCTS][2];
 
-    DEVICE void load(const uint16* of_pair, int64 head_stride, int lane) {
+    DEVICE void load(const uint16* queries, int64 row_stride, int64 head_stride, int pair, int lane) {
+        const uint16* const of_pair = queries_of(queries, row_stride, head_stride, pair);
         for (int tile = 0; tile < HEAD_TILES; ++tile) {
             const int head = 8 * tile + lane / 4;
             const uint16* const own = of_pair + head * head_stride;

@@ -10,7 +10,8 @@ import torch
 
 from winnow_kernels.cache import NARROW
 
-SOURCE: Final = Path(__file__).with_name("products.cuh")
+PRODUCTS: Final = Path(__file__).with_name("products.cuh")
+"""The source."""
 HEADS_OF_PRODUCT: Final = 8
 """Query heads whose scores one product has."""
 
@@ -20,8 +21,8 @@ def multiplies(stored: torch.dtype) -> bool:
     return stored in (torch.bfloat16, torch.float16, *NARROW)
 
 
-def macros_of(stored: torch.dtype, head_dim: int, group: int) -> Mapping[str, object]:
-    """Return what is defined for keys that are stored in a dtype, of ``group`` query heads each.
+def macros_of(stored: torch.dtype, head_dim: int, group: int, kv_heads: int) -> Mapping[str, object]:
+    """Return what is defined for keys that are stored in a dtype, ``kv_heads`` a token, of ``group`` query heads each.
 
     Queries have the dtype ``widened_dtype(stored)``.
     """
@@ -29,6 +30,7 @@ def macros_of(stored: torch.dtype, head_dim: int, group: int) -> Mapping[str, ob
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
+        "KV_HEADS": kv_heads,
         "HEAD_TILES": -(-group // HEADS_OF_PRODUCT),
         "IS_NARROW": int(is_narrow),
         # As in `attend.gpu_widening`.

@@ -2,7 +2,7 @@
 
 constexpr int WARP = 32;
 
-// Add up numbers of the lanes up to each, and of all lanes.
+// Add up numbers of the lanes up to each.
 DEVICE int sum_up_to(int number, int lane) {
     for (int distance = 1; distance < WARP; distance *= 2) {
         const int of_others = from_lane(number, lane >= distance ? lane - distance : lane);
@@ -10,9 +10,16 @@ DEVICE int sum_up_to(int number, int lane) {
     }
     return number;
 }
-template <typename T>
+
+// The sum, and the highest, of numbers of all lanes; or of those that are a multiple of EVERY away.
+template <int EVERY = 1, typename T>
 DEVICE T sum_of_lanes(T number) {
-    for (int mask = 1; mask < WARP; mask *= 2) number += from_xor(number, mask);
+    for (int mask = EVERY; mask < WARP; mask *= 2) number += from_xor(number, mask);
+    return number;
+}
+template <int EVERY = 1>
+DEVICE float highest_of_lanes(float number) {
+    for (int mask = EVERY; mask < WARP; mask *= 2) number = fmaxf(number, from_xor(number, mask));
     return number;
 }
 

@@ -2,14 +2,13 @@
 // where a split ends do a block's warps add up. It copies whole vectors of the next tiles to shared memory of its own, over
 // the ends of splits: memory is far away, and slow where a vector is read in parts.
 //
-// Scores are keys times queries, and outputs values times weights, both transposed: tokens, and then channels, are the
-// 16 rows of a product, and query heads its 8 columns. So a group of up to 8 fills a product. In which order a product
-// adds up channels, or has them in its rows, is free. Each lane therefore has neighbouring ones, which it loads at once.
+// Scores are keys times queries (`products.cuh`), and outputs values times weights, both transposed: tokens, and then
+// channels, are the 16 rows of a product, and query heads its 8 columns. So a group of up to 8 fills a product. In which
+// order a product has channels in its rows is free, too: each lane has neighbouring ones, which it loads at once.
 
 constexpr int THREADS = WARPS * WARP;
 // Of a tile; the rows of a product.
 constexpr int OWN_TOKENS = TILE / WARPS;
-constexpr int HEADS = 8 * HEAD_TILES;
 // Words of a value that a lane has, of 8 lanes; those that lie next to each other.
 constexpr int VALUE_WORDS = HEAD_DIM / (8 * IN_WORD);
 constexpr int VALUE_RUN = VALUE_WORDS < 4 ? VALUE_WORDS : 4;
@@ -202,10 +201,6 @@ DEVICE void copy(Stage& stage, const Arguments& all, const Tokens& tokens, int l
     }
 }
 
-DEVICE const uint16* queries_of(const Arguments& all, int pair) {
-    return all.queries + pair / KV_HEADS * all.row_stride + pair % KV_HEADS * GROUP * all.head_stride;
-}
-
 // A running softmax of a warp's tokens. A lane has columns `lane % 4 * 2` and the next of each column tile; of masses the
 // part of its rows.
 struct Softmax {
@@ -257,8 +252,7 @@ struct Softmax {
     DEVICE void raise(float (&highest)[HEAD_TILES][2]) {
         for (int tile = 0; tile < HEAD_TILES; ++tile)
             for (int column = 0; column < 2; ++column) {
-                float& top = highest[tile][column];
-                for (int mask = 4; mask < WARP; mask *= 2) top = fmaxf(top, from_xor(top, mask));
+                const float top = highest_of_lanes<4>(highest[tile][column]);
                 const float reference = fmaxf(references[tile][column], top - LIFT);
                 const float fade = power_of_two(references[tile][column] - reference);
                 references[tile][column] = reference;
@@ -311,8 +305,7 @@ struct Softmax {
     DEVICE void leave(Shared& shared, int warp, int lane) {
         for (int tile = 0; tile < HEAD_TILES; ++tile)
             for (int column = 0; column < 2; ++column) {
-                float mass = masses[tile][column];
-                for (int mask = 4; mask < WARP; mask *= 2) mass += from_xor(mass, mask);
+                const float mass = sum_of_lanes<4>(masses[tile][column]);
                 const int head = 8 * tile + lane % 4 * 2 + column;
                 if (head >= GROUP) continue;
                 if (lane < 4) {
@@ -376,7 +369,7 @@ KERNEL(THREADS, BLOCKS) attend_kernel(const Arguments all) {
     }
     Queries queries;
     Softmax softmax;
-    queries.load(queries_of(all, tokens[0].pair), all.head_stride, lane);
+    queries.load(all.queries, all.row_stride, all.head_stride, tokens[0].pair, lane);
     queries.convert();
     softmax.clear();
     int at = 0;
@@ -400,7 +393,7 @@ KERNEL(THREADS, BLOCKS) attend_kernel(const Arguments all) {
         tokens[STAGES] = after;
         if (now.finished >= 0) {
             const bool is_other = tokens[0].is_any() && tokens[0].pair != now.pair;
-            if (is_other) queries.load(queries_of(all, tokens[0].pair), all.head_stride, lane);
+            if (is_other) queries.load(all.queries, all.row_stride, all.head_stride, tokens[0].pair, lane);
             softmax.leave(shared, warp, lane);
             sync_block();
             finish(all, shared, now.pair, now.finished, thread);

@@ -14,8 +14,7 @@ from winnow_kernels.attend.gpu_merge import LONG_RUN, PARTIAL_SLOTS, RUNS_TO_FIL
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, DeviceSelection
 from winnow_kernels.cache import LayerCache, widened_dtype
 from winnow_kernels.cuda.module import Launchable, Load, loaded, runs_on, source_of
-from winnow_kernels.cuda.products import HEADS_OF_PRODUCT, macros_of, multiplies
-from winnow_kernels.cuda.products import SOURCE as PRODUCTS
+from winnow_kernels.cuda.products import HEADS_OF_PRODUCT, PRODUCTS, macros_of, multiplies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,13 +161,12 @@ class CudaAttend:
 def source_for(cache: LayerCache, group: int) -> str:
     """Return the kernel's source for layers like ``cache`` with so many query heads of a KV head."""
     macros = {
-        **macros_of(cache.keys.dtype, cache.head_dim, group),
+        **macros_of(cache.keys.dtype, cache.head_dim, group, cache.kv_heads),
         "WARPS": _WARPS,
         "BLOCKS": blocks_of_multiprocessor(cache, group),
         "STAGES": _stages(cache),
         "SHARED_BYTES": shared_bytes(cache, group),
         "TILE": TILE,
-        "KV_HEADS": cache.kv_heads,
         "PAIRS": PAIRS,
         "PARTIAL_SLOTS": PARTIAL_SLOTS,
         "SHORT_RUN": SHORT_RUN,

@@ -115,10 +115,10 @@ class Scratch(NamedTuple):
 
     Of query heads, [pairs, padded group]: levels, int8 [..., head dim], of the rounded queries; sums, int32, of these;
     worths, float32, of a level, in steps; kept, float32, logarithm of the kept tokens' mass, in steps; tops, int32, the
-    highest step; bases, int32, the step with the mark 0, a multiple of 8; floors, int32, the mark up to which nothing
-    is chosen by itself; starts, int32, the mark from which on tokens are counted; open, int32, where bases are
-    wrong, then where starts are (``IS_OPEN``) or were (``WAS_OPEN``); cuts, int32, the lowest mark that is taken;
-    totals, float32, of all mass; rests, float32, of what is not selected.
+    highest step, in CUDA C++ unknown between selections; bases, int32, the step with the mark 0, a multiple of 8;
+    floors, int32, the mark up to which nothing is chosen by itself; starts, int32, the mark from which on tokens are
+    counted; open, int32, where bases are wrong, then where starts are (``IS_OPEN``) or were (``WAS_OPEN``); cuts,
+    int32, the lowest mark that is taken; totals, float32, of all mass; rests, float32, of what is not selected.
 
     Of tokens: marks, uint8 [pairs, tokens, padded group], steps above the base; local, int16 [pairs, tokens], which
     tokens of a unit may be taken, then which are, in order, as −1 − token where a budget may end before it; keys,

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from winnow_kernels.batch import NO_MASS, WHOLE_TO_THE_END, Count
 from winnow_kernels.cuda.module import source_of
-from winnow_kernels.cuda.products import SOURCE as PRODUCTS
-from winnow_kernels.cuda.products import macros_of
+from winnow_kernels.cuda.products import PRODUCTS, macros_of
 from winnow_kernels.decode.coded_tokens import WHOLE_SHARE, WINDOW
 from winnow_kernels.decode.predicted_attention import FLOOR, KEY_STEPS, LOWEST_KEY, ORDER_KEYS, STEPS
 from winnow_kernels.indexes.key_codes import BLOCK, QUERY_LEVELS, BlockLayout, rotation
@@ -110,11 +109,10 @@ class Sizes:
     def source(self, file: str) -> str:
         """Return the source of ``file`` for these sizes."""
         macros = {
-            **macros_of(self.stored, self.head_dim, self.group),
+            **macros_of(self.stored, self.head_dim, self.group, self.kv_heads),
             "QUERY_LEVELS": f"{QUERY_LEVELS}.0f",
             "ROTATION_SIGNS": _signs(self.head_dim),
             "STRIDE": triton.next_power_of_2(self.group),
-            "KV_HEADS": self.kv_heads,
             "PAGE_SIZE": self.page_size,
             "WINDOW": WINDOW,
             "WHOLE_SHARE": f"{WHOLE_SHARE}f",

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # By head dim: lanes hold whole words of two tokens' codes, or of one's.
 _MAX_GROUP: Final = {64: 4, 128: 8}
-# Of which on there is a copy engine.
 # Tiles that a block takes at least.
 _TILES_TAKEN: Final = 8
 _TAKING_ON_MULTIPROCESSOR: Final = 4

@@ -180,7 +180,7 @@ DEVICE void weigh_sample(Shared& shared, const Stage& stage, const Query& query,
 template <bool AGAIN>
 DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, int pair, int begin, int end,
                        int thread) {
-    const int warp = from_lane(thread / WARP, 0), lane = thread % WARP, part = lane % 4;
+    const int warp = thread / WARP, lane = thread % WARP, part = lane % 4;
     const int row = pair / KV_HEADS;
     const Bounds bounds(all, row);
     const Source source{all, all.page_table + row * all.table_stride, pair % KV_HEADS, bounds.scored};
@@ -210,7 +210,10 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     Query query;
     query.load(shared, warp, lane);
     if (thread < PADDED) {
-        if (!AGAIN && thread < GROUP) recalled.begin(kept_steps(shared, thread));
+        if (!AGAIN && thread < GROUP) {
+            recalled.begin(kept_steps(shared, thread));
+            all.kept[static_cast<int64>(pair) * STRIDE + thread] = recalled.kept;
+        }
         recalled.store(shared, thread);
         if (!AGAIN) all.units[static_cast<int64>(pair) * PADDED + thread] = recalled.unit;
     }

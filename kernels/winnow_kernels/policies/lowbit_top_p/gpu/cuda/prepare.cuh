@@ -33,7 +33,7 @@ DEVICE void round_query(const Arguments& all, Shared& shared, const uint16* quer
         }
     float highest = 0.0f;
     for (float number : numbers) highest = fmaxf(highest, fabsf(number));
-    for (int mask = 1; mask < WARP; mask *= 2) highest = fmaxf(highest, from_xor(highest, mask));
+    highest = highest_of_lanes(highest);
     const float step = highest / QUERY_LEVELS;
     int sum = 0;
     for (int each = 0; each < OWN; ++each) {
@@ -90,10 +90,8 @@ DEVICE void weigh_kept(const Arguments& all, Shared& shared, const Bounds& bound
         }
     }
     for (int column = 0; column < 2; ++column) {
-        float top = highest[column];
-        for (int mask = 4; mask < WARP; mask *= 2) top = fmaxf(top, from_xor(top, mask));
-        float mass = masses[column] * power_of_two(highest[column] - top);
-        for (int mask = 4; mask < WARP; mask *= 2) mass += from_xor(mass, mask);
+        const float top = highest_of_lanes<4>(highest[column]);
+        const float mass = sum_of_lanes<4>(masses[column] * power_of_two(highest[column] - top));
         const int head = 2 * lane + column;
         if (lane < 4 && head < PADDED) shared.kept_tops[warp][head] = top, shared.kept_masses[warp][head] = mass;
     }
@@ -108,15 +106,20 @@ DEVICE float kept_steps(const Shared& shared, int head) {
     return (top + log2f(mass)) * STEPS;
 }
 
-// Prepare a pair. What `list_again_kernel` and `take_kernel` need of it, one block writes down.
+// All levels of a pair. One block.
+DEVICE void copy_levels(int8* to, const int8* from, int thread) {
+    for (int word = thread; word < GROUP * HEAD_DIM / 4; word += THREADS)
+        reinterpret_cast<uint32*>(to)[word] = reinterpret_cast<const uint32*>(from)[word];
+}
+
+// Prepare a pair. What `list_again_kernel` needs of it, one block writes down.
 DEVICE void prepare(const Arguments& all, Shared& shared, const Bounds& bounds, int pair, bool writes, int thread) {
     const int warp = thread / WARP, lane = thread % WARP, row = pair / KV_HEADS, kv_head = pair % KV_HEADS;
-    const uint16* const queries =
-        all.queries + row * all.query_row_stride + kv_head * GROUP * all.query_head_stride;
+    const uint16* const queries = queries_of(all.queries, all.query_row_stride, all.query_head_stride, pair);
     // Memory is far away: what rounding does not need is on its way before. The last warps have the fewest kept tokens.
     const KeptKeys keys(all, bounds, row, kv_head, 16 * warp, lane);
     Queries own;
-    own.load(queries, all.query_head_stride, lane);
+    own.load(all.queries, all.query_row_stride, all.query_head_stride, pair, lane);
     const int head = WARPS - 1 - warp;
     if (head < GROUP) round_query(all, shared, queries + head * all.query_head_stride, head, lane);
     own.convert();
@@ -124,24 +127,17 @@ DEVICE void prepare(const Arguments& all, Shared& shared, const Bounds& bounds, 
     sync_block();
     if (!writes) return;
     const int64 of_heads = static_cast<int64>(pair) * STRIDE;
-    constexpr int WORDS_OF_HEAD = HEAD_DIM / 4;
-    for (int word = thread; word < GROUP * WORDS_OF_HEAD; word += THREADS)
-        reinterpret_cast<uint32*>(all.levels + of_heads * HEAD_DIM)[word] =
-            reinterpret_cast<const uint32*>(&shared.levels[0][0])[word];
+    copy_levels(all.levels + of_heads * HEAD_DIM, shared.levels[0], thread);
     if (thread < GROUP) {
         all.worths[of_heads + thread] = shared.worths[thread];
         all.sums[of_heads + thread] = shared.level_sums[thread];
-        all.kept[of_heads + thread] = kept_steps(shared, thread);
     }
 }
 
 // Read what was prepared of a pair.
 DEVICE void read_prepared(const Arguments& all, Shared& shared, int pair, int thread) {
     const int64 of_heads = static_cast<int64>(pair) * STRIDE;
-    constexpr int WORDS_OF_HEAD = HEAD_DIM / 4;
-    for (int word = thread; word < GROUP * WORDS_OF_HEAD; word += THREADS)
-        reinterpret_cast<uint32*>(&shared.levels[0][0])[word] =
-            reinterpret_cast<const uint32*>(all.levels + of_heads * HEAD_DIM)[word];
+    copy_levels(shared.levels[0], all.levels + of_heads * HEAD_DIM, thread);
     if (thread < GROUP) {
         shared.worths[thread] = all.worths[of_heads + thread];
         shared.level_sums[thread] = all.sums[of_heads + thread];

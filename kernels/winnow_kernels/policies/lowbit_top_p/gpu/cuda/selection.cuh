@@ -6,7 +6,7 @@
 //
 // Defined by the launch, beside what `products.cuh` needs: QUERY_LEVELS, ROTATION_SIGNS (a bit a channel, 1 where the
 // rotation's first row is negative), STEPS (from one mass to its double), BLOCK and TILE (tokens), LIST_WARPS, TAKE_WARPS,
-// TAKE_ROOM (tokens), HEAD_DIM, GROUP, STRIDE (query heads of a pair, and their places in memory), KV_HEADS, PAGE_SIZE, WINDOW,
+// TAKE_ROOM (tokens), STRIDE (places in memory of a pair's query heads), PAGE_SIZE, WINDOW,
 // WHOLE_SHARE, WHOLE_ABOVE, STEPS_TO_FLOOR, SPARE, SPARE_OF_END, PAIRS, BLOCKS_OF_PAIR, LOWEST_KEY, KEY_STEPS, ORDER_KEYS, ORDERS,
 // WHOLE_TO_THE_END, NO_MASS, READ_BYTES; of a block's piece, BLOCK_BYTES, and where in it means and factors are, and
 // what it has ends, MEANS_AT, FACTORS_AT, PIECE_END.
