@@ -363,12 +363,12 @@ DEVICE int load_published(const int* pointer) {
     return *pointer;
 }
 DEVICE void publish(int* pointer, int value) { *pointer = value; }
-DEVICE void fence_blocks() {}
-DEVICE int add_atomically(int* pointer, int value) {
-    const int before = *pointer;
-    *pointer += value;
+DEVICE int meet_at(int* counter, int value) {
+    const int before = *counter;
+    *counter += value;
     return before;
 }
+DEVICE void add_atomically(int* pointer, int value) { *pointer += value; }
 DEVICE void add_atomically(int64* pointer, int64 value) { *pointer += value; }
 DEVICE void raise_atomically(int* pointer, int value) {
     if (value > *pointer) *pointer = value;

@@ -67,6 +67,7 @@ class CudaKernels:
         list_again: does that for the pairs that were listed too short.
         take: writes what is selected.
         blocks: that list.
+        blocks_again: that list again, as a rule nothing: so few that there is room for those that take beside them.
         blocks_taking: that take, of all pairs.
     """
 
@@ -76,6 +77,7 @@ class CudaKernels:
     list_again: Launchable
     take: Launchable
     blocks: int
+    blocks_again: int
     blocks_taking: int
 
     @classmethod
@@ -98,13 +100,15 @@ class CudaKernels:
         taking = load(
             sizes.source("take.cu"), (("take_kernel", 32 * TAKE_WARPS, sizes.take_bytes(lists.tiles)),), device
         )
+        blocks = listing["list_kernel"].blocks_at_once(device)
         return cls(
             sizes,
             lists,
             listing["list_kernel"],
             listing["list_again_kernel"],
             taking["take_kernel"],
-            listing["list_kernel"].blocks_at_once(device),
+            blocks,
+            max(1, blocks // 2),
             programs_on(device, _TAKING_ON_MULTIPROCESSOR),
         )
 
@@ -127,7 +131,7 @@ class CudaKernels:
         of_pair = max(wanted, least_taking(tiles))
         return {
             "list": lambda: self.list.launch((self.blocks, 1), arguments),
-            "list again": lambda: self.list_again.launch((self.blocks, 1), arguments),
+            "list again": lambda: self.list_again.launch((self.blocks_again, 1), arguments),
             "take": lambda: self.take.launch((of_pair, pairs), arguments),
         }
 

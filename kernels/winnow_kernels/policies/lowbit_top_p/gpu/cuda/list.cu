@@ -196,27 +196,30 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     uint32 first_blocks[STAGES];
     for (int each = 0; each < STAGES; ++each)
         first_blocks[each] = source.first_of_run(tile + each * WARPS, lane);
+    Unprepared unprepared;
+    if (!AGAIN) unprepared.load(all, bounds, pair, warp, lane);
+    Recalled recalled;
+    if (thread < PADDED) recalled.load<AGAIN>(all, slot, pair, thread);
     uint32 next_block = first_blocks[STAGES - 1];
     if (!AGAIN) source.load<SAMPLED_BLOCKS, 1>(stages[free], arrivals[free], sampled, lane);
     for (int each = 0; each < STAGES - 1; ++each)
         if (tile + each * WARPS < end)
             source.load<BLOCKS_IN_TILE, BLOCKS_IN_RUN>(stages[each], arrivals[each], first_blocks[each], lane);
-    Recalled recalled;
-    if (thread < PADDED) recalled.load<AGAIN>(all, slot, pair, thread);
     if (AGAIN)
         read_prepared(all, shared, pair, thread);
     else
-        prepare(all, shared, bounds, pair, begin == 0, thread);
-    Query query;
-    query.load(shared, warp, lane);
+        prepare(all, shared, unprepared, bounds, pair, begin == 0, thread);
+    const float kept = !AGAIN && warp == 0 ? kept_steps(shared, lane) : 0.0f;
     if (thread < PADDED) {
         if (!AGAIN && thread < GROUP) {
-            recalled.begin(kept_steps(shared, thread));
-            all.kept[static_cast<int64>(pair) * STRIDE + thread] = recalled.kept;
+            recalled.begin(kept);
+            all.kept[static_cast<int64>(pair) * STRIDE + thread] = kept;
         }
         recalled.store(shared, thread);
         if (!AGAIN) all.units[static_cast<int64>(pair) * PADDED + thread] = recalled.unit;
     }
+    Query query;
+    query.load(shared, warp, lane);
     if (thread == 0) shared.share = share, shared.least = least;
     for (int bin = thread; bin < PADDED * (1 + BINS); bin += THREADS) (&shared.histograms[0][0])[bin] = 0;
     sync_block();
@@ -254,11 +257,9 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
         raise_atomically(all.tops + of_heads + thread, shared.tops[thread]);
     sync_block();
     if (thread == 0) {
-        fence_blocks();
-        const int known = add_atomically(all.met + pair, end - begin) + end - begin;
+        const int known = meet_at(all.met + pair, end - begin) + end - begin;
         shared.is_last = known == bounds.tiles();
         if (shared.is_last) all.met[pair] = 0;
-        fence_blocks();
     }
     sync_block();
     if (shared.is_last) settle(all, shared, bounds, row, pair, AGAIN, thread);
@@ -276,18 +277,19 @@ DEVICE void list_share(const Arguments& all, Shared& shared) {
     if (acting == 0) return;
     const int share = (total + blocks_in_grid() - 1) / blocks_in_grid(), block = block_number();
     int begin = block * share, end = begin + share < total ? begin + share : total;
+    int first_pair = 0, last_pair = pairs - 1;
     // A pair's blocks have no other where that leaves none of them much more to do.
     const int of_pair = blocks_in_grid() / acting;
     if (of_pair > 0 && shared.most_tiles <= of_pair * (share + TILES_TO_BEGIN)) {
         if (block / of_pair >= acting) return;
-        const int pair = shared.acting[block / of_pair];
+        const int pair = first_pair = last_pair = shared.acting[block / of_pair];
         const int first = pair > 0 ? shared.ends[pair - 1] : 0, after = shared.ends[pair];
         const int own = (after - first + of_pair - 1) / of_pair;
         begin = first + block % of_pair * own;
         end = begin + own < after ? begin + own : after;
     }
     while (begin < end) {
-        int low = 0, high = pairs - 1;
+        int low = first_pair, high = last_pair;
         while (low < high) {
             const int middle = (low + high) / 2;
             if (shared.ends[middle] > begin)
@@ -306,12 +308,15 @@ DEVICE void list_share(const Arguments& all, Shared& shared) {
 // Grid: as many blocks as the device takes at once.
 KERNEL(THREADS, 2) list_kernel(const Arguments all) {
     wait_for_last_kernel();
+    let_next_kernel_begin();
     DYNAMIC_SHARED(memory);
     list_share<false>(all, *reinterpret_cast<Shared*>(memory));
 }
 
-// The pairs that are open. Grid: the same.
+// The pairs that are open. Grid: any number of blocks that the device takes at once.
 KERNEL(THREADS, 2) list_again_kernel(const Arguments all) {
+    // As a rule this one has nothing to do, and the next waits for it with all that it needs.
+    let_next_kernel_begin();
     wait_for_last_kernel();
     if (load_shared_by_blocks(all.any_open) == 0) return;
     DYNAMIC_SHARED(memory);

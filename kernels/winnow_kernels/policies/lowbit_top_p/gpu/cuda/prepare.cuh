@@ -2,14 +2,14 @@
 // a pair finds it out for itself, while its first codes are on their way: a kernel of its own before this one would keep
 // half of the blocks from starting.
 
-// Rotate and round a query head. One warp.
-DEVICE void round_query(const Arguments& all, Shared& shared, const uint16* query, int head, int lane) {
-    constexpr int OWN = HEAD_DIM / WARP;
+// Channels of a query that a lane rounds.
+constexpr int OWN = HEAD_DIM / WARP;
+
+// Rotate and round a query head, of which each lane has words. One warp.
+DEVICE void round_query(const Arguments& all, Shared& shared, const uint32 (&words)[OWN / 2], int head, int lane) {
     constexpr float SMALLEST = 1.1754943508222875e-38f;
     constexpr uint32 SIGNS[HEAD_DIM / 32] = {ROTATION_SIGNS};
-    uint32 words[OWN / 2], signs = 0;
-    for (int each = 0; each < OWN / 2; ++each)
-        words[each] = reinterpret_cast<const uint32*>(query)[lane * (OWN / 2) + each];
+    uint32 signs = 0;
     for (int word = 0; word < HEAD_DIM / 32; ++word)
         if (lane * OWN / 32 == word) signs = SIGNS[word];
     float numbers[OWN];
@@ -48,12 +48,16 @@ DEVICE void round_query(const Arguments& all, Shared& shared, const uint16* quer
     }
 }
 
-// What a lane has of sixteen kept tokens' keys.
+// Kept tokens that a warp weighs at a time: the rows of a product.
+constexpr int KEPT_AT_ONCE = 16;
+
+// What a lane has of their keys.
 struct KeptKeys {
     uint32 words[2][KEY_RUNS][KEY_RUN];
     bool is_token[2];
 
-    DEVICE KeptKeys(const Arguments& all, const Bounds& bounds, int row, int kv_head, int first, int lane) {
+    // Of the kept tokens from number `first` on.
+    DEVICE void load(const Arguments& all, const Bounds& bounds, int row, int kv_head, int first, int lane) {
         const int kept = bounds.kept();
         for (int half = 0; half < 2; ++half) {
             const int place = first + 8 * half + lane / 4;
@@ -70,13 +74,13 @@ struct KeptKeys {
     }
 };
 
-// What a warp's part of the kept tokens weighs, of all query heads, from its first sixteen on.
+// What a warp's part of the kept tokens weighs, of all query heads, from its first few on.
 DEVICE void weigh_kept(const Arguments& all, Shared& shared, const Bounds& bounds, KeptKeys keys,
                        const Queries& queries, int row, int kv_head, int warp, int lane) {
     float highest[2] = {NO_MASS, NO_MASS}, masses[2] = {0.0f, 0.0f};
 #pragma unroll 1
-    for (int first = 16 * warp; first < bounds.kept(); first += 16 * WARPS) {
-        if (first > 16 * warp) keys = KeptKeys(all, bounds, row, kv_head, first, lane);
+    for (int first = KEPT_AT_ONCE * warp; first < bounds.kept(); first += KEPT_AT_ONCE * WARPS) {
+        if (first > KEPT_AT_ONCE * warp) keys.load(all, bounds, row, kv_head, first, lane);
         float scores[1][4] = {};
         queries.score(scores, keys);
         for (int column = 0; column < 2; ++column) {
@@ -97,13 +101,15 @@ DEVICE void weigh_kept(const Arguments& all, Shared& shared, const Bounds& bound
     }
 }
 
-// The logarithm of what the kept tokens weigh, in steps.
-DEVICE float kept_steps(const Shared& shared, int head) {
+// The logarithm of what the kept tokens weigh, in steps; of query head `lane % PADDED`. One warp.
+DEVICE float kept_steps(const Shared& shared, int lane) {
+    const int head = lane % PADDED;
     float top = NO_MASS, mass = 0.0f;
-    for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, shared.kept_tops[warp][head]);
-    for (int warp = 0; warp < WARPS; ++warp)
+    for (int warp = lane / PADDED; warp < WARPS; warp += WARP / PADDED) top = fmaxf(top, shared.kept_tops[warp][head]);
+    top = highest_of_lanes<PADDED>(top);
+    for (int warp = lane / PADDED; warp < WARPS; warp += WARP / PADDED)
         mass += shared.kept_masses[warp][head] * power_of_two(shared.kept_tops[warp][head] - top);
-    return (top + log2f(mass)) * STEPS;
+    return (top + log2f(sum_of_lanes<PADDED>(mass))) * STEPS;
 }
 
 // All levels of a pair. One block.
@@ -112,18 +118,35 @@ DEVICE void copy_levels(int8* to, const int8* from, int thread) {
         reinterpret_cast<uint32*>(to)[word] = reinterpret_cast<const uint32*>(from)[word];
 }
 
+// What a pair is prepared from, by lanes. It is asked for before any codes are: behind those it would come when they do.
+struct Unprepared {
+    // Of the query head that the warp rounds.
+    uint32 words[OWN / 2];
+    Queries queries;
+    KeptKeys keys;
+
+    // The last warps have the fewest kept tokens.
+    DEVICE static int head_of(int warp) { return WARPS - 1 - warp; }
+
+    DEVICE void load(const Arguments& all, const Bounds& bounds, int pair, int warp, int lane) {
+        const int head = head_of(warp);
+        const uint16* const of_pair = queries_of(all.queries, all.query_row_stride, all.query_head_stride, pair);
+        const uint16* const own = of_pair + head * all.query_head_stride + OWN * lane;
+        for (int word = 0; word < OWN / 2; ++word)
+            words[word] = head < GROUP ? reinterpret_cast<const uint32*>(own)[word] : 0;
+        queries.load(all.queries, all.query_row_stride, all.query_head_stride, pair, lane);
+        keys.load(all, bounds, pair / KV_HEADS, pair % KV_HEADS, KEPT_AT_ONCE * warp, lane);
+    }
+};
+
 // Prepare a pair. What `list_again_kernel` needs of it, one block writes down.
-DEVICE void prepare(const Arguments& all, Shared& shared, const Bounds& bounds, int pair, bool writes, int thread) {
+DEVICE void prepare(const Arguments& all, Shared& shared, Unprepared& own, const Bounds& bounds, int pair, bool writes,
+                    int thread) {
     const int warp = thread / WARP, lane = thread % WARP, row = pair / KV_HEADS, kv_head = pair % KV_HEADS;
-    const uint16* const queries = queries_of(all.queries, all.query_row_stride, all.query_head_stride, pair);
-    // Memory is far away: what rounding does not need is on its way before. The last warps have the fewest kept tokens.
-    const KeptKeys keys(all, bounds, row, kv_head, 16 * warp, lane);
-    Queries own;
-    own.load(all.queries, all.query_row_stride, all.query_head_stride, pair, lane);
-    const int head = WARPS - 1 - warp;
-    if (head < GROUP) round_query(all, shared, queries + head * all.query_head_stride, head, lane);
-    own.convert();
-    weigh_kept(all, shared, bounds, keys, own, row, kv_head, warp, lane);
+    const int head = Unprepared::head_of(warp);
+    if (head < GROUP) round_query(all, shared, own.words, head, lane);
+    own.queries.convert();
+    weigh_kept(all, shared, bounds, own.keys, own.queries, row, kv_head, warp, lane);
     sync_block();
     if (!writes) return;
     const int64 of_heads = static_cast<int64>(pair) * STRIDE;

@@ -8,6 +8,8 @@ struct Query {
 
     DEVICE void load(Shared& shared, int warp, int lane) {
         const int column = lane / 4, part = lane % 4, head = column % PADDED;
+        // The first warp has more to do.
+        const bool is_sharing = warp == 1;
         const int8* levels = shared.levels[head];
         for (int word = 0; word < WORDS; ++word) {
             // Four bytes of codes: 16 channels, of one token of the row.
@@ -31,9 +33,9 @@ struct Query {
             const float sum = is_head ? worth * static_cast<float>(shared.level_sums[own]) : 0.0f;
             worths[each] = worth * (1.0f / 32);
             sums[each] = -3.0f * sum;
-            if (warp == 0 && column == 0) shared.sums[2 * part + each] = -15.0f * sum;
+            if (is_sharing && column == 0) shared.sums[2 * part + each] = -15.0f * sum;
         }
-        if (warp == 0)
+        if (is_sharing)
             for (int word = 0; word < MEAN_WORDS; ++word) {
                 uint32 of_bytes[2] = {0, 0};
                 if (head < GROUP) load_words(of_bytes, levels + 8 * (MEAN_WORDS * part + word));

@@ -133,19 +133,31 @@ struct Counts {
 
 // The sums over tiles of all heads' masses; in the same order whatever blocks had which tiles.
 DEVICE void sum_masses(const Arguments& all, Shared& shared, int pair, int tiles, int thread) {
+    // Loaded at once, since memory is far away.
+    constexpr int AT_ONCE = 8;
     double* const sums = sums_of(shared);
     if (thread < SUMMING) {
         double sum = 0.0;
         const float* masses = all.masses + static_cast<int64>(pair) * all.tiles * PADDED;
-#pragma unroll 8
-        for (int each = thread; each < tiles * PADDED; each += SUMMING) sum += load_shared_by_blocks(masses + each);
-        sums[thread] = sum;
-    }
-    for (int half = SUMMING / 2; half >= PADDED; half /= 2) {
-        sync_block();
-        if (thread < half) sums[thread] += sums[thread + half];
+        for (int first = thread; first < tiles * PADDED; first += AT_ONCE * SUMMING) {
+            float own[AT_ONCE];
+            for (int each = 0; each < AT_ONCE; ++each) {
+                const int place = first + each * SUMMING;
+                own[each] = place < tiles * PADDED ? load_shared_by_blocks(masses + place) : 0.0f;
+            }
+            for (float mass : own) sum += mass;
+        }
+        sum = sum_of_lanes<PADDED>(sum);
+        if (thread % WARP < PADDED) sums[thread / WARP * PADDED + thread % WARP] = sum;
     }
     sync_block();
+}
+
+// Of a query head, of what warps have added up.
+DEVICE double sum_of(Shared& shared, int head) {
+    double sum = 0.0;
+    for (int warp = 0; warp < SUMMING / WARP; ++warp) sum += sums_of(shared)[warp * PADDED + head];
+    return sum;
 }
 
 // Cut a query head, of which all is known, or open it. One warp.
@@ -155,7 +167,7 @@ DEVICE void settle_head(const Arguments& all, Shared& shared, const Bounds& boun
                 of_column = static_cast<int64>(pair) * PADDED + head;
     const int unit = shared.units[head], first = shared.counted_from[head], start = shared.starts[head];
     const float kept = kept_mass(shared.kept[head], unit);
-    const float total = static_cast<float>(kept + sums_of(shared)[head]);
+    const float total = static_cast<float>(kept + sum_of(shared, head));
     // In another unit it is a number. What makes it so large is listed.
     const bool is_lost = !(total < MAX_MASS);
     const int floor = is_lost ? unit : unit + floor_of(total);

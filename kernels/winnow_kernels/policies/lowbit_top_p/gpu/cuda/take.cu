@@ -117,8 +117,100 @@ DEVICE int order_of(const float (&weights)[PADDED], const Arguments& all, int64 
     return ORDERS - 1 - (key - LOWEST_KEY) / ORDER_KEYS;
 }
 
+// The tokens that a warp takes, and what it needs to weigh them.
+struct Taken {
+    const Arguments& all;
+    const Shared& shared;
+    const Tokens& tokens;
+    int row, pair;
+    // Whether the selection may be put in order.
+    bool is_in_order;
+
+    DEVICE int mark(int number, int head) const { return step_in(tokens.steps[number], head) + shared.to_marks[head]; }
+
+    DEVICE float weight(int mark, int head) const {
+        return mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
+    }
+};
+
+// Some of a warp's tokens at a time: AT_ONCE of each lane.
+struct Some {
+    static constexpr int TOKENS = AT_ONCE * WARP;
+
+    // The lane's first one's number; positions are −1 where it has none.
+    int first;
+    int positions[AT_ONCE], slots[AT_ONCE];
+
+    // Of those that the warp has from number `begin` on, up to `end`.
+    DEVICE void look_up(const Taken& taken, int begin, int end, int lane) {
+        first = begin + lane;
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; ++each) {
+            const int number = first + each * WARP;
+            positions[each] = number < end ? taken.tokens.positions[number] : -1;
+            slots[each] = positions[each] < 0 ? 0 : slot_at(taken.all, taken.row, positions[each]);
+        }
+    }
+
+    // Add up their masses, and write down their marks.
+    DEVICE void weigh(const Taken& taken, int64 (&masses)[PADDED]) const {
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; ++each) {
+            if (positions[each] < 0) continue;
+            for (int head = 0; head < PADDED; ++head) {
+                const int mark = taken.mark(first + each * WARP, head);
+                masses[head] += static_cast<int64>(taken.weight(mark, head) * (1.0f / GRAIN));
+                if (taken.is_in_order && head < STRIDE) {
+                    const int64 token = taken.pair * taken.all.tokens + positions[each];
+                    taken.all.marks[token * STRIDE + head] = static_cast<uint8>(clamp(mark, 0, 255));
+                }
+            }
+        }
+    }
+
+    // Write them down behind `kept` tokens and `others` before the warp's first.
+    DEVICE void write(const Taken& taken, int others, int kept) const {
+        const Arguments& all = taken.all;
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; ++each) {
+            if (positions[each] < 0) continue;
+            const int number = first + each * WARP, place = others + number;
+            if (kept + place < all.width) all.selected_slots[taken.pair * all.width + kept + place] = slots[each];
+            if (!taken.is_in_order) continue;
+            float weights[PADDED];
+            for (int head = 0; head < PADDED; ++head) weights[head] = taken.weight(taken.mark(number, head), head);
+            all.listed[taken.pair * all.tokens + place] = positions[each];
+            all.orders[taken.pair * all.tokens + place] =
+                static_cast<uint8>(order_of(weights, all, static_cast<int64>(taken.pair) * STRIDE));
+        }
+    }
+};
+
+// Add a warp's masses to what the block has of it.
+DEVICE void add_masses(Shared& shared, int64 (&masses)[PADDED], int warp, int lane) {
+    const int64 mass = own_sum_of_lanes(masses, lane);
+    if (lane < PADDED) shared.masses[warp][lane] += mass;
+    for (int64& own : masses) own = 0;
+}
+
+// What is known of a pair when its last block is through: of a query head's kept tokens and of all.
+struct Known {
+    int cap = 0, unit = 0;
+    float kept = 0.0f, total = 0.0f;
+
+    DEVICE Known(const Arguments& all, int row, int pair, int head) {
+        cap = all.most[row];
+        if (head >= GROUP) return;
+        const int64 place = static_cast<int64>(pair) * STRIDE + head;
+        unit = all.bases[place] + STEPS_TO_FLOOR;
+        kept = all.kept[place];
+        total = all.totals[place];
+    }
+};
+
 // The counts, and what is believed, of a pair that is written; a warp for each query head.
-DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair, int blocks, int warp, int lane) {
+DEVICE void finish(const Arguments& all, const Bounds& bounds, const Known& known, int row, int pair, int blocks, int warp,
+                   int lane) {
     const int kept = bounds.kept();
     const int of_block = lane < blocks ? load_shared_by_blocks(all.published + pair * BLOCKS_OF_PAIR + lane) - 1 : 0;
     int64 of_head = 0;
@@ -126,7 +218,7 @@ DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair
         of_head = load_shared_by_blocks(all.taken + (static_cast<int64>(pair) * BLOCKS_OF_PAIR + lane) * PADDED + warp);
     const int others = sum_of_lanes(of_block), tokens = kept + others;
     // A cap that would be read whole by itself is none.
-    const int cap = all.most[row];
+    const int cap = known.cap;
     const float most = static_cast<float>(bounds.length) * WHOLE_SHARE;
     int limit = cap > kept ? cap : kept;
     limit = cap == 0 || static_cast<float>(limit) > most ? tokens : tokens < limit ? tokens : limit;
@@ -141,9 +233,8 @@ DEVICE void finish(const Arguments& all, const Bounds& bounds, int row, int pair
     const int64 grains = sum_of_lanes(of_head);
     if (warp < GROUP && lane == 0) {
         const int64 place = static_cast<int64>(pair) * STRIDE + warp;
-        const int unit = all.bases[place] + STEPS_TO_FLOOR;
-        const float mass = kept_mass(all.kept[place], unit) + static_cast<float>(grains) * GRAIN;
-        const float rest = fmaxf(all.totals[place] - mass, 0.0f), of_unit = static_cast<float>(unit) * (1.0f / STEPS);
+        const float mass = kept_mass(known.kept, known.unit) + static_cast<float>(grains) * GRAIN;
+        const float rest = fmaxf(known.total - mass, 0.0f), of_unit = static_cast<float>(known.unit) * (1.0f / STEPS);
         all.rests[place] = rest;
         float* const believed = all.beliefs + (static_cast<int64>(pair) * GROUP + warp) * 2;
         believed[0] = is_whole ? NO_MASS : of_unit + log2f(fmaxf(mass, 1e-30f));
@@ -166,15 +257,17 @@ DEVICE int taken_before(const Arguments& all, int pair, int block, int lane) {
 
 KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     DYNAMIC_SHARED(memory);
-    wait_for_last_kernel();
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     int* const listed = reinterpret_cast<int*>(memory + sizeof(Shared));
     const int thread = thread_number(), warp = thread / WARP, lane = thread % WARP;
     const int pair = block_number_y(), row = pair / KV_HEADS, block = block_number(), blocks = blocks_in_grid();
-    // By now nobody asks any more whether pairs are listed again.
-    if (pair == 0 && block == 0 && thread == 0) all.any_open[0] = 0;
+    // What no kernel of a selection writes need not be waited for.
     const Bounds bounds(all, row);
     const int kept = bounds.kept();
+    wait_for_last_kernel();
+    let_next_kernel_begin();
+    // By now nobody asks any more whether pairs are listed again.
+    if (pair == 0 && block == 0 && thread == 0) all.any_open[0] = 0;
     if (bounds.scored == 0) return;
     const int64 of_heads = static_cast<int64>(pair) * STRIDE;
     const int share = (bounds.tiles() + blocks - 1) / blocks, first = block * share;
@@ -196,67 +289,49 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
     const int64 of_tokens = pair * all.tokens + static_cast<int64>(first) * TILE;
     const Part part{all, listed, of_tokens, first, begin, end};
     Tokens& own = shared.tokens[warp];
-    const int taken = part.find(own, cuts, 0, lane);
-    if (lane == 0) shared.taken[warp] = taken;
+    const int count_taken = part.find(own, cuts, 0, lane);
+    if (lane == 0) shared.taken[warp] = count_taken;
+    if (lane < PADDED) shared.masses[warp][lane] = 0;
     sync_block();
-    if (warp == 0) {
+    if (thread == 0) {
         int of_block = 0;
         for (int each = 0; each < WARPS; ++each) of_block += shared.taken[each];
-        if (lane == 0) publish(all.published + pair * BLOCKS_OF_PAIR + block, of_block + 1);
-        const int before = taken_before(all, pair, block, lane);
-        if (lane == 0) shared.before = before;
+        publish(all.published + pair * BLOCKS_OF_PAIR + block, of_block + 1);
     }
-    // Meanwhile the first block writes what is kept: the newest tokens, then the sinks.
-    int* const slots = all.selected_slots + pair * all.width;
+    // What does not depend on the blocks before comes before they are asked: as a rule, all but writing.
+    const bool is_in_order = all.in_order && (all.by_score[row] != 0 || all.most[row] > 0);
+    const Taken taken{all, shared, own, row, pair, is_in_order};
+    int64 masses[PADDED] = {};
+    Some some;
+    some.look_up(taken, 0, count_taken < ROOM ? count_taken : ROOM, lane);
+    some.weigh(taken, masses);
+    add_masses(shared, masses, warp, lane);
+    // The first block writes what is kept: the newest tokens, then the sinks.
     if (block == 0) {
+        int* const slots = all.selected_slots + pair * all.width;
         for (int each = thread; each < kept && each < all.width; each += THREADS)
             slots[each] = slot_at(all, row, bounds.kept_position(each));
     }
+    if (warp == 0) {
+        const int before = taken_before(all, pair, block, lane);
+        if (lane == 0) shared.before = before;
+    }
     sync_block();
-    const bool is_in_order = all.in_order && (all.by_score[row] != 0 || all.most[row] > 0);
-    int place = shared.before;
-    for (int each = 0; each < warp; ++each) place += shared.taken[each];
-    int64 masses[PADDED];
-    for (int64& mass : masses) mass = 0;
-    for (int from = 0; from < taken; from += ROOM) {
+    int others = shared.before;
+    for (int each = 0; each < warp; ++each) others += shared.taken[each];
+    for (int from = 0; from < count_taken; from += ROOM) {
         if (from > 0) part.find(own, cuts, from, lane);
-        const int here = taken - from < ROOM ? taken - from : ROOM;
-        for (int own_first = lane; own_first - lane < here; own_first += AT_ONCE * WARP) {
-            int positions[AT_ONCE], own_slots[AT_ONCE];
-#pragma unroll
-            for (int each = 0; each < AT_ONCE; ++each) {
-                const int number = own_first + each * WARP;
-                positions[each] = number < here ? own.positions[number] : -1;
-                own_slots[each] = positions[each] < 0 ? 0 : slot_at(all, row, positions[each]);
+        const int here = count_taken - from < ROOM ? count_taken - from : ROOM;
+        for (int first = 0; first < here; first += Some::TOKENS) {
+            if (from + first > 0) {
+                some.look_up(taken, first, here, lane);
+                some.weigh(taken, masses);
             }
-#pragma unroll
-            for (int each = 0; each < AT_ONCE; ++each) {
-                const int number = own_first + each * WARP, position = positions[each], other = place + from + number;
-                if (position < 0) continue;
-                Entry entry;
-                load_words(entry.words, own.steps[number]);
-                if (kept + other < all.width) slots[kept + other] = own_slots[each];
-                float weights[PADDED];
-                for (int head = 0; head < PADDED; ++head) {
-                    const int mark = entry.step(head) + shared.to_marks[head];
-                    weights[head] = mark > shared.floors[head] ? mass_of(mark - STEPS_TO_FLOOR) : 0.0f;
-                    masses[head] += static_cast<int64>(weights[head] * (1.0f / GRAIN));
-                    if (is_in_order && head < STRIDE)
-                        all.marks[(pair * all.tokens + position) * STRIDE + head] =
-                            static_cast<uint8>(clamp(mark, 0, 255));
-                }
-                if (is_in_order) {
-                    all.listed[pair * all.tokens + other] = position;
-                    all.orders[pair * all.tokens + other] = static_cast<uint8>(order_of(weights, all, of_heads));
-                }
-            }
+            some.write(taken, others + from, kept);
         }
         sync_warp();
     }
-    for (int head = 0; head < PADDED; ++head) {
-        const int64 mass = sum_of_lanes(masses[head]);
-        if (lane == 0) shared.masses[warp][head] = mass;
-    }
+    if (count_taken > Some::TOKENS) add_masses(shared, masses, warp, lane);
     sync_block();
     if (thread < PADDED) {
         int64 mass = 0;
@@ -264,11 +339,9 @@ KERNEL(THREADS, 4) take_kernel(const Arguments all) {
         all.taken[(static_cast<int64>(pair) * BLOCKS_OF_PAIR + block) * PADDED + thread] = mass;
     }
     sync_block();
-    if (thread == 0) {
-        fence_blocks();
-        shared.is_last = add_atomically(all.met + pair, 1) == blocks - 1;
-        fence_blocks();
-    }
+    // On its way meanwhile.
+    const Known known(all, row, pair, warp);
+    if (thread == 0) shared.is_last = meet_at(all.met + pair, 1) == blocks - 1;
     sync_block();
-    if (shared.is_last) finish(all, bounds, row, pair, blocks, warp, lane);
+    if (shared.is_last) finish(all, bounds, known, row, pair, blocks, warp, lane);
 }
