@@ -1,4 +1,5 @@
-// `device.cuh` on a CPU: a block's threads are fibers, which take turns where they meet. Blocks run one after another.
+// `device.cuh` on a CPU: a block's threads are fibers, which take turns where they meet. Blocks run one after another. Where
+// ThreadSanitizer watches, all threads of all blocks are fibers of their own, so that it takes them as running at once.
 
 #include <ucontext.h>
 
@@ -9,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -37,10 +39,15 @@ namespace host {
 constexpr int LANES = 32;
 constexpr int STACK = 256 << 10;
 constexpr int MOST_SHARED = 228 << 10;
+constexpr uint8 UNTOUCHED = 0xab;
+// ThreadSanitizer has room for 8,128 threads.
+constexpr int MOST_FIBERS = 4096;
 
 struct Meeting {
     int arrived = 0;
     unsigned turn = 0;
+    // Of two bytes by which its turns are known, which no other block's meeting has.
+    const char* place = nullptr;
 };
 
 struct Operands {
@@ -57,11 +64,15 @@ struct Copies {
     std::deque<std::vector<Copy>> groups;
 };
 
-alignas(128) static uint8 shared[MOST_SHARED];
+static uint8* shared;
 static std::vector<ucontext_t> threads;
 static std::vector<bool> is_done;
 static std::vector<int> turns, places;
-static std::vector<std::vector<char>> stacks;
+// By blocks if races are watched, else the same for all.
+static std::vector<std::unique_ptr<char[]>> stacks, memories;
+static std::vector<void*> fibers;
+static void* outside_fiber;
+static int first_fiber;
 static std::vector<Meeting> warps;
 static std::vector<Operands> operands[2];
 static std::vector<Copies> copies;
@@ -87,7 +98,9 @@ inline void next_thread() {
     const int from = current, size = static_cast<int>(threads.size());
     do current = turns[(places[current] + 1) % size];
     while (is_done[current] && current != from);
-    if (current != from) swapcontext(&threads[from], &threads[current]);
+    if (current == from) return;
+    races::switch_to(fibers[first_fiber + current]);
+    swapcontext(&threads[from], &threads[current]);
 }
 
 inline void meet(Meeting& meeting, int size) {
@@ -100,10 +113,19 @@ inline void meet(Meeting& meeting, int size) {
     while (meeting.turn == turn) next_thread();
 }
 
+// The same, with all that was written before.
+inline void synchronize(Meeting& meeting, int size) {
+    const void* const turn = meeting.place + meeting.turn % 2;
+    races::release(turn);
+    meet(meeting, size);
+    races::acquire(turn);
+}
+
 inline Meeting& own_warp() { return warps[current / LANES]; }
 
 // What all lanes of this warp bring to a meeting.
 inline const Operands* exchange(const Operands& own) {
+    const races::OfHost of_host;
     auto& slots = operands[own_warp().turn % 2];
     slots[current] = own;
     const int warp = current / LANES;
@@ -111,63 +133,105 @@ inline const Operands* exchange(const Operands& own) {
     return &slots[warp * LANES];
 }
 
-inline void enter() {
-    body();
+// The first thread that has not ended, or `outside`, which goes on.
+inline std::pair<void*, ucontext_t*> next_of_ended() {
+    const races::OfHost of_host;
     is_done[current] = true;
     for (size_t each = 0; each < is_done.size(); ++each)
         if (!is_done[each]) {
             current = static_cast<int>(each);
-            setcontext(&threads[current]);
+            return {fibers[first_fiber + current], &threads[current]};
         }
-    setcontext(&outside);
+    return {outside_fiber, &outside};
+}
+
+inline void enter() {
+    body();
+    races::release(&body);
+    const auto next = next_of_ended();
+    races::switch_to(next.first);
+    setcontext(next.second);
+}
+
+// One block, with memory and fibers number `number`.
+inline void run_block(int size, int shared_bytes, int number) {
+    shared = reinterpret_cast<uint8*>((reinterpret_cast<size_t>(memories[number].get()) + 127) / 128 * 128);
+    first_fiber = number * size;
+    is_done.assign(size, false);
+    shuffle_turns(size);
+    warps.assign(size / LANES, {});
+    copies.assign(size, {});
+    block = {};
+    // No stack is ever that deep.
+    for (int warp = 0; warp < size / LANES; ++warp) warps[warp].place = stacks[first_fiber + warp * LANES].get();
+    block.place = stacks[first_fiber].get() + 2;
+    for (int each = 0; each < size; ++each) {
+        getcontext(&threads[each]);
+        threads[each].uc_stack.ss_sp = stacks[first_fiber + each].get();
+        threads[each].uc_stack.ss_size = STACK;
+        threads[each].uc_link = nullptr;
+        makecontext(&threads[each], enter, 0);
+    }
+    current = turns[0];
+    forbid(shared + shared_bytes, MOST_SHARED - shared_bytes);
+    races::switch_to(fibers[first_fiber + current]);
+    swapcontext(&outside, &threads[current]);
+    allow(shared + shared_bytes, MOST_SHARED - shared_bytes);
+    for (int each = shared_bytes; each < MOST_SHARED; ++each)
+        if (shared[each] != UNTOUCHED) {
+            fprintf(stderr, "a block writes to byte %d of %d in shared memory\n", each, shared_bytes);
+            abort();
+        }
 }
 
 inline void run(int x, int y, int size, int shared_bytes, std::function<void()> kernel) {
-    constexpr uint8 UNTOUCHED = 0xab;
+    const races::OfHost of_host;
+    const int at_once = races::ARE_WATCHED ? std::min(x * y, MOST_FIBERS / size) : 1;
     body = kernel;
     grid_x = x;
     threads.resize(size);
-    stacks.resize(size);
-    for (auto& stack : stacks) stack.resize(STACK);
     operands[0].resize(size);
     operands[1].resize(size);
-    for (block_y = 0; block_y < y; ++block_y)
-        for (block_x = 0; block_x < x; ++block_x) {
-            memset(shared, UNTOUCHED, sizeof shared);
-            is_done.assign(size, false);
-            shuffle_turns(size);
-            warps.assign(size / LANES, {});
-            copies.assign(size, {});
-            block = {};
-            for (int each = 0; each < size; ++each) {
-                getcontext(&threads[each]);
-                threads[each].uc_stack.ss_sp = stacks[each].data();
-                threads[each].uc_stack.ss_size = STACK;
-                threads[each].uc_link = nullptr;
-                makecontext(&threads[each], enter, 0);
-            }
-            current = turns[0];
-            swapcontext(&outside, &threads[current]);
-            for (int each = shared_bytes; each < MOST_SHARED; ++each)
-                if (shared[each] != UNTOUCHED) {
-                    fprintf(stderr, "a block writes to byte %d of %d in shared memory\n", each, shared_bytes);
-                    abort();
-                }
+    outside_fiber = races::own_fiber();
+    while (static_cast<int>(stacks.size()) < at_once * size) stacks.emplace_back(new char[STACK]);
+    while (static_cast<int>(memories.size()) < at_once) memories.emplace_back(new char[MOST_SHARED + 128]);
+    for (int first = 0; first < x * y; first += at_once) {
+        const int blocks = std::min(at_once, x * y - first);
+        for (int each = 0; each < blocks; ++each) memset(memories[each].get(), UNTOUCHED, MOST_SHARED + 128);
+        fibers.clear();
+        for (int each = 0; each < blocks * size; ++each) fibers.push_back(races::new_fiber());
+        for (int each = 0; each < blocks; ++each) {
+            block_y = (first + each) / x;
+            block_x = (first + each) % x;
+            run_block(size, shared_bytes, each);
         }
+        races::acquire(&body);
+        for (void* fiber : fibers) races::end_fiber(fiber);
+    }
 }
 
 }  // namespace host
 
-DEVICE int thread_number() { return host::current; }
-DEVICE int block_number() { return host::block_x; }
-DEVICE int block_number_y() { return host::block_y; }
-DEVICE int blocks_in_grid() { return host::grid_x; }
+DEVICE int of_host(const int& number) {
+    const races::OfHost of_host;
+    return number;
+}
+DEVICE int thread_number() { return of_host(host::current); }
+DEVICE int block_number() { return of_host(host::block_x); }
+DEVICE int block_number_y() { return of_host(host::block_y); }
+DEVICE int blocks_in_grid() { return of_host(host::grid_x); }
 
 DEVICE void wait_for_last_kernel() {}
 DEVICE void let_next_kernel_begin() {}
 
-DEVICE void sync_block() { host::meet(host::block, static_cast<int>(host::threads.size())); }
-DEVICE void sync_warp() { host::meet(host::own_warp(), host::LANES); }
+DEVICE void sync_block() {
+    const races::OfHost of_host;
+    host::synchronize(host::block, static_cast<int>(host::threads.size()));
+}
+DEVICE void sync_warp() {
+    const races::OfHost of_host;
+    host::synchronize(host::own_warp(), host::LANES);
+}
 
 template <typename T>
 DEVICE T from_lane(T value, int lane) {
@@ -178,7 +242,7 @@ DEVICE T from_lane(T value, int lane) {
 }
 template <typename T>
 DEVICE T from_xor(T value, int mask) {
-    return from_lane(value, host::current % host::LANES ^ mask);
+    return from_lane(value, thread_number() % host::LANES ^ mask);
 }
 DEVICE uint32 ballot(bool is_set) {
     const host::Operands* lanes = host::exchange({{is_set}});
@@ -189,7 +253,7 @@ DEVICE uint32 ballot(bool is_set) {
 // A lane of the warp's choice: not the first.
 DEVICE bool is_elected() {
     sync_warp();
-    return host::current % host::LANES == host::LANES - 1;
+    return thread_number() % host::LANES == host::LANES - 1;
 }
 DEVICE int bits_set(uint32 word) { return __builtin_popcount(word); }
 DEVICE int first_bit(uint32 word) { return __builtin_ffs(word) - 1; }
@@ -197,7 +261,7 @@ DEVICE int first_bit(uint32 word) { return __builtin_ffs(word) - 1; }
 DEVICE int byte_of(uint32 word, int number) { return word >> 8 * number & 0xff; }
 DEVICE void multiply_add(int (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
     const host::Operands* lanes = host::exchange({{a0, a1, a2, a3, b0, b1}});
-    const int lane = host::current % host::LANES;
+    const int lane = thread_number() % host::LANES;
     for (int each = 0; each < 4; ++each) {
         const int row = lane / 4, column = lane % 4 * 2 + each % 2;
         for (int k = 0; k < 32; ++k) {
@@ -224,7 +288,7 @@ DEVICE float from_bfloat(uint16 bits) {
 template <typename Widen>
 DEVICE void multiply_add_floats(float (&d)[4], const host::Operands& own, Widen widen) {
     const host::Operands* lanes = host::exchange(own);
-    const int lane = host::current % host::LANES;
+    const int lane = thread_number() % host::LANES;
     for (int each = 0; each < 4; ++each) {
         const int row = lane / 4, column = lane % 4 * 2 + each % 2;
         for (int k = 0; k < 16; ++k) {
@@ -243,7 +307,7 @@ DEVICE void multiply_add_bfloats(float (&d)[4], uint32 a0, uint32 a1, uint32 a2,
 }
 DEVICE uint32 transposed(uint32 word) {
     const host::Operands* lanes = host::exchange({{word}});
-    const int row = host::current % host::LANES / 4, column = host::current % host::LANES % 4 * 2;
+    const int row = thread_number() % host::LANES / 4, column = thread_number() % host::LANES % 4 * 2;
     const auto number = [&](int of_row, int of_column) {
         return lanes[4 * of_row + of_column / 2].words[0] >> of_column % 2 * 16 & 0xffff;
     };
@@ -312,6 +376,8 @@ struct alignas(8) Arrival {
 };
 DEVICE void set_up(Arrival& arrival) { arrival = {}; }
 DEVICE void count_bytes(Arrival& arrival, int bytes) {
+    const races::OfHost of_host;
+    races::release(&arrival);
     arrival.missing += bytes;
     arrival.rounds += arrival.missing == 0;
 }
@@ -321,10 +387,12 @@ DEVICE void copy_bytes(void* to, const void* from, int bytes, Arrival& arrival) 
     count_bytes(arrival, -bytes);
 }
 DEVICE void wait_for_bytes(const Arrival& arrival, uint32 parity) {
+    const races::OfHost of_host;
     if (arrival.rounds % 2 == parity) {
         fprintf(stderr, "copies are waited for that nobody began\n");
         abort();
     }
+    races::acquire(&arrival);
 }
 DEVICE void fence_copies() {}
 
@@ -335,20 +403,28 @@ DEVICE void copy_run(void* to, const void* from) {
         fprintf(stderr, "what is copied lies across a boundary\n");
         abort();
     }
+    races::write(to, 16);
+    const races::OfHost of_host;
     host::copies[host::current].open.push_back({to, from});
 }
 DEVICE void end_of_copies() {
+    const races::OfHost of_host;
     host::Copies& own = host::copies[host::current];
     own.groups.push_back(std::move(own.open));
     own.open.clear();
 }
 template <int LAST>
 DEVICE void wait_for_copies() {
-    auto& groups = host::copies[host::current].groups;
-    while (groups.size() > LAST) {
-        for (const host::Copy& copy : groups.front()) memcpy(copy.to, copy.from, 16);
-        groups.pop_front();
+    std::vector<host::Copy> there;
+    {
+        const races::OfHost of_host;
+        auto& groups = host::copies[host::current].groups;
+        while (groups.size() > LAST) {
+            there.insert(there.end(), groups.front().begin(), groups.front().end());
+            groups.pop_front();
+        }
     }
+    for (const host::Copy& copy : there) memcpy(copy.to, copy.from, 16);
 }
 
 template <typename T>
@@ -356,20 +432,22 @@ DEVICE T load_shared_by_blocks(const T* pointer) {
     return *pointer;
 }
 DEVICE int load_published(const int* pointer) {
-    if (*pointer == 0) {
+    const int value = __atomic_load_n(pointer, __ATOMIC_RELAXED);
+    if (value == 0) {
         fprintf(stderr, "a block waits for one that has not run\n");
         abort();
     }
-    return *pointer;
+    return value;
 }
-DEVICE void publish(int* pointer, int value) { *pointer = value; }
-DEVICE int meet_at(int* counter, int value) {
-    const int before = *counter;
-    *counter += value;
-    return before;
+DEVICE void publish(int* pointer, int value) { __atomic_store_n(pointer, value, __ATOMIC_RELAXED); }
+DEVICE int meet_at(int* counter, int value) { return __atomic_fetch_add(counter, value, __ATOMIC_ACQ_REL); }
+template <typename T>
+DEVICE void add_atomically(T* pointer, T value) {
+    __atomic_fetch_add(pointer, value, __ATOMIC_RELAXED);
 }
-DEVICE void add_atomically(int* pointer, int value) { *pointer += value; }
-DEVICE void add_atomically(int64* pointer, int64 value) { *pointer += value; }
 DEVICE void raise_atomically(int* pointer, int value) {
-    if (value > *pointer) *pointer = value;
+    int before = __atomic_load_n(pointer, __ATOMIC_RELAXED);
+    while (value > before &&
+           !__atomic_compare_exchange_n(pointer, &before, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
 }

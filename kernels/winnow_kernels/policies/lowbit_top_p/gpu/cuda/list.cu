@@ -184,6 +184,8 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     const int row = pair / KV_HEADS;
     const Bounds bounds(all, row);
     const Source source{all, all.page_table + row * all.table_stride, pair % KV_HEADS, bounds.scored};
+    // What later kernels need to know of a pair, one block writes down.
+    const bool writes = !AGAIN && begin == 0;
     Stage(&stages)[STAGES] = shared.stages[warp];
     Arrival(&arrivals)[STAGES] = shared.arrivals[warp];
     // Whatever is loaded is on its way before anything is waited for.
@@ -208,15 +210,13 @@ DEVICE void list_tiles(const Arguments& all, Shared& shared, uint32& parities, i
     if (AGAIN)
         read_prepared(all, shared, pair, thread);
     else
-        prepare(all, shared, unprepared, bounds, pair, begin == 0, thread);
+        prepare(all, shared, unprepared, bounds, pair, writes, thread);
     const float kept = !AGAIN && warp == 0 ? kept_steps(shared, lane) : 0.0f;
     if (thread < PADDED) {
-        if (!AGAIN && thread < GROUP) {
-            recalled.begin(kept);
-            all.kept[static_cast<int64>(pair) * STRIDE + thread] = kept;
-        }
+        if (!AGAIN && thread < GROUP) recalled.begin(kept);
         recalled.store(shared, thread);
-        if (!AGAIN) all.units[static_cast<int64>(pair) * PADDED + thread] = recalled.unit;
+        if (writes && thread < GROUP) all.kept[static_cast<int64>(pair) * STRIDE + thread] = kept;
+        if (writes) all.units[static_cast<int64>(pair) * PADDED + thread] = recalled.unit;
     }
     Query query;
     query.load(shared, warp, lane);

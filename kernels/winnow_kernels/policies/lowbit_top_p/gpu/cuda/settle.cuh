@@ -192,8 +192,9 @@ DEVICE void settle_head(const Arguments& all, Shared& shared, const Bounds& boun
         all.starts[of_column] = lists_all ? EVERYTHING : surest;
         // Without a mass there is no floor: as far down as counts reach.
         all.counted_from[of_column] = is_lost ? top - BINS + STEPS : lists_all ? floor + 1 : surest;
-        all.pair_open[pair] = 1;
-        all.any_open[0] = 1;
+        // Several warps and blocks may write this.
+        publish(all.pair_open + pair, 1);
+        publish(all.any_open, 1);
     } else {
         all.starts[of_column] = start;
         all.counted_from[of_column] = first;
