@@ -40,8 +40,8 @@ constexpr int LANES = 32;
 constexpr int STACK = 256 << 10;
 constexpr int MOST_SHARED = 228 << 10;
 constexpr uint8 UNTOUCHED = 0xab;
-// ThreadSanitizer has room for 8,128 threads.
-constexpr int MOST_FIBERS = 4096;
+// Each takes ThreadSanitizer a megabyte.
+constexpr int MOST_FIBERS = 2048;
 
 struct Meeting {
     int arrived = 0;
@@ -68,9 +68,9 @@ static uint8* shared;
 static std::vector<ucontext_t> threads;
 static std::vector<bool> is_done;
 static std::vector<int> turns, places;
-// By blocks if races are watched, else the same for all.
-static std::vector<std::unique_ptr<char[]>> stacks, memories;
-static std::vector<void*> fibers;
+// By blocks if races are watched, else the same for all; one of each for all kernels of a process.
+inline std::vector<std::unique_ptr<char[]>> stacks, memories;
+inline std::vector<void*> fibers;
 static void* outside_fiber;
 static int first_fiber;
 static std::vector<Meeting> warps;
@@ -145,7 +145,9 @@ inline std::pair<void*, ucontext_t*> next_of_ended() {
     return {outside_fiber, &outside};
 }
 
+// What comes before a kernel is there for its threads, and what they have done for what comes after it.
 inline void enter() {
+    races::acquire(&grid_x);
     body();
     races::release(&body);
     const auto next = next_of_ended();
@@ -194,19 +196,18 @@ inline void run(int x, int y, int size, int shared_bytes, std::function<void()> 
     operands[1].resize(size);
     outside_fiber = races::own_fiber();
     while (static_cast<int>(stacks.size()) < at_once * size) stacks.emplace_back(new char[STACK]);
+    while (fibers.size() < stacks.size()) fibers.push_back(races::new_fiber());
     while (static_cast<int>(memories.size()) < at_once) memories.emplace_back(new char[MOST_SHARED + 128]);
     for (int first = 0; first < x * y; first += at_once) {
         const int blocks = std::min(at_once, x * y - first);
         for (int each = 0; each < blocks; ++each) memset(memories[each].get(), UNTOUCHED, MOST_SHARED + 128);
-        fibers.clear();
-        for (int each = 0; each < blocks * size; ++each) fibers.push_back(races::new_fiber());
+        races::release(&grid_x);
         for (int each = 0; each < blocks; ++each) {
             block_y = (first + each) / x;
             block_x = (first + each) % x;
             run_block(size, shared_bytes, each);
         }
         races::acquire(&body);
-        for (void* fiber : fibers) races::end_fiber(fiber);
     }
 }
 

@@ -7,7 +7,6 @@
 
 extern "C" {
 void* __tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void* fiber);
 void* __tsan_get_current_fiber();
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
@@ -26,7 +25,6 @@ constexpr bool ARE_WATCHED = true;
 constexpr unsigned NO_ORDER = 1;
 
 inline void* new_fiber() { return __tsan_create_fiber(0); }
-inline void end_fiber(void* fiber) { __tsan_destroy_fiber(fiber); }
 inline void* own_fiber() { return __tsan_get_current_fiber(); }
 inline void switch_to(void* fiber) { __tsan_switch_to_fiber(fiber, NO_ORDER); }
 // What has happened here comes before what happens where the same is acquired later.
@@ -56,7 +54,6 @@ namespace races {
 constexpr bool ARE_WATCHED = false;
 
 inline void* new_fiber() { return nullptr; }
-inline void end_fiber(void*) {}
 inline void* own_fiber() { return nullptr; }
 inline void switch_to(void*) {}
 inline void release(const void*) {}
