@@ -23,17 +23,17 @@ DEVICE float highest_of_lanes(float number) {
     return number;
 }
 
-// The sum over all lanes of one of COUNT numbers, a power of two: lane i has that of number i % COUNT.
-template <int COUNT, typename T>
+// The sum, over the same lanes, of one of COUNT numbers, a power of two: lane i has that of number i / EVERY % COUNT.
+template <int EVERY = 1, int COUNT, typename T>
 DEVICE T own_sum_of_lanes(T (&numbers)[COUNT], int lane) {
     for (int half = COUNT / 2; half > 0; half /= 2) {
-        const bool has_upper = (lane & half) != 0;
+        const bool has_upper = (lane & half * EVERY) != 0;
         for (int each = 0; each < half; ++each) {
             const T others = has_upper ? numbers[each] : numbers[each + half];
-            numbers[each] = (has_upper ? numbers[each + half] : numbers[each]) + from_xor(others, half);
+            numbers[each] = (has_upper ? numbers[each + half] : numbers[each]) + from_xor(others, half * EVERY);
         }
     }
-    return sum_of_lanes<COUNT>(numbers[0]);
+    return sum_of_lanes<COUNT * EVERY>(numbers[0]);
 }
 
 // Words that lie next to each other, two or four at a time.

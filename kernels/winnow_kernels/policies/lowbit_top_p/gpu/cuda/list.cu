@@ -7,12 +7,9 @@
 // `list_again_kernel`, with what is known by then.
 
 // A lane's two query heads, added up over the lanes that have the same two: one of the sums, `own_head`'s.
-DEVICE float sum_of_head(const float (&numbers)[2], int lane) {
-    const bool is_second = (lane & 4) != 0;
-    float sum = (is_second ? numbers[1] : numbers[0]) + from_xor(is_second ? numbers[0] : numbers[1], 4);
-    for (int mask = 8; mask < WARP; mask *= 2) sum += from_xor(sum, mask);
-    if (TOKENS_IN_ROW == 2) sum += from_xor(sum, 2);
-    return sum;
+DEVICE float sum_of_head(float (&numbers)[2], int lane) {
+    const float sum = own_sum_of_lanes<4>(numbers, lane);
+    return TOKENS_IN_ROW == 2 ? sum + from_xor(sum, 2) : sum;
 }
 // The query head whose sum a lane has; −1 where another lane has it, too.
 DEVICE int own_head(int lane) { return lane < 8 && lane % 4 < PADDED / 2 ? lane % 4 * 2 + lane / 4 : -1; }
